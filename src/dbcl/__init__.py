@@ -1,0 +1,47 @@
+"""Double-Blind Collaborative Learning: train one PyTorch model together; nobody sends weights or gradients in clear."""
+
+from dbcl.errors import DbclError, PlanError, ProtocolError, SketchError
+from dbcl.plan import SketchPlan
+from dbcl.protocol import (
+    Broadcast,
+    Door,
+    RoundReport,
+    Server,
+    Update,
+    adam,
+    blinded,
+    decode_broadcast,
+    decode_update,
+    encode,
+    momentum,
+    plain,
+    update,
+)
+from dbcl.sketch import CountSketch, Identity, Sketch, UniformSampling
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Broadcast",
+    "CountSketch",
+    "DbclError",
+    "Door",
+    "Identity",
+    "PlanError",
+    "ProtocolError",
+    "RoundReport",
+    "Server",
+    "Sketch",
+    "SketchError",
+    "SketchPlan",
+    "UniformSampling",
+    "Update",
+    "adam",
+    "blinded",
+    "decode_broadcast",
+    "decode_update",
+    "encode",
+    "momentum",
+    "plain",
+    "update",
+]

@@ -1,0 +1,24 @@
+"""Messages, their bytes, the server, the client's verbs, and checkpoints."""
+
+from dbcl.protocol.aggregate import Door, ServerOptimizer, adam, momentum, plain
+from dbcl.protocol.client import blinded, update
+from dbcl.protocol.codec import decode_broadcast, decode_update, encode
+from dbcl.protocol.messages import Broadcast, RoundReport, Update
+from dbcl.protocol.server import Server
+
+__all__ = [
+    "Broadcast",
+    "Door",
+    "RoundReport",
+    "Server",
+    "ServerOptimizer",
+    "Update",
+    "adam",
+    "blinded",
+    "decode_broadcast",
+    "decode_update",
+    "encode",
+    "momentum",
+    "plain",
+    "update",
+]

@@ -1,0 +1,148 @@
+"""The door that every update comes through, the average of what passes, and the step on the true weights."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from dbcl.errors import ProtocolError
+from dbcl.protocol.codec import decode_update
+from dbcl.protocol.messages import Broadcast, Update, mismatches
+
+ServerOptimizer = Callable[[Iterable[Parameter]], Optimizer]
+"""Makes an optimiser for the true weights, any of `torch.optim`; its gradient is minus the average update."""
+
+
+def plain(lr: float = 1.0) -> ServerOptimizer:
+    """W + lr * average update: FedAvg.
+
+    >>> plain()([Parameter(torch.zeros(1))]).defaults["lr"]
+    1.0
+    """
+    return partial(torch.optim.SGD, lr=lr)
+
+
+def momentum(beta: float = 0.5, lr: float = 1.0) -> ServerOptimizer:
+    """FedAvg with momentum on the server.
+
+    >>> momentum(0.9)([Parameter(torch.zeros(1))]).defaults["momentum"]
+    0.9
+    """
+    return partial(torch.optim.SGD, lr=lr, momentum=beta)
+
+
+def adam(lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99), eps: float = 1e-3) -> ServerOptimizer:
+    """Adam on the server; `eps` is large, as adaptive federated optimisers want it.
+
+    >>> adam(0.02)([Parameter(torch.zeros(1))]).defaults["lr"]
+    0.02
+    """
+    return partial(torch.optim.Adam, lr=lr, betas=betas, eps=eps)
+
+
+@dataclass(frozen=True)
+class Door:
+    """What an update must be to get in.
+
+    `norm_bound` limits the length of an update, all its tensors together (the lift keeps lengths, so it is the length
+    of the change of W too); a longer one is shortened to it, or refused where `clip` is False.
+
+    >>> Door(min_updates=0)
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ProtocolError: min_updates must be 1 or more, got 0
+    """
+
+    min_updates: int = 1
+    norm_bound: float | None = None
+    clip: bool = True
+    max_examples: int = 10_000_000
+
+    def __post_init__(self) -> None:
+        if self.min_updates < 1:
+            raise ProtocolError(f"min_updates must be 1 or more, got {self.min_updates}")
+        if self.norm_bound is not None and not (math.isfinite(self.norm_bound) and self.norm_bound > 0):
+            raise ProtocolError(f"norm_bound must be above 0, got {self.norm_bound}")
+        if self.max_examples < 1:
+            raise ProtocolError(f"max_examples must be 1 or more, got {self.max_examples}")
+
+    def admit(self, answer: Update | bytes, broadcast: Broadcast) -> "Admitted":
+        """Check one answer to a broadcast; raises `ProtocolError` with the reason where it must be refused."""
+        update = decode_update(answer) if isinstance(answer, bytes) else answer
+        if update.round != broadcast.round:
+            raise ProtocolError(f"answers round {update.round}, and round {broadcast.round} is open")
+        if update.plan != broadcast.plan.digest:
+            raise ProtocolError("answers another plan than this round's")
+        if isinstance(update.examples, bool) or not isinstance(update.examples, int):
+            raise ProtocolError(f"examples must be a whole number, got {update.examples!r}")
+        if not 1 <= update.examples <= self.max_examples:
+            raise ProtocolError(f"examples must be between 1 and {self.max_examples}, got {update.examples}")
+        problems = mismatches(broadcast.plan, update.tensors)
+        if problems:
+            raise ProtocolError("; ".join(problems[:5]))
+        for name, tensor in update.tensors.items():
+            if tensor.dtype != broadcast.tensors[name].dtype:
+                raise ProtocolError(f"{name} is {tensor.dtype}, and {broadcast.tensors[name].dtype} was sent")
+            if not torch.isfinite(tensor).all():
+                raise ProtocolError(f"{name} holds {'NaN' if tensor.isnan().any() else 'infinity'}")
+        length = norm(update.tensors)
+        scale = 1.0
+        if self.norm_bound is not None and length > self.norm_bound:
+            if not self.clip:
+                raise ProtocolError(f"its length {length:.4g} is above the bound {self.norm_bound:g}")
+            scale = self.norm_bound / length
+        return Admitted(update, scale)
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """An update that passed the door, and what its length is to be multiplied by (1 unless it was clipped)."""
+
+    update: Update
+    scale: float
+
+
+def average(admitted: Sequence[Admitted], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The mean of the updates, each weighted by its examples, still in the sketched space.
+
+    The sums have the dtype and device of `like`, which are the true weights'.
+
+    >>> one = Update(0, "", {"b": torch.tensor([1.0])}, examples=1)
+    >>> three = Update(0, "", {"b": torch.tensor([5.0])}, examples=3)
+    >>> average([Admitted(one, 1.0), Admitted(three, 1.0)], {"b": torch.zeros(1)})
+    {'b': tensor([4.])}
+    """
+    total = sum(each.update.examples for each in admitted)
+    mean = {}
+    for name, weight in like.items():
+        first, *rest = ((each.update.tensors[name].to(weight), each) for each in admitted)
+        result = first[0] * (first[1].scale * first[1].update.examples / total)
+        for tensor, each in rest:
+            result.add_(tensor, alpha=each.scale * each.update.examples / total)
+        mean[name] = result
+    return mean
+
+
+def average_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """The clients' metrics, weighted by examples; one that only some clients report is the mean over those."""
+    names = {name: None for update in updates for name in update.metrics}
+    means = {}
+    for name in names:
+        having = [update for update in updates if name in update.metrics]
+        total = sum(update.examples for update in having)
+        means[name] = sum(update.metrics[name] * update.examples for update in having) / total
+    return means
+
+
+def norm(tensors: Mapping[str, Tensor]) -> float:
+    """The length of all tensors together.
+
+    >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+    5.0
+    """
+    return math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors.values()))

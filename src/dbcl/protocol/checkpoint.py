@@ -1,0 +1,78 @@
+"""Checkpoints: written whole or not at all, checked on the way back, never unpickled."""
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dbcl.errors import ProtocolError
+from dbcl.protocol.codec import CHECKPOINT, pack, unpack
+
+log = logging.getLogger(__name__)
+
+KEEP = 2
+_NAME = re.compile(r"round-(\d{8})\.dbcl")
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Put bytes into a file so that a reader, after any crash, finds the old content or the new and nothing between."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(scratch, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # some systems cannot sync a folder
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def save(folder: Path, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Write the checkpoint of `values["round"]` and forget all but the last two.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as name:
+    ...     save(Path(name), {"round": 7}, {}).name
+    'round-00000007.dbcl'
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"round-{values['round']:08d}.dbcl"
+    write_atomic(path, pack(CHECKPOINT, values, tensors))
+    for old in _all(folder)[KEEP:]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def load(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the newest checkpoint that is whole; a damaged one is named in the log and passed over.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as name:
+    ...     _ = save(Path(name), {"round": 7}, {})
+    ...     _ = Path(name, "round-00000008.dbcl").write_bytes(b"half a file")
+    ...     load(Path(name))
+    ({'round': 7}, {})
+    """
+    for path in _all(folder):
+        try:
+            return unpack(CHECKPOINT, path.read_bytes())
+        except ProtocolError as error:
+            log.warning("passed over %s: %s", path.name, error)
+    raise ProtocolError(f"no whole checkpoint in {folder}")
+
+
+def _all(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, newest first."""
+    return sorted((path for path in folder.glob("round-*.dbcl") if _NAME.fullmatch(path.name)), reverse=True)

@@ -1,0 +1,41 @@
+"""A client's two verbs: put a broadcast into a model, and answer with the change."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from dbcl.blind import build_client, held
+from dbcl.protocol.messages import Broadcast, Update
+
+
+def blinded(module: nn.Module, broadcast: Broadcast) -> nn.Module:
+    """Make a client's model: a copy of `module` with the compact weights in it. W is nowhere in it.
+
+    Train it with any loop and any optimiser. Plain SGD and momentum take the learning rate that the plain model would
+    take; optimisers that normalise the gradient, such as Adam, take sqrt(ratio) times it.
+
+    >>> import torch, dbcl
+    >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round()
+    >>> local = dbcl.blinded(torch.nn.Linear(6, 2), broadcast)
+    >>> {name: tuple(parameter.shape) for name, parameter in local.named_parameters()}
+    {'bias': (2,), 'parametrizations.weight.original': (2, 3)}
+    """
+    return build_client(module, broadcast.plan, broadcast.tensors)
+
+
+def update(
+    local: nn.Module, broadcast: Broadcast, *, examples: int, metrics: Mapping[str, float] | None = None
+) -> Update:
+    """Make the answer: how every tensor has changed since the broadcast, in the dtype that it was sent in.
+
+    >>> import torch, dbcl
+    >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round()
+    >>> local = dbcl.blinded(torch.nn.Linear(6, 2), broadcast)
+    >>> dbcl.update(local, broadcast, examples=10).tensors["bias"]
+    tensor([0., 0.])
+    """
+    changes = {}
+    for name, now in held(local, broadcast.plan).items():
+        sent = broadcast.tensors[name]
+        changes[name] = (now - sent.to(now)).to(sent)
+    return Update(broadcast.round, broadcast.plan.digest, changes, examples, dict(metrics or {}))

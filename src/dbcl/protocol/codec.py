@@ -1,0 +1,200 @@
+"""Messages as bytes and back: `docs/protocol.md` describes the format.
+
+    DBCL | version (1 byte) | kind (1 byte) | header length (4) | header: JSON | tensors: safetensors | SHA-256 (32)
+
+Nothing is ever unpickled. Whatever is wrong with the bytes, decoding raises `ProtocolError` and nothing else. The
+digest finds damage; it is no signature: who sent the bytes is for the transport to say.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from dbcl.errors import DbclError, ProtocolError
+from dbcl.plan import Part, RoundPlan
+from dbcl.protocol.messages import Broadcast, Update
+from dbcl.seeds import SEED_BYTES
+from dbcl.sketch import SCHEMES
+
+MAGIC = b"DBCL"
+VERSION = 1
+BROADCAST, UPDATE, CHECKPOINT = 1, 2, 3
+KINDS = {BROADCAST: "broadcast", UPDATE: "update", CHECKPOINT: "checkpoint"}
+WIRE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_HEADER = 16 << 20
+MAX_TENSORS = 100_000
+MAX_NUMBERS = 1 << 40  # of one tensor, before anything is allocated for it
+
+_PREFIX = struct.Struct("<4sBBI")
+_DIGEST = 32
+
+
+def encode(message: Broadcast | Update) -> bytes:
+    """Write a message as bytes.
+
+    >>> import torch
+    >>> data = encode(Update(round=0, plan="ab" * 32, tensors={"bias": torch.zeros(2)}, examples=600))
+    >>> data[:4], decode_update(data).examples
+    (b'DBCL', 600)
+    """
+    if isinstance(message, Broadcast):
+        parts = [[part.name, list(part.shape), part.scheme, part.width] for part in message.plan.parts]
+        header = {"round": message.plan.round, "seed": message.plan.seed.hex(), "parts": parts}
+        return pack(BROADCAST, header, message.tensors)
+    header = {
+        "round": message.round,
+        "plan": message.plan,
+        "examples": message.examples,
+        "metrics": dict(message.metrics),
+    }
+    return pack(UPDATE, header, message.tensors)
+
+
+def decode_broadcast(data: bytes) -> Broadcast:
+    """Read a broadcast.
+
+    >>> import dbcl
+    >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round()
+    >>> decode_broadcast(encode(broadcast)).sketches()
+    {'weight': CountSketch(6 -> 3)}
+    """
+    header, tensors = unpack(BROADCAST, data)
+    take = _Fields("broadcast", header)
+    round = take("round", _is_count)
+    seed = take("seed", lambda value: isinstance(value, str) and len(value) == 2 * SEED_BYTES and _is_hex(value))
+    parts = take("parts", lambda value: isinstance(value, list) and all(map(_is_part, value)))
+    take.end()
+    plan = RoundPlan(round, bytes.fromhex(seed), tuple(Part(n, tuple(shape), s, width) for n, shape, s, width in parts))
+    if len({part.name for part in plan.parts}) != len(plan.parts):
+        raise ProtocolError("broadcast: a tensor is named twice in the plan")
+    try:
+        return Broadcast(plan, tensors)
+    except ProtocolError:
+        raise
+    except DbclError as error:  # a sketch that cannot be drawn
+        raise ProtocolError(f"broadcast: {error}") from error
+
+
+def decode_update(data: bytes) -> Update:
+    """Read an update.
+
+    >>> decode_update(b"not a message")
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ProtocolError: update: does not begin with DBCL, so it is no dbcl message
+    """
+    header, tensors = unpack(UPDATE, data)
+    take = _Fields("update", header)
+    update = Update(
+        round=take("round", _is_count),
+        plan=take("plan", lambda value: isinstance(value, str)),
+        examples=take("examples", _is_integer),
+        metrics=take("metrics", lambda value: isinstance(value, dict) and all(map(_is_number, value.values()))),
+        tensors=tensors,
+    )
+    take.end()
+    return update
+
+
+def pack(kind: int, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    """Write one container: a header of plain JSON and named tensors.
+
+    >>> unpack(CHECKPOINT, pack(CHECKPOINT, {"round": 3}, {"w": torch.zeros(2)}))
+    ({'round': 3}, {'w': tensor([0., 0.])})
+    """
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    body = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    data = _PREFIX.pack(MAGIC, VERSION, kind, len(text)) + text + body
+    return data + hashlib.sha256(data).digest()
+
+
+def unpack(kind: int, data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read one container of a kind; every kind of damage is a `ProtocolError` that names it."""
+    what = KINDS[kind]
+    if data[:4] != MAGIC:
+        raise ProtocolError(f"{what}: does not begin with DBCL, so it is no dbcl message")
+    if len(data) < _PREFIX.size + _DIGEST:
+        raise ProtocolError(f"{what}: cut short, only {len(data)} bytes long")
+    _, version, found, length = _PREFIX.unpack_from(data)
+    if version != VERSION:
+        raise ProtocolError(f"{what}: wire format version {version}, and this dbcl reads version {VERSION}")
+    if hashlib.sha256(memoryview(data)[:-_DIGEST]).digest() != data[-_DIGEST:]:
+        raise ProtocolError(f"{what}: damaged or cut short, its SHA-256 does not fit its {len(data)} bytes")
+    if found != kind:
+        raise ProtocolError(f"{what}: expected, but these bytes are a {KINDS.get(found, f'message of kind {found}')}")
+    end = _PREFIX.size + length
+    if length > MAX_HEADER or end > len(data) - _DIGEST:
+        raise ProtocolError(f"{what}: a header of {length} bytes does not fit")
+    try:
+        header = json.loads(data[_PREFIX.size : end])
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"{what}: the header is not JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise ProtocolError(f"{what}: the header is not an object")
+    return header, _tensors(what, data[end:-_DIGEST])
+
+
+def _tensors(what: str, body: bytes) -> dict[str, Tensor]:
+    try:
+        tensors = safetensors.torch.load(body)
+    except (safetensors.SafetensorError, ValueError, KeyError, RuntimeError, OverflowError) as error:
+        raise ProtocolError(f"{what}: the tensors cannot be read ({error})") from None
+    if len(tensors) > MAX_TENSORS:
+        raise ProtocolError(f"{what}: {len(tensors)} tensors, more than {MAX_TENSORS}")
+    return tensors
+
+
+class _Fields:
+    """Takes the fields out of a header, each with its check, and complains about any that are left."""
+
+    def __init__(self, what: str, header: dict[str, Any]) -> None:
+        self._what, self._left = what, dict(header)
+
+    def __call__(self, name: str, valid: Callable[[Any], bool]) -> Any:
+        if name not in self._left:
+            raise ProtocolError(f"{self._what}: the header has no {name!r}")
+        value = self._left.pop(name)
+        if not valid(value):
+            raise ProtocolError(f"{self._what}: {name!r} cannot be {str(value)[:80]!r}")
+        return value
+
+    def end(self) -> None:
+        if self._left:
+            raise ProtocolError(f"{self._what}: unknown fields {', '.join(sorted(self._left))[:200]}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+
+
+def _is_count(value: Any) -> bool:
+    return _is_integer(value) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_hex(text: str) -> bool:
+    return all(letter in "0123456789abcdef" for letter in text)
+
+
+def _is_part(value: Any) -> bool:
+    if not (isinstance(value, list) and len(value) == 4):
+        return False
+    name, shape, scheme, width = value
+    if not (isinstance(name, str) and isinstance(scheme, str) and scheme in SCHEMES and _is_count(width)):
+        return False
+    if not (isinstance(shape, list) and len(shape) <= 16 and all(map(_is_count, shape))):
+        return False
+    numbers = 1
+    for size in shape:
+        numbers *= size
+    return numbers <= MAX_NUMBERS

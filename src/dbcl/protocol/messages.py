@@ -1,0 +1,91 @@
+"""The only two messages, and the report of a round."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from dbcl.errors import ProtocolError
+from dbcl.plan import RoundPlan
+from dbcl.sketch import Sketch
+
+
+@dataclass(frozen=True, eq=False)
+class Broadcast:
+    """Server to every client: the round's seed and plan, and the compact weights. All that leaves the server.
+
+    A tensor that the plan calls sketched must have the shape of a compact weight: a covered weight does not fit.
+
+    >>> import torch, dbcl
+    >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round()
+    >>> {name: tuple(tensor.shape) for name, tensor in broadcast.tensors.items()}
+    {'weight': (2, 3), 'bias': (2,)}
+    """
+
+    plan: RoundPlan
+    tensors: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        for problem in mismatches(self.plan, self.tensors):
+            raise ProtocolError(f"broadcast: {problem}")
+
+    @property
+    def round(self) -> int:
+        return self.plan.round
+
+    def sketches(self) -> dict[str, Sketch]:
+        """The sketch of every covered parameter by its name: what a client needs, and all that an attacker has.
+
+        >>> import torch, dbcl
+        >>> dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round().sketches()
+        {'weight': CountSketch(6 -> 3)}
+        """
+        return dict(self.plan.sketches)
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """Client to server: how what it holds has changed, and how many examples it learned from.
+
+    >>> import torch
+    >>> Update(round=0, plan="ab12", tensors={"bias": torch.zeros(2)}, examples=600).examples
+    600
+    """
+
+    round: int
+    plan: str  # the digest of the plan that it answers
+    tensors: Mapping[str, Tensor]
+    examples: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What became of a round.
+
+    >>> report = RoundReport(round=3, accepted=1, refused=("update 1: bias holds NaN",), clipped=0, examples=9, norm=0.1)
+    >>> len(report.refused)
+    1
+    """
+
+    round: int
+    accepted: int
+    refused: tuple[str, ...]
+    clipped: int
+    examples: int
+    norm: float
+    """The length of the average update, all tensors together."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The clients' metrics, averaged over examples."""
+
+
+def mismatches(plan: RoundPlan, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Say where names and shapes are not those of a plan."""
+    names = [part.name for part in plan.parts]
+    problems = [f"{name} is missing" for name in names if name not in tensors]
+    problems += [f"{name!r} is not in the plan" for name in tensors if name not in set(names)]
+    for part in plan.parts:
+        if part.name in tensors and tuple(tensors[part.name].shape) != plan.sent_shape(part):
+            got = tuple(tensors[part.name].shape)
+            problems.append(f"{part.name} has shape {got}, and the plan says {plan.sent_shape(part)}")
+    return problems

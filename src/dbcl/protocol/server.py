@@ -1,0 +1,193 @@
+"""The server: the only place that holds the true weights."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dbcl import seeds
+from dbcl.blind import blind, lift, veil_sizes
+from dbcl.cover import Cover, leaving
+from dbcl.errors import PlanError, ProtocolError
+from dbcl.plan import Ratio, SketchPlan
+from dbcl.protocol.aggregate import Door, ServerOptimizer, average, average_metrics, norm, plain
+from dbcl.protocol.codec import WIRE_DTYPES
+from dbcl.protocol.messages import Broadcast, RoundReport, Update
+
+
+class Server:
+    """Holds the model W and runs the rounds: `open_round` blinds it, `close_round` steps on the lifted average.
+
+    `ratio`, `cover`, `veil` and `sketch` are those of `SketchPlan.of`; or give a `plan`. `wire` names the dtype that
+    travels ("float32", "bfloat16", "float16"; the model's own where it is None). The round's seed and veil come from
+    the operating system, anew in every round; `experiment_seed` fixes them all, so that a run can be repeated, and
+    must never be set where clients are strangers.
+
+    >>> import torch, dbcl
+    >>> def net():
+    ...     return torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    >>> server = dbcl.Server(net(), ratio=2)
+    >>> broadcast = server.open_round()
+    >>> local = dbcl.blinded(net(), broadcast)
+    >>> optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    >>> local(torch.ones(5, 8)).square().mean().backward()
+    >>> optimizer.step()
+    >>> answer = dbcl.update(local, broadcast, examples=5)
+    >>> report = server.close_round([answer])
+    >>> report.accepted, report.refused, server.round
+    (1, (), 1)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: SketchPlan | None = None,
+        *,
+        ratio: Ratio | None = None,
+        cover: Cover | None = None,
+        veil: float | None = None,
+        sketch: str | None = None,
+        optimizer: ServerOptimizer | None = None,
+        door: Door | None = None,
+        wire: str | None = None,
+        experiment_seed: int | None = None,
+    ) -> None:
+        given = {"ratio": ratio, "cover": cover, "veil": veil, "sketch": sketch}
+        settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if plan is not None and settings:
+            raise PlanError(f"give either a plan or {', '.join(settings)}, not both")
+        if wire is not None and wire not in WIRE_DTYPES:
+            raise ProtocolError(f"wire must be one of {', '.join(WIRE_DTYPES)}, got {wire!r}")
+        self.model = model
+        self.plan = plan or SketchPlan.of(model, **settings)
+        names = [planned.name for planned in self.plan.tensors]
+        if names != list(leaving(model)):
+            raise PlanError("this plan was made for another model")
+        self.door = door or Door()
+        self.round = 0
+        self._wire = WIRE_DTYPES[wire] if wire is not None else None
+        self._master = None if experiment_seed is None else seeds.derive(bytes(32), "experiment", experiment_seed)
+        self._key = self._new_key()
+        self._open: Broadcast | None = None
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = (optimizer or plain())(self._trained)
+
+    def open_round(self) -> Broadcast:
+        """Blind the model for this round. Until the round is closed, every call gives the same broadcast.
+
+        A second veil of the same weights would let a client average the noise away, so there never is one: the
+        round's key is drawn when the round before it closes, it is in the checkpoint, and all noise follows from it.
+        """
+        if self._open is None:
+            plan = self.plan.draw(seeds.derive(self._key, "sketch"), self.round)
+            taus = veil_sizes(self.model, self.plan)
+            sent = blind(self.model, plan, taus=taus, veil_key=seeds.derive(self._key, "veil"))
+            self._open = Broadcast(plan, {name: tensor.to(self._wire) for name, tensor in sent.items()})
+        return self._open
+
+    def close_round(self, updates: Iterable[Update | bytes]) -> RoundReport:
+        """Check the answers, average those that pass, lift the average, and step.
+
+        An answer may be an `Update` or its bytes. One that does not pass is refused with a reason in the report. Where
+        fewer than `min_updates` are left, that is a `ProtocolError`, nothing has changed and the round stays open.
+        """
+        if self._open is None:
+            raise ProtocolError("no round is open: call open_round first")
+        broadcast, refused, admitted = self._open, [], []
+        for number, answer in enumerate(updates):
+            try:
+                admitted.append(self.door.admit(answer, broadcast))
+            except ProtocolError as error:
+                refused.append(f"update {number}: {error}")
+        if len(admitted) < self.door.min_updates:
+            needed = f"round {broadcast.round} has {len(admitted)} updates and needs {self.door.min_updates}"
+            raise ProtocolError("\n  - ".join([needed, *refused]))
+        weights = leaving(self.model)
+        mean = average(admitted, weights)
+        changes = lift(broadcast.plan, mean)
+        if not all(torch.isfinite(weights[name] + change).all() for name, change in changes.items()):
+            raise ProtocolError(f"round {broadcast.round}: the average update leaves the range of the weights' dtype")
+        self._step(weights, changes)
+        report = RoundReport(
+            round=broadcast.round,
+            accepted=len(admitted),
+            refused=tuple(refused),
+            clipped=sum(each.scale != 1.0 for each in admitted),
+            examples=sum(each.update.examples for each in admitted),
+            norm=norm(mean),
+            metrics=average_metrics([each.update for each in admitted]),
+        )
+        self.round += 1
+        self._key = self._new_key()
+        self._open = None
+        return report
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """All that is needed to go on after this moment: plain values and tensors, for a checkpoint.
+
+        >>> server = Server(nn.Linear(6, 2), cover="all")
+        >>> values, tensors = server.state()
+        >>> sorted(values), sorted(tensors)
+        (['groups', 'key', 'plan', 'round', 'scalars'], ['model.bias', 'model.weight'])
+        """
+        optimizer = self._optimizer.state_dict()
+        tensors = {f"model.{name}": tensor.detach().clone() for name, tensor in _everything(self.model).items()}
+        scalars: dict[str, dict[str, Any]] = {}
+        for index, entries in optimizer["state"].items():
+            for name, value in entries.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{index}.{name}"] = value.detach().clone()
+                else:
+                    scalars.setdefault(str(index), {})[name] = value
+        values = {
+            "round": self.round,
+            "key": self._key.hex(),
+            "plan": self.plan.digest,
+            "groups": optimizer["param_groups"],
+            "scalars": scalars,
+        }
+        return values, tensors
+
+    def load_state(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go back to what `state` returned; refuses the state of another plan or model."""
+        own = _everything(self.model)
+        stored = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+        if values["plan"] != self.plan.digest or stored.keys() != own.keys():
+            raise ProtocolError("the checkpoint belongs to another model or another plan")
+        state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in values["scalars"].items()}
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer."):
+                _, index, key = name.split(".", 2)
+                state.setdefault(int(index), {})[key] = tensor
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(stored[name])
+        self._optimizer.load_state_dict({"state": state, "param_groups": values["groups"]})
+        self.round = values["round"]
+        self._key = bytes.fromhex(values["key"])
+        self._open = None
+
+    def _new_key(self) -> bytes:
+        return seeds.fresh() if self._master is None else seeds.derive(self._master, "round", self.round)
+
+    def _step(self, weights: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> None:
+        trained = {id(parameter) for parameter in self._trained}
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                if id(tensor) in trained:
+                    tensor.grad = -changes[name]
+                elif not isinstance(tensor, nn.Parameter):
+                    positive = bool(tensor.numel()) and bool(tensor.min() >= 0)
+                    tensor.add_(changes[name])
+                    if positive:
+                        tensor.clamp_(min=0)  # a running variance must not turn negative
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+def _everything(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor of a model that a state dict holds, tied ones once."""
+    kept = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return {**dict(model.named_parameters()), **buffers}

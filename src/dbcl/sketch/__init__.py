@@ -1,0 +1,31 @@
+"""Random linear maps that are made from a seed."""
+
+from collections.abc import Callable
+from functools import partial
+
+from dbcl.errors import SketchError
+from dbcl.sketch.count import CountSketch
+from dbcl.sketch.identity import Identity
+from dbcl.sketch.operator import Sketch
+from dbcl.sketch.sampling import UniformSampling
+
+SCHEMES: dict[str, Callable[..., Sketch]] = {
+    "count-v1": CountSketch,
+    "count-hashed-v1": partial(CountSketch, hashed=True),
+    "sampling-v1": UniformSampling,
+    "identity-v1": Identity,
+}
+
+
+def draw(scheme: str, dim: int, width: int, *, seed: bytes, round: int, name: str) -> Sketch:
+    """Draw the sketch that a scheme's name stands for: the same call gives the same map on every machine.
+
+    >>> draw("count-v1", 6, 3, seed=bytes(32), round=0, name="fc1.weight")
+    CountSketch(6 -> 3)
+    """
+    if scheme not in SCHEMES:
+        raise SketchError(f"unknown sketch {scheme!r}; this version knows {', '.join(SCHEMES)}")
+    return SCHEMES[scheme](dim, width, seed=seed, round=round, name=name)
+
+
+__all__ = ["SCHEMES", "CountSketch", "Identity", "Sketch", "UniformSampling", "draw"]

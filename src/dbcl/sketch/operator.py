@@ -1,0 +1,109 @@
+"""What a sketch is: a linear map with orthonormal columns, and a gain."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dbcl.errors import SketchError
+
+Map = Callable[[Tensor], Tensor]
+
+
+class Sketch(ABC):
+    """A random linear map R from `dim` inputs to `width` outputs, with R^T R = I, and a diagonal gain D.
+
+    The paper's sketching matrix is S = R D^(1/2). A sketched layer computes z = (x R) D V^T with V = W R, which is
+    x S S^T W^T. A sketch never changes after it was drawn, so copies share it.
+
+    >>> from dbcl import CountSketch
+    >>> sketch = CountSketch(6, 3, seed=bytes(32))
+    >>> sketch.apply(torch.ones(2, 6)).shape, sketch.lift(torch.ones(2, 3)).shape
+    (torch.Size([2, 3]), torch.Size([2, 6]))
+    """
+
+    scheme: str
+    dim: int
+    width: int
+
+    def apply(self, x: Tensor) -> Tensor:  # (..., dim) -> (..., width)
+        """Sketch the last axis: x R."""
+        return self._map(x, self.dim, self._apply, self._lift)
+
+    def lift(self, y: Tensor) -> Tensor:  # (..., width) -> (..., dim)
+        """Bring the last axis back: y R^T, the adjoint of `apply` and its pseudo-inverse."""
+        return self._map(y, self.width, self._lift, self._apply)
+
+    def project(self, x: Tensor) -> Tensor:  # (..., dim) -> (..., width)
+        """What a layer does to its input: x R D."""
+        return self.apply(x) * self.gain(x)
+
+    def expand(self, y: Tensor) -> Tensor:  # (..., width) -> (..., dim)
+        """What makes an effective weight of a compact one: y D R^T, the adjoint of `project`."""
+        return self.lift(y * self.gain(y))
+
+    @abstractmethod
+    def gain(self, like: Tensor) -> Tensor:  # (width,)
+        """D, the squared lengths of the columns of S, with the dtype and device of `like`."""
+
+    @abstractmethod
+    def _apply(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _lift(self, y: Tensor) -> Tensor: ...
+
+    def dense(self, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Tensor:  # (dim, width)
+        """Write R out as a matrix; meant for tests and for looking at."""
+        return self.apply(torch.eye(self.dim, dtype=dtype, device=device))
+
+    def fingerprint(self) -> str:
+        """Name the map: two sketches have the same fingerprint when they are the same map, on any machine."""
+        head = f"{self.scheme} {self.dim} {self.width} ".encode()
+        return hashlib.sha256(head + self._table()).hexdigest()
+
+    @abstractmethod
+    def _table(self) -> bytes:
+        """What was drawn, as whole numbers."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Sketch":
+        return self
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.dim} -> {self.width})"
+
+    def _map(self, x: Tensor, size: int, forward: Map, adjoint: Map) -> Tensor:
+        if x.ndim == 0 or x.shape[-1] != size:
+            raise SketchError(f"{self}: the last axis must have {size} entries, got shape {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise SketchError(f"{self}: needs floating-point numbers, got {x.dtype}")
+        if torch._C._are_functorch_transforms_active():
+            return forward(x)  # torch.func differentiates and batches the gathers themselves
+        result: Tensor = _LinearMap.apply(x, forward, adjoint)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _LinearMap(torch.autograd.Function):
+    """A linear map whose derivative is its adjoint, however often it is differentiated.
+
+    Without it the backward pass of a gather would be a scatter, which is slow and, on a GPU, not deterministic.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Map, adjoint: Map) -> Tensor:
+        ctx.forward, ctx.adjoint = forward, adjoint
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        if not torch.is_grad_enabled():
+            return ctx.adjoint(grad), None, None
+        return _LinearMap.apply(grad, ctx.adjoint, ctx.forward), None, None  # type: ignore[no-untyped-call]
+
+
+def check_width(dim: int, width: int) -> None:
+    """Refuse a width that would compress nothing or leave nothing."""
+    if not 1 <= width < dim:
+        raise SketchError(f"width must be between 1 and {dim - 1} (one less than its {dim} inputs), got {width}")
