@@ -1,5 +1,6 @@
 """Double-Blind Collaborative Learning: train one PyTorch model together; nobody sends weights or gradients in clear."""
 
+from dbcl._version import __version__
 from dbcl.errors import DbclError, PlanError, ProtocolError, SketchError
 from dbcl.plan import SketchPlan
 from dbcl.protocol import (
@@ -19,8 +20,6 @@ from dbcl.protocol import (
 )
 from dbcl.sketch import CountSketch, Identity, Sketch, UniformSampling
 
-__version__ = "0.1.0"
-
 __all__ = [
     "Broadcast",
     "CountSketch",
@@ -36,6 +35,7 @@ __all__ = [
     "SketchPlan",
     "UniformSampling",
     "Update",
+    "__version__",
     "adam",
     "blinded",
     "decode_broadcast",

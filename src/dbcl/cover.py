@@ -56,7 +56,7 @@ def covered_names(model: nn.Module, cover: Cover) -> tuple[set[str], list[str]]:
         if cover == "hidden" and len(layers) == 1:
             return set(), [f"{layers[0][0]} is the output layer and nothing else can be covered; use cover='all'"]
         chosen = {name for weights in layers[: len(layers) - (cover == "hidden")] for name in weights if name in names}
-        matched, problems = chosen, []
+        matched, problems = chosen, list[str]()
     else:
         matched, problems = _match(list(names), cover)
         chosen = {name for name in matched if names[name].ndim >= 2}

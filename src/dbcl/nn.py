@@ -5,6 +5,8 @@ one gather and leaves the layer's native kernel alone. `nn.Linear` never needs i
 z = (x R) D V^T, and works with matrices `ratio` times smaller.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,7 +61,7 @@ def sketch_parameter(module: nn.Module, name: str, sketch: Sketch, compact: Tens
     parametrize.register_parametrization(module, name, _Replace(sketch, weight.shape, compact), unsafe=True)
     if is_linear:
         # parametrize made a class for this one module, so this touches no other layer.
-        type(module).forward = _linear_forward  # type: ignore[method-assign, assignment]
+        type(module).forward = _linear_forward
     if isinstance(module, nn.RNNBase):
         with torch.no_grad():
             module._init_flat_weights()  # its cache still held the old weight
@@ -79,7 +81,5 @@ def compact_parameter(module: nn.Module, name: str) -> Tensor:
 
 
 def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
-    held = self.parametrizations.weight  # type: ignore[union-attr]
-    sketch: Sketch = held[0].sketch  # type: ignore[index]
-    compact: Tensor = held.original  # type: ignore[union-attr, assignment]
-    return F.linear(sketch.project(x), compact, self.bias)
+    held: Any = self.parametrizations.weight  # type: ignore[union-attr]
+    return F.linear(held[0].sketch.project(x), held.original, self.bias)

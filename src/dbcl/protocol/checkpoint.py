@@ -1,8 +1,6 @@
 """Checkpoints: written whole or not at all, checked on the way back, never unpickled."""
 
-import contextlib
 import logging
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,32 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from dbcl.errors import ProtocolError
+from dbcl.files import write_atomic
 from dbcl.protocol.codec import CHECKPOINT, pack, unpack
 
 log = logging.getLogger(__name__)
 
 KEEP = 2
 _NAME = re.compile(r"round-(\d{8})\.dbcl")
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Put bytes into a file so that a reader, after any crash, finds the old content or the new and nothing between."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(scratch, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
-    with contextlib.suppress(OSError):  # some systems cannot sync a folder
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def save(folder: Path, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:

@@ -63,9 +63,8 @@ class Update:
 class RoundReport:
     """What became of a round.
 
-    >>> report = RoundReport(round=3, accepted=1, refused=("update 1: bias holds NaN",), clipped=0, examples=9, norm=0.1)
-    >>> len(report.refused)
-    1
+    >>> RoundReport(round=3, accepted=1, refused=("update 1: bias holds NaN",), clipped=0, examples=9, norm=0.1).refused
+    ('update 1: bias holds NaN',)
     """
 
     round: int

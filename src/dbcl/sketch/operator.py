@@ -100,7 +100,7 @@ class _LinearMap(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         if not torch.is_grad_enabled():
             return ctx.adjoint(grad), None, None
-        return _LinearMap.apply(grad, ctx.adjoint, ctx.forward), None, None  # type: ignore[no-untyped-call]
+        return _LinearMap.apply(grad, ctx.adjoint, ctx.forward), None, None
 
 
 def check_width(dim: int, width: int) -> None:

@@ -1,0 +1,158 @@
+"""The paper's five networks, by name, with the paper's initial weights."""
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dbcl.errors import ConfigError
+
+Shape = tuple[int, int, int]
+
+
+def build(name: str, *, shape: Shape = (1, 28, 28), outputs: int = 10, seed: int = 0) -> nn.Module:
+    """Make a network by name, or by `module:factory` where the factory takes no arguments.
+
+    `shape` is one example's (channels, height, width); the initial weights follow from `seed`.
+
+    >>> sum(parameter.numel() for parameter in build("mnist-mlp").parameters())
+    199210
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if ":" in name:
+            return _imported(name)
+        if name not in NETWORKS:
+            raise ConfigError(f"no model {name!r}; choose {', '.join(NETWORKS)} or module:factory of your own")
+        return NETWORKS[name](shape, outputs)
+
+
+def mnist_mlp(shape: Shape, outputs: int) -> nn.Module:
+    """Three dense layers, 200-200-outputs."""
+    return _uniform(nn.Sequential(nn.Flatten(), *_dense(math.prod(shape), 200, 200), nn.Linear(200, outputs)))
+
+
+def mnist_cnn(shape: Shape, outputs: int) -> nn.Module:
+    """Two 5x5 convolutions with pooling, then 512-outputs."""
+    features = nn.Sequential(*_conv(shape[0], 32, 5), nn.MaxPool2d(2), *_conv(32, 64, 5), nn.MaxPool2d(2), nn.Flatten())
+    return _uniform(nn.Sequential(features, *_dense(_size(features, shape), 512), nn.Linear(512, outputs)))
+
+
+def cifar_cnn(shape: Shape, outputs: int) -> nn.Module:
+    """Three 5x5 convolutions, two of them pooled, then 200-outputs."""
+    features = nn.Sequential(
+        *_conv(shape[0], 32, 5),
+        *_conv(32, 64, 5),
+        nn.MaxPool2d(2),
+        *_conv(64, 128, 5),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    )
+    return _uniform(nn.Sequential(features, *_dense(_size(features, shape), 200), nn.Linear(200, outputs)))
+
+
+def lfw_cnn(shape: Shape, outputs: int) -> nn.Module:
+    """Three 3x3 convolutions with pooling, then 32-32-outputs; one output is a logit for a yes-or-no task."""
+    features = nn.Sequential(
+        *_conv(shape[0], 64, 3),
+        nn.MaxPool2d(2),
+        *_conv(64, 64, 3),
+        nn.MaxPool2d(2),
+        *_conv(64, 128, 3),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    )
+    return _uniform(nn.Sequential(features, *_dense(_size(features, shape), 32, 32), nn.Linear(32, outputs)))
+
+
+def dlg_lenet(shape: Shape, outputs: int) -> nn.Module:
+    """The network of gradient matching: three 5x5 convolutions with sigmoids and a dense layer, all within +-0.5."""
+    features = nn.Sequential(
+        nn.Conv2d(shape[0], 12, 5, padding=2, stride=2),
+        nn.Sigmoid(),
+        nn.Conv2d(12, 12, 5, padding=2, stride=2),
+        nn.Sigmoid(),
+        nn.Conv2d(12, 12, 5, padding=2),
+        nn.Sigmoid(),
+        nn.Flatten(),
+    )
+    model = nn.Sequential(features, nn.Linear(_size(features, shape), outputs))
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5)
+    return model
+
+
+NETWORKS: dict[str, Callable[[Shape, int], nn.Module]] = {
+    "mnist-mlp": mnist_mlp,
+    "mnist-cnn": mnist_cnn,
+    "cifar-cnn": cifar_cnn,
+    "lfw-cnn": lfw_cnn,
+    "dlg-lenet": dlg_lenet,
+}
+
+
+def loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy; with a single output the labels are 0 or 1 and the output is the logit of 1.
+
+    >>> loss(torch.zeros(2, 4), torch.tensor([0, 3]))
+    tensor(1.3863)
+    """
+    if logits.shape[-1] == 1:
+        return F.binary_cross_entropy_with_logits(logits.squeeze(-1), labels.to(logits.dtype))
+    return F.cross_entropy(logits, labels)
+
+
+def predict(logits: Tensor) -> Tensor:
+    """The class that the outputs speak for.
+
+    >>> predict(torch.tensor([[0.1, 0.9], [0.8, 0.2]]))
+    tensor([1, 0])
+    """
+    return (logits.squeeze(-1) > 0).long() if logits.shape[-1] == 1 else logits.argmax(dim=-1)
+
+
+def _imported(name: str) -> nn.Module:
+    module_name, _, factory_name = name.partition(":")
+    sys.path.insert(0, os.getcwd())  # so that a file beside the caller is found, as `python -m` would
+    try:
+        model = getattr(importlib.import_module(module_name), factory_name)()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cannot import the model {name!r}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{name!r} made a {type(model).__name__}, and must make a torch.nn.Module")
+    return model
+
+
+def _dense(*sizes: int) -> list[nn.Module]:
+    return [layer for din, dout in pairwise(sizes) for layer in (nn.Linear(din, dout), nn.ReLU())]
+
+
+def _conv(channels: int, filters: int, kernel: int) -> list[nn.Module]:
+    return [nn.Conv2d(channels, filters, kernel), nn.ReLU()]
+
+
+def _size(features: nn.Module, shape: Shape) -> int:
+    try:
+        return int(features(torch.zeros(1, *shape)).numel())
+    except RuntimeError as error:
+        raise ConfigError(f"this network cannot take examples of shape {shape}: {error}") from error
+
+
+def _uniform(model: nn.Module) -> nn.Module:
+    """The paper's initial weights: +-sqrt(3 / fan-in) for dense layers, +-sqrt(6 / fan-in) for convolutions."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            assert layer.bias is not None
+            fan_in = layer.weight[0].numel()
+            scale = math.sqrt((3 if isinstance(layer, nn.Linear) else 6) / fan_in)
+            nn.init.uniform_(layer.weight, -scale, scale)
+            nn.init.uniform_(layer.bias, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+    return model
