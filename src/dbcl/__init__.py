@@ -1,4 +1,4 @@
-"""Double-Blind Collaborative Learning: train one PyTorch model together; nobody sends weights or gradients in clear."""
+"""Double-Blind Collaborative Learning: train one PyTorch model together over random sketches of its weights."""
 
 from dbcl._version import __version__
 from dbcl.errors import DbclError, PlanError, ProtocolError, SketchError

@@ -20,7 +20,8 @@ def blind(model: nn.Module, plan: RoundPlan, *, taus: Mapping[str, float], veil_
     Z is standard normal and comes from a stream that only the holder of `veil_key` can make.
 
     >>> from dbcl.plan import Part
-    >>> plan = RoundPlan(0, bytes(32), (Part("weight", (2, 6), "count-v1", 3), Part("bias", (2,), "identity-v1", 1)))
+    >>> parts = Part("weight", (2, 6), "count-v1", 3, 3), Part("bias", (2,), "identity-v1", 1, 1)
+    >>> plan = RoundPlan(0, bytes(32), parts)
     >>> sent = blind(nn.Linear(6, 2), plan, taus={"weight": 0.1, "bias": 0.1}, veil_key=bytes(32))
     >>> {name: tuple(tensor.shape) for name, tensor in sent.items()}
     {'weight': (2, 3), 'bias': (2,)}
@@ -67,7 +68,8 @@ def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tens
     Everything is checked before anything is copied, and all problems are named at once.
 
     >>> from dbcl.plan import Part
-    >>> plan = RoundPlan(0, bytes(32), (Part("weight", (2, 6), "count-v1", 3), Part("bias", (2,), "identity-v1", 1)))
+    >>> parts = Part("weight", (2, 6), "count-v1", 3, 3), Part("bias", (2,), "identity-v1", 1, 1)
+    >>> plan = RoundPlan(0, bytes(32), parts)
     >>> build_client(nn.Linear(6, 2), plan, {"weight": torch.zeros(2, 3), "bias": torch.ones(2)})(torch.ones(1, 6))
     tensor([[1., 1.]], grad_fn=<AddmmBackward0>)
     """
@@ -106,7 +108,7 @@ def lift(plan: RoundPlan, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A change of every V as a change of every W: dW = dV R^T.
 
     >>> from dbcl.plan import Part
-    >>> plan = RoundPlan(0, bytes(32), (Part("weight", (2, 2, 3), "count-v1", 3),))
+    >>> plan = RoundPlan(0, bytes(32), (Part("weight", (2, 2, 3), "count-v1", 3, 3),))
     >>> lift(plan, {"weight": torch.ones(2, 3)})["weight"].shape
     torch.Size([2, 2, 3])
     """

@@ -33,7 +33,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="Double-Blind Collaborative Learning: train one model together; nobody sends weights or gradients in clear.",
+    help="Double-Blind Collaborative Learning: train one model together over random sketches of its weights.",
 )
 data_app = typer.Typer(invoke_without_command=True, help="Say which datasets are here, or fetch one.")
 app.add_typer(data_app, name="data")
@@ -112,7 +112,7 @@ def train(
         Path | None, _option("Go on with this run's folder; only --rounds and --target may change.", LONG)
     ] = None,
 ) -> None:
-    """Train a model double-blind: no client sees its weights, the server sees no gradient.
+    """Train a model double-blind: clients get sketches of the weights, the server gets sketches of their updates.
 
     Without options this trains a small network on the embedded digits, in about a minute, and leaves a folder with the
     configuration, metrics, checkpoints, the model and a picture.
@@ -268,7 +268,7 @@ def plan(
     console.print(table)
     console.print(f"in clear: {', '.join(made.in_clear) or 'nothing'}")
     console.print(f"one message, each way and client: {size:,} bytes, {size / clear:.3f} of a plain one in float32")
-    if not any(tensor.veil for tensor in made.tensors):
+    if any(tensor.sketched and not tensor.veil for tensor in made.tensors):
         console.print("[yellow]no veil: a client that remembers can undo the sketch (docs/threat-model.md)")
 
 
@@ -284,6 +284,7 @@ def _shape(text: str) -> tuple[int, int, int]:
 def data(context: typer.Context, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Say which datasets are here, or fetch one: dbcl data fetch mnist."""
     if context.invoked_subcommand:
+        context.obj = data_dir
         return
     rows = []
     for name in datasets.LOADERS:
@@ -306,8 +307,13 @@ def data(context: typer.Context, data_dir: DataDir = None, as_json: AsJson = Fal
 
 
 @data_app.command()
-def fetch(name: Annotated[str, typer.Argument(help="mnist or cifar10.")], data_dir: DataDir = None) -> None:
+def fetch(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="mnist or cifar10.")],
+    data_dir: DataDir = None,
+) -> None:
     """Download a dataset from its official address, check it, and keep it under the data folder."""
+    data_dir = data_dir or context.obj
     with Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=console) as progress:
         tasks: dict[str, Any] = {}
 

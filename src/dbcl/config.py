@@ -1,6 +1,7 @@
 """The settings of a run, and the presets that ship with dbcl."""
 
 import dataclasses
+import json
 import math
 import tomllib
 from dataclasses import dataclass
@@ -172,6 +173,5 @@ def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False)  # what JSON escapes, TOML reads
     return repr(value)

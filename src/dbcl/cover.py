@@ -55,7 +55,9 @@ def covered_names(model: nn.Module, cover: Cover) -> tuple[set[str], list[str]]:
         layers = [weights for weights in layers if weights]
         if cover == "hidden" and len(layers) == 1:
             return set(), [f"{layers[0][0]} is the output layer and nothing else can be covered; use cover='all'"]
-        chosen = {name for weights in layers[: len(layers) - (cover == "hidden")] for name in weights if name in names}
+        first = {id(parameter): name for name, parameter in reversed(names.items())}
+        picked = [name for weights in layers[: len(layers) - (cover == "hidden")] for name in weights]
+        chosen = {first[id(model.get_parameter(name))] for name in picked}  # a tied weight by its first name
         matched, problems = chosen, list[str]()
     else:
         matched, problems = _match(list(names), cover)

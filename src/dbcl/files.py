@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Put bytes into a file so that a reader, after any crash, finds the old content or the new and nothing between.
 
     >>> import tempfile
@@ -16,7 +16,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(scratch, "wb") as file:
+        with open(os.open(scratch, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, mode), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -13,7 +13,7 @@ from torch import nn
 
 from dbcl import seeds
 from dbcl.cover import Cover, covered_names, leaving, without_shape
-from dbcl.errors import PlanError
+from dbcl.errors import PlanError, SketchError
 from dbcl.sketch import SCHEMES, Sketch, draw
 
 CLEAR = "identity-v1"
@@ -26,15 +26,19 @@ Ratio = float | tuple[float, float]
 class Part:
     """One tensor of a message: its name, its full shape, and the sketch it is sent through.
 
-    >>> part = Part("conv.weight", (8, 3, 5, 5), "count-v1", width=37)
-    >>> part.dim, part.sketched, part.seen
-    (75, True, '37 of 75 numbers of each row')
+    `width` is what the sketch is drawn with and `columns` how many columns come out of it: as many, or fewer where a
+    hashed sketch has empty buckets.
+
+    >>> part = Part("conv.weight", (8, 3, 5, 5), "count-v1", width=37, columns=37)
+    >>> part.dim, part.sketched, part.sent_shape
+    (75, True, (8, 37))
     """
 
     name: str
     shape: tuple[int, ...]
     scheme: str
     width: int
+    columns: int
 
     @property
     def sketched(self) -> bool:
@@ -46,16 +50,24 @@ class Part:
         return math.prod(self.shape[1:])
 
     @property
-    def seen(self) -> str:
-        return f"{self.width} of {self.dim} numbers of each row" if self.sketched else "every number"
+    def sent_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor as it travels."""
+        return (self.shape[0], self.columns) if self.sketched else self.shape
+
+    def draw(self, seed: bytes, round: int) -> Sketch:
+        """Draw this tensor's sketch for a round."""
+        sketch = draw(self.scheme, self.dim, self.width, seed=seed, round=round, name=self.name)
+        if sketch.width != self.columns:
+            raise SketchError(f"{self.name}: the sketch has {sketch.width} columns, and the plan says {self.columns}")
+        return sketch
 
 
 @dataclass(frozen=True)
 class RoundPlan:
     """What is fixed for one round: the seed and every tensor's sketch. All of it is sent to the clients.
 
-    >>> plan = RoundPlan(0, bytes(32), (Part("fc.weight", (2, 6), "count-v1", 3), Part("fc.bias", (2,), CLEAR, 1)))
-    >>> plan.sketches
+    >>> parts = Part("fc.weight", (2, 6), "count-v1", 3, 3), Part("fc.bias", (2,), CLEAR, 1, 1)
+    >>> RoundPlan(0, bytes(32), parts).sketches
     {'fc.weight': CountSketch(6 -> 3)}
     """
 
@@ -66,21 +78,13 @@ class RoundPlan:
     @cached_property
     def sketches(self) -> dict[str, Sketch]:
         """The sketch of every covered tensor, by name."""
-        return {
-            part.name: draw(part.scheme, part.dim, part.width, seed=self.seed, round=self.round, name=part.name)
-            for part in self.parts
-            if part.sketched
-        }
+        return {part.name: part.draw(self.seed, self.round) for part in self.parts if part.sketched}
 
     @cached_property
     def digest(self) -> str:
         """A name for this plan; an answer to another plan is refused by it."""
         text = json.dumps([self.round, self.seed.hex(), [dataclasses.astuple(part) for part in self.parts]])
         return hashlib.sha256(text.encode()).hexdigest()
-
-    def sent_shape(self, part: Part) -> tuple[int, ...]:
-        """The shape of a tensor as it travels."""
-        return (part.shape[0], self.sketches[part.name].width) if part.sketched else part.shape
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,8 @@ class PlannedTensor:
         width = low
         if low < high:
             width += int(seeds.words(seed, "width-v1", round, self.name, n=1)[0] % (high - low + 1))
-        return Part(self.name, self.shape, self.scheme, width)
+        sketch = draw(self.scheme, self.dim, width, seed=seed, round=round, name=self.name)
+        return Part(self.name, self.shape, self.scheme, width, sketch.width)
 
     def row(self) -> tuple[str, str, str, str, str]:
         """This tensor as a row of the plan's table."""
@@ -157,6 +162,7 @@ class SketchPlan:
     2.weight  2x4    none      every number                none
     2.bias    2      none      every number                none
     in clear: 0.bias, 2.weight, 2.bias
+    sketched without a veil, so a client that remembers can undo it: 0.weight
     """
 
     tensors: tuple[PlannedTensor, ...]
@@ -176,10 +182,11 @@ class SketchPlan:
     ) -> "SketchPlan":
         """Plan a model.
 
-        `cover` says what is sketched: "hidden" (the paper's choice: every dense and convolutional layer but the last
-        one), "all", or name patterns such as ["encoder.*", "!encoder.embed.*"]. `ratio` is how many times narrower a
-        compact weight is, or a range from which each round's width is drawn. `veil` is the size of the secret noise
-        on everything that leaves the server, relative to the size of the weights; 0 is the paper.
+        `cover` says what is sketched: "hidden" (the paper's choice: every dense and convolutional layer but the one
+        that the model registers last), "all", or name patterns such as ["encoder.*", "!encoder.embed.*"]. `ratio` is
+        how many times narrower a compact weight is, or a range from which each round's width is drawn. `veil` is the
+        size of the secret noise on everything that leaves the server, relative to the size of the weights; 0 is the
+        paper.
         """
         _refuse(without_shape(model))
         shapes = {name: tuple(tensor.shape) for name, tensor in leaving(model).items()}
@@ -197,6 +204,8 @@ class SketchPlan:
     ) -> "SketchPlan":
         """Give a plan in which the tensors that match a pattern have another sketch, ratio or veil.
 
+        A tensor that is not covered cannot get a sketch here: `cover` decides that, with all its checks.
+
         >>> model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
         >>> plan = SketchPlan.of(model, veil=0).adjust("2.*", veil=0.5)
         >>> plan.in_clear
@@ -208,6 +217,9 @@ class SketchPlan:
         changes: dict[str, object] = {}
         if sketch is not None:
             changes["scheme"] = sketch
+            bare = [t.name for t in self.tensors if fnmatchcase(t.name, pattern) and not t.sketched]
+            if bare and sketch != CLEAR:
+                raise PlanError(f"not covered, so it cannot get a sketch: {', '.join(bare)}; name it in cover instead")
         if ratio is not None:
             changes["ratio"] = ratio if isinstance(ratio, tuple) else (ratio, ratio)
         if veil is not None:
@@ -249,7 +261,11 @@ class SketchPlan:
         table = [self.header(), *self.rows()]
         sizes = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True)).rstrip() for row in table]
-        return "\n".join([*lines, f"in clear: {', '.join(self.in_clear) or 'nothing'}"])
+        lines.append(f"in clear: {', '.join(self.in_clear) or 'nothing'}")
+        bare = [tensor.name for tensor in self.tensors if tensor.sketched and not tensor.veil]
+        if bare:
+            lines.append(f"sketched without a veil, so a client that remembers can undo it: {', '.join(bare)}")
+        return "\n".join(lines)
 
 
 def _refuse(problems: list[str]) -> None:

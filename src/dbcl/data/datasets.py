@@ -1,7 +1,9 @@
 """Real datasets in their ordinary file formats, and the digits that come with the package."""
 
 import gzip
+import math
 import os
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
@@ -97,10 +99,10 @@ def _lfw(root: Path) -> Dataset:
     if not path.exists():
         raise _missing(path, "lfw")
     try:
-        with np.load(path) as file:  # allow_pickle is False unless asked for
+        with open(path, "rb") as stream, np.load(stream) as file:  # allow_pickle is False unless asked for
             known = file["black"] >= 0
             images, gender = file["images"][known].transpose(0, 3, 1, 2), file["gender"][known]
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, IndexError, OSError, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: is not in the lfw.npz layout of docs/data.md ({error})") from error
     order = seeds.permutation(bytes(32), "lfw-split", n=len(gender))
     train, test = np.split(order, [int(0.7 * len(order))])
@@ -133,10 +135,11 @@ def _idx(folder: Path, name: str, ndim: int) -> Bytes:
             data = gzip.decompress(data)
         except (OSError, EOFError) as error:
             raise DataError(f"{path}: damaged ({error})") from error
-    sizes = np.frombuffer(data[4 : 4 + 4 * ndim], dtype=">u4")
-    if data[:4] != bytes([0, 0, 8, ndim]) or len(sizes) != ndim or len(data) != 4 + 4 * ndim + int(np.prod(sizes)):
+    start = 4 + 4 * ndim
+    sizes = [int.from_bytes(data[place : place + 4], "big") for place in range(4, start, 4)]
+    if data[:4] != bytes([0, 0, 8, ndim]) or len(data) != start + math.prod(sizes):
         raise DataError(f"{path}: is no idx file of {ndim}-dimensional bytes, or is cut short")
-    return np.frombuffer(data, dtype=np.uint8, offset=4 + 4 * ndim).reshape(sizes.astype(int))
+    return np.frombuffer(data, dtype=np.uint8, offset=start).reshape(sizes)
 
 
 def _read(path: Path, name: str) -> bytes:
@@ -147,4 +150,5 @@ def _read(path: Path, name: str) -> bytes:
 
 
 def _missing(path: Path, name: str) -> DataError:
-    return DataError(f"{path} is missing; try `dbcl data fetch {name}`, or point --data-dir or DBCL_DATA to it")
+    remedy = "docs/data.md says how to make it" if name == "lfw" else f"try `dbcl data fetch {name}`"
+    return DataError(f"{path} is missing; {remedy}, or point --data-dir or DBCL_DATA to where it lies")

@@ -14,6 +14,9 @@ from dbcl.errors import ProtocolError
 from dbcl.protocol.codec import decode_update
 from dbcl.protocol.messages import Broadcast, Update, mismatches
 
+MAX_LENGTH = 1e18
+"""An update this long would carry float32 weights out of their range, and every other client's with them."""
+
 ServerOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 """Makes an optimiser for the true weights, any of `torch.optim`; its gradient is minus the average update."""
 
@@ -73,7 +76,9 @@ class Door:
 
     def admit(self, answer: Update | bytes, broadcast: Broadcast) -> "Admitted":
         """Check one answer to a broadcast; raises `ProtocolError` with the reason where it must be refused."""
-        update = decode_update(answer) if isinstance(answer, bytes) else answer
+        update = decode_update(bytes(answer)) if isinstance(answer, bytes | bytearray | memoryview) else answer
+        if not isinstance(update, Update):
+            raise ProtocolError(f"is a {type(update).__name__} and no update")
         if update.round != broadcast.round:
             raise ProtocolError(f"answers round {update.round}, and round {broadcast.round} is open")
         if update.plan != broadcast.plan.digest:
@@ -82,7 +87,10 @@ class Door:
             raise ProtocolError(f"examples must be a whole number, got {update.examples!r}")
         if not 1 <= update.examples <= self.max_examples:
             raise ProtocolError(f"examples must be between 1 and {self.max_examples}, got {update.examples}")
-        problems = mismatches(broadcast.plan, update.tensors)
+        for name, value in update.metrics.items():
+            if not math.isfinite(value):
+                raise ProtocolError(f"metric {name} is {value}")
+        problems = mismatches({name: tuple(sent.shape) for name, sent in broadcast.tensors.items()}, update.tensors)
         if problems:
             raise ProtocolError("; ".join(problems[:5]))
         for name, tensor in update.tensors.items():
@@ -91,6 +99,8 @@ class Door:
             if not torch.isfinite(tensor).all():
                 raise ProtocolError(f"{name} holds {'NaN' if tensor.isnan().any() else 'infinity'}")
         length = norm(update.tensors)
+        if length > MAX_LENGTH:
+            raise ProtocolError(f"its length {length:.4g} is absurd (above {MAX_LENGTH:g})")
         scale = 1.0
         if self.norm_bound is not None and length > self.norm_bound:
             if not self.clip:

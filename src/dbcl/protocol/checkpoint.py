@@ -28,7 +28,7 @@ def save(folder: Path, values: Mapping[str, Any], tensors: Mapping[str, Tensor])
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"round-{values['round']:08d}.dbcl"
-    write_atomic(path, pack(CHECKPOINT, values, tensors))
+    write_atomic(path, pack(CHECKPOINT, values, tensors), mode=0o600)  # it holds W and the round's secrets
     for old in _all(folder)[KEEP:]:
         old.unlink(missing_ok=True)
     return path

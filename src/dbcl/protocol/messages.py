@@ -26,8 +26,9 @@ class Broadcast:
     tensors: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
-        for problem in mismatches(self.plan, self.tensors):
-            raise ProtocolError(f"broadcast: {problem}")
+        problems = mismatches({part.name: part.sent_shape for part in self.plan.parts}, self.tensors)
+        if problems:
+            raise ProtocolError(f"broadcast: {'; '.join(problems[:5])}")
 
     @property
     def round(self) -> int:
@@ -78,13 +79,16 @@ class RoundReport:
     """The clients' metrics, averaged over examples."""
 
 
-def mismatches(plan: RoundPlan, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Say where names and shapes are not those of a plan."""
-    names = [part.name for part in plan.parts]
-    problems = [f"{name} is missing" for name in names if name not in tensors]
-    problems += [f"{name!r} is not in the plan" for name in tensors if name not in set(names)]
-    for part in plan.parts:
-        if part.name in tensors and tuple(tensors[part.name].shape) != plan.sent_shape(part):
-            got = tuple(tensors[part.name].shape)
-            problems.append(f"{part.name} has shape {got}, and the plan says {plan.sent_shape(part)}")
+def mismatches(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Say where the names and shapes of tensors are not those expected.
+
+    >>> import torch
+    >>> mismatches({"a": (2,), "b": (3, 4)}, {"b": torch.zeros(4, 3), "c": torch.zeros(1)})
+    ['a is missing', "'c' was not asked for", 'b has shape (4, 3) and must have (3, 4)']
+    """
+    problems = [f"{name} is missing" for name in expected if name not in tensors]
+    problems += [f"{name!r} was not asked for" for name in tensors if name not in expected]
+    for name, shape in expected.items():
+        if name in tensors and tuple(tensors[name].shape) != shape:
+            problems.append(f"{name} has shape {tuple(tensors[name].shape)} and must have {shape}")
     return problems

@@ -20,9 +20,9 @@ class Server:
     """Holds the model W and runs the rounds: `open_round` blinds it, `close_round` steps on the lifted average.
 
     `ratio`, `cover`, `veil` and `sketch` are those of `SketchPlan.of`; or give a `plan`. `wire` names the dtype that
-    travels ("float32", "bfloat16", "float16"; the model's own where it is None). The round's seed and veil come from
-    the operating system, anew in every round; `experiment_seed` fixes them all, so that a run can be repeated, and
-    must never be set where clients are strangers.
+    travels ("float64", "float32", "bfloat16", "float16"; the model's own where it is None). The round's seed and veil
+    come from the operating system, anew in every round; `experiment_seed` fixes them all, so that a run can be
+    repeated, and must never be set where clients are strangers.
 
     >>> import torch, dbcl
     >>> def net():
@@ -61,9 +61,8 @@ class Server:
             raise ProtocolError(f"wire must be one of {', '.join(WIRE_DTYPES)}, got {wire!r}")
         self.model = model
         self.plan = plan or SketchPlan.of(model, **settings)
-        names = [planned.name for planned in self.plan.tensors]
-        if names != list(leaving(model)):
-            raise PlanError("this plan was made for another model")
+        if {t.name: t.shape for t in self.plan.tensors} != {n: tuple(t.shape) for n, t in leaving(model).items()}:
+            raise PlanError("this plan was made for another model: names or shapes differ")
         self.door = door or Door()
         self.round = 0
         self._wire = WIRE_DTYPES[wire] if wire is not None else None
@@ -108,7 +107,6 @@ class Server:
         changes = lift(broadcast.plan, mean)
         if not all(torch.isfinite(weights[name] + change).all() for name, change in changes.items()):
             raise ProtocolError(f"round {broadcast.round}: the average update leaves the range of the weights' dtype")
-        self._step(weights, changes)
         report = RoundReport(
             round=broadcast.round,
             accepted=len(admitted),
@@ -118,6 +116,7 @@ class Server:
             norm=norm(mean),
             metrics=average_metrics([each.update for each in admitted]),
         )
+        self._step(weights, changes)
         self.round += 1
         self._key = self._new_key()
         self._open = None

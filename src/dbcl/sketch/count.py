@@ -117,5 +117,5 @@ def _gather(x: Tensor, layers: list[Tensor], weights: list[Tensor]) -> Tensor:
     out = x.index_select(-1, layers[0]).mul_(weights[0])
     for index, weight in zip(layers[1:], weights[1:], strict=True):
         part = out if len(index) == out.shape[-1] else out[..., : len(index)]
-        part.addcmul_(x.index_select(-1, index), weight)
+        part.add_(x.index_select(-1, index).mul_(weight))
     return out

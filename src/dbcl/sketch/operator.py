@@ -97,10 +97,10 @@ class _LinearMap(torch.autograd.Function):
         return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if not torch.is_grad_enabled():
             return ctx.adjoint(grad), None, None
-        return _LinearMap.apply(grad, ctx.adjoint, ctx.forward), None, None
+        return _LinearMap.apply(grad, ctx.adjoint, ctx.forward), None, None  # type: ignore[no-untyped-call]
 
 
 def check_width(dim: int, width: int) -> None:

@@ -1,0 +1,79 @@
+"""Walks everything that a client can reach and looks for what it must never hold."""
+
+import gc
+import types
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SKIPPED = (types.ModuleType, type, types.BuiltinFunctionType, types.FrameType)
+
+
+def reachable(root: object) -> Iterable[object]:
+    """Every object that can be reached from one, by whatever way Python keeps references."""
+    seen: dict[int, object] = {}
+    stack = [root]
+    while stack:
+        thing = stack.pop()
+        if id(thing) in seen or isinstance(thing, SKIPPED):
+            continue
+        seen[id(thing)] = thing
+        if isinstance(thing, types.FunctionType):  # what it closes over, not the module it was written in
+            stack += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__]
+        else:
+            stack += gc.get_referents(thing)
+        if isinstance(thing, Tensor):
+            stack += [thing.grad if thing.is_leaf else None, thing.grad_fn, thing._base]
+        if hasattr(thing, "__dict__"):
+            stack.append(vars(thing))
+        if isinstance(thing, torch.autograd.graph.Node):  # the graph of a backward pass that is still to come
+            stack += [
+                thing.next_functions,
+                *(getattr(thing, name) for name in dir(thing) if name.startswith("_saved_")),
+            ]
+    return seen.values()
+
+
+def leaks(root: object, secrets: dict[str, Tensor]) -> list[str]:
+    """Say where a secret matrix shows: some of its rows as bytes, in any dtype, or all of it in disguise.
+
+    A tensor is looked at with the whole storage behind it, so that a view of a larger one hides nothing. A disguise is
+    any tensor with as many numbers whose direction is nearly that of the secret (cosine above 0.9; the effective weight
+    of a sketch at ratio 2 has 0.71).
+    """
+    found, storages = [], set[int]()
+    needles = {
+        name: [
+            row.to(dtype).contiguous().view(torch.uint8).numpy().tobytes() for dtype in DTYPES for row in rows(secret)
+        ]
+        for name, secret in secrets.items()
+    }
+    for thing in reachable(root):
+        if isinstance(thing, Tensor):
+            pointer = thing.untyped_storage().data_ptr()
+            whole = torch.empty(0, dtype=torch.uint8, device=thing.device).set_(thing.untyped_storage())
+            haystack = b"" if pointer in storages else whole.cpu().numpy().tobytes()
+            storages.add(pointer)
+            where = f"a tensor of shape {tuple(thing.shape)}"
+            for name, secret in secrets.items():
+                if thing.is_floating_point() and thing.numel() == secret.numel() and cosine(thing, secret) > 0.9:
+                    found.append(f"{name} in {where}, in disguise")
+        elif isinstance(thing, bytes | bytearray):
+            haystack, where = bytes(thing), f"{len(thing)} bytes"
+        else:
+            continue
+        found += [f"{name} in {where}" for name, rows_ in needles.items() if any(row in haystack for row in rows_)]
+    return found
+
+
+def rows(secret: Tensor) -> Tensor:
+    """Four rows of a secret, spread over it; a place that holds the whole secret holds them."""
+    matrix = secret.detach().reshape(len(secret), -1)
+    return matrix[torch.linspace(0, len(matrix) - 1, min(4, len(matrix))).long()]
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().double().flatten().cpu(), b.detach().double().flatten()
+    return float(a @ b / (a.norm() * b.norm() + 1e-300)) if a.norm() else 0.0

@@ -1,0 +1,91 @@
+import logging
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+import dbcl
+from dbcl.errors import ProtocolError
+from dbcl.protocol import checkpoint
+from dbcl.protocol.codec import CHECKPOINT, unpack
+from protocol.conftest import answer, same, weights
+
+
+def played(server: dbcl.Server, folder: Path, rounds: int) -> None:
+    checkpoint.save(folder, *server.state())
+    for _ in range(rounds):
+        server.close_round([answer(server.open_round())])
+        checkpoint.save(folder, *server.state())
+
+
+def test_the_last_two_are_kept_and_the_newest_comes_back(server: dbcl.Server, tmp_path: Path) -> None:
+    played(server, tmp_path, rounds=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["round-00000003.dbcl", "round-00000004.dbcl"]
+    other = dbcl.Server(server.model.__class__(*[torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2)]))
+    other.load_state(*checkpoint.load(tmp_path))
+    assert other.round == 4
+    assert same(weights(other), weights(server))
+
+
+def test_only_the_owner_may_read_it(server: dbcl.Server, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, *server.state())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_every_flipped_bit_and_every_truncation_is_found(tmp_path: Path) -> None:
+    server = dbcl.Server(torch.nn.Linear(4, 2), cover="all")
+    data = checkpoint.save(tmp_path, *server.state()).read_bytes()
+    unpack(CHECKPOINT, data)
+    for place in range(len(data)):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[place] ^= 1 << bit
+            with pytest.raises(ProtocolError):
+                unpack(CHECKPOINT, bytes(flipped))
+    for length in range(len(data)):
+        with pytest.raises(ProtocolError):
+            unpack(CHECKPOINT, data[:length])
+    with pytest.raises(ProtocolError):
+        unpack(CHECKPOINT, data + b"\0")
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "garbage"])
+def test_the_last_whole_one_is_used(
+    server: dbcl.Server, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    played(server, tmp_path, rounds=3)
+    newest = tmp_path / "round-00000003.dbcl"
+    data = newest.read_bytes()
+    ruined = {
+        "flip": data[:500] + bytes([data[500] ^ 4]) + data[501:],
+        "truncate": data[:-1],
+        "empty": b"",
+        "garbage": b"\0" * 300,
+    }
+    newest.write_bytes(ruined[damage])
+    with caplog.at_level(logging.WARNING):
+        values, _ = checkpoint.load(tmp_path)
+    assert values["round"] == 2
+    assert "passed over round-00000003.dbcl" in caplog.text
+
+
+def test_no_checkpoint_at_all_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "round-1.dbcl").write_bytes(b"")  # not a name of ours
+    with pytest.raises(ProtocolError, match="no whole checkpoint in"):
+        checkpoint.load(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = dbcl.Server(torch.nn.Linear(4, 2), cover="all")
+    path = checkpoint.save(tmp_path, *server.state())
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(tmp_path, *server.state())
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]

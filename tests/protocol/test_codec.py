@@ -1,0 +1,195 @@
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import dbcl
+from dbcl import models
+from dbcl.errors import DbclError, ProtocolError
+from dbcl.plan import SketchPlan
+from dbcl.protocol.codec import BROADCAST, UPDATE, pack
+from protocol.conftest import answer, net, same, weights
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def make_server() -> dbcl.Server:
+    torch.manual_seed(0)
+    return dbcl.Server(net(), experiment_seed=0)
+
+
+def test_messages_come_back_as_they_were(server: dbcl.Server) -> None:
+    broadcast = server.open_round()
+    back = dbcl.decode_broadcast(dbcl.encode(broadcast))
+    assert back.plan == broadcast.plan
+    assert same(dict(back.tensors), dict(broadcast.tensors))
+    update = answer(broadcast)
+    again = dbcl.decode_update(dbcl.encode(update))
+    assert (again.round, again.plan, again.examples, again.metrics) == (0, update.plan, 10, {"loss": 1.0})
+    assert same(dict(again.tensors), dict(update.tensors))
+
+
+def golden_messages() -> dict[str, bytes]:
+    model = torch.nn.Sequential(torch.nn.Linear(5, 2), torch.nn.Linear(2, 1))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) + number / 2)
+    broadcast = dbcl.Server(model, veil=0, experiment_seed=0).open_round()
+    tensors = {name: torch.full_like(tensor, 0.25) for name, tensor in broadcast.tensors.items()}
+    update = dbcl.Update(0, broadcast.plan.digest, tensors, examples=600, metrics={"loss": 0.5})
+    return {"broadcast.dbcl": dbcl.encode(broadcast), "update.dbcl": dbcl.encode(update)}
+
+
+@pytest.mark.parametrize("name", ["broadcast.dbcl", "update.dbcl"])
+def test_golden_bytes(name: str) -> None:
+    """Version 1 of the wire format is these bytes; a change is a new version and new golden files."""
+    assert golden_messages()[name] == (GOLDEN / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["mnist-mlp", "mnist-cnn", "cifar-cnn"])
+def test_half_the_bytes_of_a_plain_exchange(name: str) -> None:
+    model = models.build(name, shape=(3, 32, 32) if name == "cifar-cnn" else (1, 28, 28))
+
+    def exchange(server: dbcl.Server) -> int:
+        broadcast = server.open_round()
+        local = dbcl.blinded(model, broadcast)
+        return len(dbcl.encode(broadcast)) + len(dbcl.encode(dbcl.update(local, broadcast, examples=600)))
+
+    sketched = exchange(dbcl.Server(model, ratio=2))
+    plain = exchange(dbcl.Server(model, SketchPlan.of(model, sketch="identity-v1", veil=0)))
+    assert sketched <= 0.51 * plain
+
+
+def seal(data: bytes) -> bytes:
+    """Give mutated bytes a fitting digest, as a malicious sender would."""
+    return data[:-32] + hashlib.sha256(data[:-32]).digest()
+
+
+@given(data=st.data())
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_mutated_messages_never_crash_and_never_change_the_model(data: st.DataObject) -> None:
+    server = make_server()
+    broadcast = server.open_round()
+    before = weights(server)
+    for encoded, decode in (
+        (dbcl.encode(answer(broadcast)), dbcl.decode_update),
+        (dbcl.encode(broadcast), dbcl.decode_broadcast),
+    ):
+        mutated = bytearray(encoded)
+        for _ in range(data.draw(st.integers(1, 4))):
+            # Mostly the structured front part, where every byte means something.
+            end = len(mutated) - 1 if data.draw(st.booleans()) else min(len(mutated) - 1, 700)
+            place = data.draw(st.integers(0, max(end, 0)))
+            kind = data.draw(st.integers(0, 3))
+            if kind == 0:
+                mutated[place : place + 1] = bytes([data.draw(st.integers(0, 255))])
+            elif kind == 1:
+                del mutated[place : place + data.draw(st.integers(1, 40))]
+            elif kind == 2:
+                mutated[place:place] = data.draw(st.binary(min_size=1, max_size=20))
+            else:
+                mutated = mutated[: max(place, 1)]
+        message = bytes(mutated)
+        if message != encoded:
+            with pytest.raises(ProtocolError):
+                decode(message)
+            with pytest.raises(ProtocolError):
+                server.close_round([message])
+        # With a digest that fits, the message may be legal; then it may be refused or not, but it must not crash.
+        try:
+            decoded = decode(seal(message)) if len(message) > 64 else None
+            if isinstance(decoded, dbcl.Broadcast):
+                dbcl.blinded(net(), decoded)
+        except DbclError:
+            pass
+    assert same(before, weights(server))
+    assert server.round == 0
+
+
+HEADER = {"round": 0, "plan": "ab", "examples": 5, "metrics": {}}
+PARTS = [["w", [2, 6], "count-v1", 3, 3]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"round": -1}, "'round' cannot be '-1'"),
+        ({"round": True}, "'round' cannot be 'True'"),
+        ({"round": 1.5}, "'round' cannot be '1.5'"),
+        ({"examples": "5"}, "'examples' cannot be '5'"),
+        ({"examples": None}, "'examples' cannot be 'None'"),
+        ({"metrics": [1]}, "'metrics' cannot be"),
+        ({"metrics": {"loss": "low"}}, "'metrics' cannot be"),
+        ({"metrics": {"loss": 10**400}}, "'metrics' cannot be"),
+        ({"plan": 7}, "'plan' cannot be '7'"),
+        ({"more": 1}, "unknown fields more"),
+    ],
+)
+def test_each_field_of_an_update_is_checked(changes: dict, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        dbcl.decode_update(pack(UPDATE, {**HEADER, **changes}, {}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": "00"}, "'seed' cannot be '00'"),
+        ({"seed": "zz" * 32}, "'seed' cannot be"),
+        ({"parts": [["w", [2, 6], "count-v9", 3, 3]]}, "'parts' cannot be"),
+        ({"parts": [["w", [6], "count-v1", 3, 3]]}, "'parts' cannot be"),
+        ({"parts": [["\ud800", [2, 6], "count-v1", 3, 3]]}, "'parts' cannot be"),
+        ({"parts": [["w", [2, -6], "count-v1", 3, 3]]}, "'parts' cannot be"),
+        ({"parts": PARTS * 2}, "named twice"),
+        ({"parts": [["w", [1 << 50, 1 << 50], "count-v1", 3, 3]]}, "has shape .2, 3. and must have"),
+        ({"parts": []}, "'w' was not asked for"),
+    ],
+)
+def test_each_field_of_a_broadcast_is_checked(changes: dict, message: str) -> None:
+    header = {"round": 0, "seed": "00" * 32, "parts": PARTS, **changes}
+    with pytest.raises(ProtocolError, match=message):
+        dbcl.decode_broadcast(pack(BROADCAST, header, {"w": torch.zeros(2, 3)}))
+
+
+def test_a_sketch_that_a_plan_misstates_is_refused() -> None:
+    header = {"round": 0, "seed": "00" * 32, "parts": [["weight", [2, 6], "count-v1", 4, 3]]}
+    broadcast = dbcl.decode_broadcast(pack(BROADCAST, header, {"weight": torch.zeros(2, 3)}))
+    with pytest.raises(DbclError, match="the sketch has 4 columns, and the plan says 3"):
+        dbcl.blinded(torch.nn.Linear(6, 2, bias=False), broadcast)
+
+
+def test_one_kind_is_not_taken_for_another(server: dbcl.Server) -> None:
+    broadcast = server.open_round()
+    with pytest.raises(ProtocolError, match="update: expected, but these bytes are a broadcast"):
+        dbcl.decode_update(dbcl.encode(broadcast))
+
+
+def raw(header: bytes, body: bytes) -> bytes:
+    data = struct.pack("<4sBBI", b"DBCL", 1, UPDATE, len(header)) + header + body
+    return data + hashlib.sha256(data).digest()
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "message"),
+    [
+        (b"[" * 100_000, b"", "the header is not JSON"),
+        (b"\xff\xfe", b"", "the header is not JSON"),
+        (b"[]", b"", "the header is not an object"),
+        (json.dumps(HEADER).encode(), b"", "the tensors cannot be read"),
+        (json.dumps(HEADER).encode(), b"\xff" * 8 + b"{}", "the tensors cannot be read"),
+        (json.dumps(HEADER).encode(), struct.pack("<Q", 1 << 40) + b"{}", "the tensors cannot be read"),
+    ],
+)
+def test_hostile_structure_is_a_protocol_error(header: bytes, body: bytes, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        dbcl.decode_update(raw(header, body))
+
+
+def test_a_header_longer_than_the_message_is_refused() -> None:
+    data = struct.pack("<4sBBI", b"DBCL", 1, UPDATE, 1 << 31) + b"{}"
+    with pytest.raises(ProtocolError, match="a header of 2147483648 bytes does not fit"):
+        dbcl.decode_update(data + hashlib.sha256(data).digest())

@@ -1,0 +1,255 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dbcl
+from dbcl.errors import ProtocolError
+from protocol.conftest import answer, net, same, weights
+
+
+def test_the_average_is_weighted_lifted_and_added(server: dbcl.Server) -> None:
+    before = weights(server)
+    broadcast = server.open_round()
+    report = server.close_round([answer(broadcast, 1.0, examples=10), answer(broadcast, 4.0, examples=30)])
+    mean = (1.0 * 10 + 4.0 * 30) / 40
+    expected = broadcast.sketches()["0.weight"].lift(torch.full((6, 4), mean))
+    after = weights(server)
+    torch.testing.assert_close(after["0.weight"], before["0.weight"] + expected)
+    torch.testing.assert_close(after["2.bias"], before["2.bias"] + mean)
+    assert (report.round, report.accepted, report.refused, report.examples) == (0, 2, (), 40)
+    assert report.metrics == {"loss": mean}
+    assert report.norm == pytest.approx(mean * math.sqrt(6 * 4 + 6 + 12 + 2))
+
+
+def test_distributed_sgd_is_the_papers_gradient_step() -> None:
+    """One local step with a plain gradient, lifted: W - lr * G^T x S S^T, for a batch over two clients."""
+    torch.manual_seed(0)
+    model = nn.Linear(9, 3, dtype=torch.float64)
+    W, b = model.weight.detach().clone(), model.bias.detach().clone()
+    server = dbcl.Server(model, cover="all", veil=0)
+    broadcast = server.open_round()
+    x, answers = torch.randn(2, 5, 9, dtype=torch.float64), []
+    for client in range(2):
+        local = dbcl.blinded(model, broadcast)
+        local(x[client]).square().sum().backward()
+        torch.optim.SGD(local.parameters(), lr=0.1).step()
+        answers.append(dbcl.update(local, broadcast, examples=5))
+    server.close_round(answers)
+    R = broadcast.sketches()["weight"].dense()
+    S = R * broadcast.sketches()["weight"].gain(R).sqrt()
+    both = x.reshape(10, 9)
+    G = 2 * (both @ S @ S.T @ W.T + b)
+    torch.testing.assert_close(model.weight.detach(), W - 0.1 * (G.T @ both @ S @ S.T) / 2, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.bias.detach(), b - 0.1 * G.sum(dim=0) / 2, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (dbcl.plain(), [1.0, 2.0, 3.0]),
+        (dbcl.plain(0.5), [0.5, 1.0, 1.5]),
+        (dbcl.momentum(0.5), [1.0, 2.5, 4.25]),
+        (dbcl.adam(0.1, eps=0.0), [0.1, 0.2, 0.3]),
+    ],
+    ids=["plain", "half", "momentum", "adam"],
+)
+def test_server_optimisers_step_on_the_true_weights(optimizer: dbcl.protocol.ServerOptimizer, expected: list) -> None:
+    server = dbcl.Server(net(), veil=0, optimizer=optimizer)
+    start = server.model[2].bias.detach().clone()
+    for value in expected:
+        server.close_round([answer(server.open_round(), 1.0)])
+        torch.testing.assert_close(server.model[2].bias.detach(), start + value)
+
+
+def spoil(update: dbcl.Update, name: str, tensor: torch.Tensor) -> dbcl.Update:
+    return dataclasses.replace(update, tensors={**update.tensors, name: tensor})
+
+
+NAN, INF, HUGE = torch.full((6,), math.nan), torch.full((6,), -math.inf), torch.full((6,), 3e38)
+BAD = {
+    "nan": (lambda u: spoil(u, "0.bias", NAN), "0.bias holds NaN"),
+    "infinity": (lambda u: spoil(u, "0.bias", INF), "0.bias holds infinity"),
+    "huge": (lambda u: spoil(u, "0.bias", HUGE), "its length 7.348e.38 is absurd"),
+    "shape": (lambda u: spoil(u, "0.weight", torch.zeros(6, 8)), r"0.weight has shape \(6, 8\) and must have \(6, 4\)"),
+    "dtype": (
+        lambda u: spoil(u, "0.bias", torch.zeros(6).half()),
+        "0.bias is torch.float16, and torch.float32 was sent",
+    ),
+    "whole numbers": (lambda u: spoil(u, "0.bias", torch.zeros(6).long()), "0.bias is torch.int64"),
+    "extra": (lambda u: spoil(u, "more", torch.zeros(1)), "'more' was not asked for"),
+    "name": (
+        lambda u: dataclasses.replace(u, tensors={n.replace("0.bias", "O.bias"): t for n, t in u.tensors.items()}),
+        "0.bias is missing; 'O.bias' was not asked for",
+    ),
+    "missing": (
+        lambda u: dataclasses.replace(u, tensors={n: t for n, t in u.tensors.items() if n != "2.bias"}),
+        "2.bias is missing",
+    ),
+    "old round": (lambda u: dataclasses.replace(u, round=6), "answers round 6, and round 0 is open"),
+    "other plan": (lambda u: dataclasses.replace(u, plan="0" * 64), "answers another plan than this round's"),
+    "no examples": (lambda u: dataclasses.replace(u, examples=0), "examples must be between 1 and 10000000, got 0"),
+    "negative": (lambda u: dataclasses.replace(u, examples=-5), "examples must be between 1 and 10000000, got -5"),
+    "absurd": (lambda u: dataclasses.replace(u, examples=10**12), "examples must be between 1 and 10000000"),
+    "fraction": (lambda u: dataclasses.replace(u, examples=0.5), "examples must be a whole number, got 0.5"),
+    "truth": (lambda u: dataclasses.replace(u, examples=True), "examples must be a whole number, got True"),
+    "metric": (lambda u: dataclasses.replace(u, metrics={"loss": math.nan}), "metric loss is nan"),
+    "truncated": (lambda u: dbcl.encode(u)[:-7], "update: damaged or cut short"),
+    "stub": (lambda u: dbcl.encode(u)[:20], "update: cut short, only 20 bytes long"),
+    "corrupted": (lambda u: flip(dbcl.encode(u), 300), "damaged or cut short, its SHA-256 does not fit"),
+    "version": (lambda u: flip(dbcl.encode(u), 4), "wire format version 0, and this dbcl reads version 1"),
+    "garbage": (lambda u: b"GET / HTTP/1.1", "does not begin with DBCL"),
+    "object": (lambda u: {"round": 0}, "is a dict and no update"),
+}
+
+
+def flip(data: bytes, index: int) -> bytes:
+    return data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_update_is_refused_by_name_and_the_round_goes_on(server: dbcl.Server, kind: str) -> None:
+    ruin, message = BAD[kind]
+    broadcast = server.open_round()
+    good = answer(broadcast)
+    bad = ruin(answer(broadcast, 3.0))
+    before = weights(server)
+    with pytest.raises(ProtocolError, match=message):
+        server.close_round([bad])  # alone: too few are left, and nothing has changed
+    assert same(before, weights(server))
+    assert server.round == 0
+    report = server.close_round([good, bad, dbcl.encode(good)])
+    assert report.accepted == 2
+    (reason,) = report.refused
+    assert reason.startswith("update 1: ")
+    with pytest.raises(ProtocolError, match=message):
+        raise ProtocolError(reason)
+    torch.testing.assert_close(server.model[2].bias.detach(), before["2.bias"] + 1.0)
+
+
+def test_too_few_updates_change_nothing_and_leave_the_round_open() -> None:
+    server = dbcl.Server(net(), door=dbcl.Door(min_updates=3))
+    broadcast = server.open_round()
+    before = weights(server)
+    with pytest.raises(ProtocolError, match="round 0 has 2 updates and needs 3"):
+        server.close_round([answer(broadcast)] * 2)
+    assert same(before, weights(server))
+    again = server.open_round()
+    assert dbcl.encode(again) == dbcl.encode(broadcast)
+    assert server.close_round([answer(broadcast)] * 3).accepted == 3
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_norm_bound_clips_or_refuses(clip: bool) -> None:
+    server = dbcl.Server(net(), veil=0, door=dbcl.Door(norm_bound=0.5, clip=clip))
+    before = weights(server)
+    broadcast = server.open_round()
+    small, large = answer(broadcast, 0.01), answer(broadcast, 5.0)
+    report = server.close_round([small, large])
+    if clip:
+        assert (report.accepted, report.clipped, report.refused) == (2, 1, ())
+        length = math.sqrt(sum(float((weights(server)[n] - before[n]).square().sum()) for n in before))
+        assert length == pytest.approx((0.5 + 0.01 * math.sqrt(44)) / 2, rel=1e-4)
+    else:
+        assert (report.accepted, report.clipped) == (1, 0)
+        assert "its length 33.17 is above the bound 0.5" in report.refused[0]
+
+
+def test_rounds_must_be_opened_before_they_are_closed(server: dbcl.Server) -> None:
+    with pytest.raises(ProtocolError, match="no round is open"):
+        server.close_round([])
+
+
+def test_an_answer_to_the_round_before_is_refused(server: dbcl.Server) -> None:
+    old = server.open_round()
+    server.close_round([answer(old)])
+    server.open_round()
+    with pytest.raises(ProtocolError, match="answers round 0, and round 1 is open"):
+        server.close_round([answer(old)])
+
+
+def test_seeds_are_fresh_unless_an_experiment_fixes_them() -> None:
+    def seeds(server: dbcl.Server) -> list[bytes]:
+        found = []
+        for _ in range(3):
+            broadcast = server.open_round()
+            found.append(broadcast.plan.seed)
+            server.close_round([answer(broadcast)])
+        return found
+
+    fresh = seeds(dbcl.Server(net())) + seeds(dbcl.Server(net()))
+    assert len(set(fresh)) == 6
+    fixed = seeds(dbcl.Server(net(), experiment_seed=7))
+    assert len(set(fixed)) == 3
+    assert fixed == seeds(dbcl.Server(net(), experiment_seed=7)) != seeds(dbcl.Server(net(), experiment_seed=8))
+
+
+@pytest.mark.parametrize("secret", [None, 3])
+@pytest.mark.parametrize(
+    "optimizer", [dbcl.plain(), dbcl.momentum(0.5), dbcl.adam(0.1)], ids=["plain", "momentum", "adam"]
+)
+def test_a_restored_server_sends_the_same_broadcast_and_goes_on_alike(
+    secret: int | None, optimizer: dbcl.protocol.ServerOptimizer
+) -> None:
+    server = dbcl.Server(net(), experiment_seed=secret, optimizer=optimizer)
+    for _ in range(2):
+        server.close_round([answer(server.open_round())])
+    values, tensors = server.state()
+    other = dbcl.Server(net(), experiment_seed=secret, optimizer=optimizer)
+    other.load_state(values, tensors)
+    assert dbcl.encode(other.open_round()) == dbcl.encode(server.open_round())
+    for each in (server, other):
+        each.close_round([answer(each.open_round(), 0.5)])
+    assert same(weights(server), weights(other))
+    if secret is not None:
+        assert dbcl.encode(other.open_round()) == dbcl.encode(server.open_round())
+
+
+def test_the_state_of_another_plan_is_refused(server: dbcl.Server) -> None:
+    with pytest.raises(ProtocolError, match="another model or another plan"):
+        dbcl.Server(net(), veil=0).load_state(*server.state())
+
+
+@pytest.mark.parametrize("wire", ["float64", "float32", "bfloat16", "float16"])
+def test_wire_dtypes_reach_both_directions(wire: str) -> None:
+    server = dbcl.Server(net(), wire=wire)
+    broadcast = dbcl.decode_broadcast(dbcl.encode(server.open_round()))
+    dtype = getattr(torch, wire)
+    assert {tensor.dtype for tensor in broadcast.tensors.values()} == {dtype}
+    local = dbcl.blinded(net(), broadcast)
+    assert {parameter.dtype for parameter in local.parameters()} == {torch.float32}
+    update = answer(broadcast, 0.25)
+    assert {tensor.dtype for tensor in update.tensors.values()} == {dtype}
+    before = weights(server)
+    server.close_round([dbcl.encode(update)])
+    torch.testing.assert_close(weights(server)["2.bias"], before["2.bias"] + 0.25, rtol=0, atol=1e-2)
+    with pytest.raises(ProtocolError, match="wire must be one of float64, float32, bfloat16, float16, got 'int8'"):
+        dbcl.Server(net(), wire="int8")
+
+
+def test_frozen_parameters_are_sent_but_never_moved() -> None:
+    model = net()
+    model[0].weight.requires_grad_(False)
+    server = dbcl.Server(model, optimizer=dbcl.momentum(0.9))
+    before = weights(server)
+    server.close_round([answer(server.open_round())])
+    assert torch.equal(weights(server)["0.weight"], before["0.weight"])
+    assert not torch.equal(weights(server)["0.bias"], before["0.bias"])
+
+
+def test_local_adam_and_any_loop_will_do(server: dbcl.Server) -> None:
+    broadcast = server.open_round()
+    local = dbcl.blinded(net(), broadcast)
+    optimizer = torch.optim.AdamW(local.parameters(), lr=0.01)
+    x, y = torch.randn(32, 8), torch.arange(32) % 2
+    losses = []
+    for _ in range(50):
+        loss = nn.functional.cross_entropy(local(x), y)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < 0.8 * losses[0]
+    assert server.close_round([dbcl.update(local, broadcast, examples=32)]).accepted == 1

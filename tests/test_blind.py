@@ -1,0 +1,108 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dbcl
+from dbcl.blind import veil_sizes
+from dbcl.errors import PlanError
+from dbcl.plan import SketchPlan
+
+
+def net(hidden: int = 50) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(40, hidden), nn.ReLU(), nn.Linear(hidden, 4))
+
+
+def test_the_veil_is_white_and_has_the_size_that_was_asked_for() -> None:
+    model = nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 4))
+    broadcast = dbcl.Server(model, veil=0.5, experiment_seed=0).open_round()
+    W = model[0].weight.detach()
+    noise = broadcast.tensors["0.weight"] - broadcast.sketches()["0.weight"].apply(W)
+    scale = noise / (0.5 * W.square().mean().sqrt())
+    n = scale.numel()  # 60,000: the bounds are five standard errors
+    assert abs(scale.mean()) < 5 / math.sqrt(n)
+    assert abs(scale.square().mean() - 1) < 5 * math.sqrt(2 / n)
+    assert abs(scale.pow(4).mean() - 3) < 5 * math.sqrt(96 / n)
+    assert abs((scale[:, :-1] * scale[:, 1:]).mean()) < 5 / math.sqrt(n)
+    assert abs((scale[:-1] * scale[1:]).mean()) < 5 / math.sqrt(n)
+
+
+def test_no_veil_is_exactly_the_sketch() -> None:
+    model = net()
+    broadcast = dbcl.Server(model, veil=0).open_round()
+    W = model[0].weight.detach()
+    assert torch.equal(broadcast.tensors["0.weight"], broadcast.sketches()["0.weight"].apply(W))
+    assert torch.equal(broadcast.tensors["2.weight"], model[2].weight)
+
+
+def test_every_tensor_has_noise_of_its_own_in_every_round() -> None:
+    server = dbcl.Server(net(), veil=0.2)
+    first = server.open_round()
+    server.close_round([dbcl.update(dbcl.blinded(net(), first), first, examples=1)])
+    second = server.open_round()
+    assert second.plan.seed != first.plan.seed
+    noises = [first.tensors["2.weight"] - server.model[2].weight, second.tensors["2.weight"] - server.model[2].weight]
+    assert abs(torch.corrcoef(torch.stack([noise.detach().flatten() for noise in noises]))[0, 1]) < 0.4
+    assert (noises[0] != noises[1]).all()
+
+
+def test_a_zero_bias_is_veiled_like_the_rest_of_its_layer() -> None:
+    """With tau = rho * rms(bias) a fresh bias would go out exactly, and so would its first updates."""
+    model = net()
+    nn.init.zeros_(model[0].bias)
+    server = dbcl.Server(model, veil=0.2)
+    sent = server.open_round().tensors["0.bias"]
+    size = model[0].weight.detach().square().mean().sqrt()
+    assert 0.1 * size < sent.std() < 0.4 * size
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    nn.init.ones_(model[2].weight)
+    assert veil_sizes(model, SketchPlan.of(model, veil=0.2))["0.bias"] > 0
+
+
+def test_a_running_variance_never_turns_negative() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    server = dbcl.Server(model, veil=3.0)
+    for _ in range(5):
+        broadcast = server.open_round()
+        assert broadcast.tensors["1.running_var"].min() >= 0
+        local = dbcl.blinded(model, broadcast)
+        local.train()(0.01 * torch.randn(16, 4))
+        server.close_round([dbcl.update(local, broadcast, examples=16)])
+        assert model[1].running_var.min() >= 0
+
+
+def test_a_clients_own_module_is_not_touched_and_may_be_used_again() -> None:
+    template = net()
+    before = {name: tensor.clone() for name, tensor in template.state_dict().items()}
+    server = dbcl.Server(net())
+    for _ in range(2):
+        broadcast = server.open_round()
+        local = dbcl.blinded(template, broadcast)
+        with torch.no_grad():
+            for parameter in local.parameters():
+                parameter.add_(1)
+        server.close_round([dbcl.update(local, broadcast, examples=1)])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in template.state_dict().items())
+
+
+def test_training_does_not_change_the_broadcast() -> None:
+    broadcast = dbcl.Server(net()).open_round()
+    before = {name: tensor.clone() for name, tensor in broadcast.tensors.items()}
+    local = dbcl.blinded(net(), broadcast)
+    with torch.no_grad():
+        for parameter in local.parameters():
+            parameter.add_(1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in broadcast.tensors.items())
+
+
+def test_another_model_is_refused_with_all_that_differs() -> None:
+    broadcast = dbcl.Server(net()).open_round()
+    other = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 4, bias=False), nn.LayerNorm(4))
+    with pytest.raises(PlanError) as caught:
+        dbcl.blinded(other, broadcast)
+    text = str(caught.value)
+    assert "0.weight: shape (30, 40) here and (50, 40) in the broadcast" in text
+    assert "2.bias: the broadcast has it, this model does not" in text
+    assert "3.weight: this model has it, the broadcast does not" in text

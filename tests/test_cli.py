@@ -1,0 +1,219 @@
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+from dbcl import cli, models
+from dbcl.errors import ConfigError, DataError, PlanError
+from dbcl.run import read_metrics
+
+QUICK = ["train", "--clients", "10", "--fraction", "0.5"]
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "160"})
+    if result.exception:
+        raise result.exception
+    return result.output
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_run_leaves_its_folder_and_says_what_happened() -> None:
+    out = invoke(*QUICK, "--rounds", "3", "--seed", "1")
+    folder = Path("runs/001-blind-digits")
+    assert {path.name for path in folder.iterdir()} == {
+        "config.toml",
+        "metrics.jsonl",
+        "model.safetensors",
+        "curves.png",
+        "plan.txt",
+        "checkpoints",
+    }
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2, 3]
+    assert {"accuracy", "loss", "bytes_up", "bytes_down", "refused", "seconds"} <= lines[0].keys()
+    assert lines[0]["bytes_down"] > 5 * 400_000
+    assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert "392 of 784 numbers of each row" in (folder / "plan.txt").read_text()
+    for words in (
+        f"{lines[-1]['accuracy']:.2%}",
+        "392 of 784 numbers of each row of 1.weight",
+        "a message is 0.507 of a plain one",
+        "secret noise of 0.2 times the weights",
+        "fixed by --seed",
+        "runs/001-blind-digits/curves.png",
+        "dbcl train --resume runs/001-blind-digits --rounds 6",
+    ):
+        assert words in out
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    model = models.build("mnist-mlp")
+    model.load_state_dict(weights)
+    invoke(*QUICK, "--rounds", "1", "--preset", "paper")
+    assert Path("runs/002-paper-digits").is_dir()
+
+
+def test_the_paper_preset_says_what_went_in_clear_and_that_it_can_be_undone() -> None:
+    out = invoke(*QUICK, "--rounds", "1", "--preset", "paper")
+    assert "1.bias, 3.bias, 5.weight, 5.bias" in out
+    assert "none: a client that remembers can undo the sketch" in out
+    assert "fresh in every round" in out
+
+
+def test_without_a_seed_every_run_has_its_own_secrets() -> None:
+    invoke(*QUICK, "--rounds", "1", "--out", "one")
+    invoke(*QUICK, "--rounds", "1", "--out", "two")
+    assert Path("one/config.toml").read_text() != Path("two/config.toml").read_text()
+    assert "fixed_secrets = false" in Path("one/config.toml").read_text()
+
+
+def test_stop_at_a_target_and_go_on_for_longer() -> None:
+    invoke(*QUICK, "--rounds", "30", "--target", "0.8", "--seed", "1", "--out", "run")
+    reached = read_metrics(Path("run"))
+    assert len(reached) < 30
+    assert reached[-1].accuracy >= 0.8 > reached[-2].accuracy
+    invoke("train", "--resume", "run", "--target", "1.0", "--rounds", str(len(reached) + 2))
+    assert len(read_metrics(Path("run"))) == len(reached) + 2
+
+
+def test_resume_equals_the_uninterrupted_run_with_local_state_and_dropped_lines() -> None:
+    invoke(*QUICK, "--rounds", "6", "--seed", "1", "--out", "whole")
+    invoke(*QUICK, "--rounds", "3", "--seed", "1", "--out", "parts")
+    # A crash between a metrics line and its checkpoint leaves a line too many, or half of one.
+    with open("parts/metrics.jsonl", "a") as file:
+        file.write(Path("whole/metrics.jsonl").read_text().splitlines()[3] + '\n{"round": 5, "accu')
+    invoke("train", "--resume", "parts", "--rounds", "6")
+    assert Path("parts/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+    drop = ("seconds",)
+    whole, parts = (
+        [{k: v for k, v in vars(metrics).items() if k not in drop} for metrics in read_metrics(Path(name))]
+        for name in ("whole", "parts")
+    )
+    assert whole == parts
+
+
+def start(*arguments: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "dbcl.cli", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("kills", [pytest.param(2, id="two"), pytest.param(10, id="ten", marks=pytest.mark.slow)])
+def test_killed_at_random_moments_and_resumed_gives_the_same_weights_bit_for_bit(kills: int) -> None:
+    rounds = 30 * kills
+    fresh = [*QUICK, "--rounds", str(rounds), "--seed", "5", "--ratio", "2-3", "--server-optimizer", "adam"]
+    invoke(*fresh, "--out", "whole")
+    rng = random.Random(0)
+    done, interrupted = 0, 0
+    while interrupted < kills:
+        begun = Path("killed/config.toml").exists()
+        run = start(*(["train", "--resume", "killed"] if begun else [*fresh, "--out", "killed"]))
+        # Wait for the work to begin, then let it run for a random while: mid-round, mid-checkpoint, wherever it is.
+        checkpoints = Path("killed/checkpoints")
+        while run.poll() is None and not (begun or list(checkpoints.glob("round-*.dbcl"))):
+            time.sleep(0.01)
+        if begun:
+            before = newest(checkpoints)
+            while run.poll() is None and newest(checkpoints) == before:
+                time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.7))
+        run.send_signal(signal.SIGKILL)
+        _, stderr = run.communicate()
+        assert run.returncode == -signal.SIGKILL, stderr.decode()
+        interrupted += 1
+        assert newest(checkpoints) >= done
+        done = newest(checkpoints)
+    assert done < rounds
+    invoke("train", "--resume", "killed")
+    whole, killed = (safetensors.torch.load_file(f"{name}/model.safetensors") for name in ("whole", "killed"))
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+
+
+def newest(checkpoints: Path) -> int:
+    return max((int(path.stem.removeprefix("round-")) for path in checkpoints.glob("round-*.dbcl")), default=-1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["--resume", "nowhere"], ConfigError, "nowhere holds no run"),
+        (["--resume", "nowhere", "--lr", "1"], ConfigError, "only --rounds and --target may change, not lr"),
+        (["--ratio", "two"], ConfigError, "ratio is a number or a range such as 2-4, got 'two'"),
+        (["--ratio", "2-3-4"], ConfigError, "ratio is a number or a range"),
+        (["--cover", "nope.*"], PlanError, "pattern 'nope.*' matches no parameter"),
+        (["--model", "resnet"], ConfigError, "no model 'resnet'"),
+        (["--data", "mnist", "--data-dir", "."], DataError, "is missing; try `dbcl data fetch mnist`"),
+        (["--clients", "5000"], DataError, "4000 examples cannot be divided into 5000 parts"),
+        (["--device", "cuda"], ConfigError, "PyTorch finds no CUDA device here"),
+    ],
+)
+def test_bad_options_are_one_clear_error_and_leave_nothing(arguments: list, error: type, message: str) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(error) as caught:
+        invoke("train", *arguments)
+    assert message in str(caught.value)
+    assert list(Path().iterdir()) == []
+
+
+def test_an_existing_run_is_not_overwritten() -> None:
+    invoke(*QUICK, "--rounds", "1", "--out", "run")
+    before = Path("run/model.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match="run holds a run already; go on with --resume run"):
+        invoke(*QUICK, "--rounds", "1", "--out", "run")
+    assert Path("run/model.safetensors").read_bytes() == before
+
+
+def test_the_command_itself_prints_one_message_and_exits_with_2() -> None:
+    command = [sys.executable, "-m", "dbcl.cli", "train", "--model", "resnet"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error no model 'resnet'; choose mnist-mlp")
+    assert "Traceback" not in result.stderr
+
+
+def test_plan_shows_what_a_client_would_see() -> None:
+    out = invoke("plan", "mnist-cnn", "--ratio", "2-4")
+    assert "200 to 400 of 800 numbers of each row" in out
+    assert "in clear: nothing" in out
+    facts = json.loads(invoke("plan", "cifar-cnn", "--shape", "3,32,32", "--preset", "paper", "--json"))
+    assert facts["message_bytes"] < 0.51 * facts["plain_message_bytes"]
+    assert facts["in_clear"][0] == "0.0.bias"
+    half = json.loads(invoke("plan", "cifar-cnn", "--shape", "3,32,32", "--wire", "bfloat16", "--json"))
+    assert half["message_bytes"] < 0.26 * half["plain_message_bytes"]
+    assert "no veil" in invoke("plan", "mnist-mlp", "--veil", "0")
+    with pytest.raises(ConfigError, match="shape is channels,height,width"):
+        invoke("plan", "mnist-mlp", "--shape", "28")
+
+
+def test_data_and_env() -> None:
+    facts = json.loads(invoke("data", "--data-dir", "here", "--json"))
+    assert facts["folder"] == "here"
+    assert {row["name"]: row["here"] for row in facts["datasets"]}["digits"] is True
+    assert {row["name"]: row["here"] for row in facts["datasets"]}["mnist"] is False
+    assert "4,000 to learn from, 1,000 held out" in invoke("data", "--data-dir", "here")
+    assert {"dbcl", "python", "torch", "cuda"} <= json.loads(invoke("env", "--json")).keys()
+    assert "torch:" in invoke("env")
+    with pytest.raises(DataError, match="LFW cannot be fetched"):
+        invoke("data", "fetch", "lfw")
+
+
+def test_every_setting_is_an_option() -> None:
+    import dataclasses
+    import inspect
+
+    from dbcl.config import RunConfig
+
+    options = set(inspect.signature(cli.train).parameters) - {"preset", "data_dir", "out", "resume"}
+    settings = {field.name for field in dataclasses.fields(RunConfig)} - {"fixed_secrets"}
+    assert options == settings

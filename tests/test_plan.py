@@ -1,0 +1,164 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import dbcl
+from dbcl import models
+from dbcl.cover import leaving
+from dbcl.errors import PlanError
+from dbcl.plan import SketchPlan
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def sketched(plan: SketchPlan) -> list[str]:
+    return [tensor.name for tensor in plan.tensors if tensor.sketched]
+
+
+def test_hidden_is_the_paper_and_all_is_all() -> None:
+    assert sketched(SketchPlan.of(net())) == ["0.weight", "2.weight"]
+    assert sketched(SketchPlan.of(net(), cover="all")) == ["0.weight", "2.weight", "4.weight"]
+    for name in models.NETWORKS:
+        shape = {"cifar-cnn": (3, 32, 32), "lfw-cnn": (3, 62, 47)}.get(name, (1, 28, 28))
+        model = models.build(name, shape=shape)
+        matrices = [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
+        assert sketched(SketchPlan.of(model)) == matrices[:-1]
+
+
+def test_patterns_and_exclusions() -> None:
+    assert sketched(SketchPlan.of(net(), cover=["*.weight", "!0.*"])) == ["2.weight", "4.weight"]
+    assert sketched(SketchPlan.of(net(), cover=["2.*"])) == ["2.weight"]  # the bias is a vector and stays unsketched
+
+
+def test_everything_that_leaves_is_in_the_plan_and_whole_numbers_stay() -> None:
+    plan = SketchPlan.of(net(), veil=0.3)
+    names = {tensor.name for tensor in plan.tensors}
+    assert {"3.running_mean", "3.running_var", "3.weight"} <= names
+    assert "3.num_batches_tracked" not in names
+    assert {tensor.veil for tensor in plan.tensors} == {0.3}
+    assert plan.in_clear == ()
+    assert set(SketchPlan.of(net(), veil=0).in_clear) == names - {"0.weight", "2.weight"}
+
+
+def test_sketch_and_veil_are_independent_choices() -> None:
+    plan = SketchPlan.of(net(), veil=0.2).adjust("0.*", veil=0).adjust("2.weight", ratio=3, sketch="sampling-v1")
+    by_name = {tensor.name: tensor for tensor in plan.tensors}
+    assert (by_name["0.weight"].sketched, by_name["0.weight"].veil) == (True, 0)
+    assert (by_name["2.weight"].scheme, by_name["2.weight"].widths) == ("sampling-v1", (2, 2))
+    assert plan.in_clear == ("0.bias",)
+    with pytest.raises(PlanError, match=r"not covered, so it cannot get a sketch: 4\.weight"):
+        plan.adjust("4.weight", sketch="count-v1")
+    with pytest.raises(PlanError, match=r"'nope' matches no tensor; there are 0\.weight"):
+        plan.adjust("nope", veil=1)
+    assert "0.weight" not in sketched(plan.adjust("0.weight", sketch="identity-v1"))
+
+
+def test_a_range_of_ratios_draws_a_width_for_each_round() -> None:
+    plan = SketchPlan.of(nn.Sequential(nn.Linear(100, 3), nn.Linear(3, 2)), ratio=(2, 5))
+    widths = {plan.draw(bytes(32), round).parts[0].width for round in range(200)}
+    assert min(widths) == 20
+    assert max(widths) == 50
+    assert len(widths) == 31
+
+
+@given(dim=st.integers(2, 500), ratio=st.floats(1.01, 50))
+@settings(max_examples=100, deadline=None)
+def test_any_ratio_gives_a_legal_width_or_is_refused(dim: int, ratio: float) -> None:
+    layer = nn.Linear(dim, 2)
+    if 1 <= int(dim / ratio) < dim:
+        (part, _) = SketchPlan.of(layer, cover="all", ratio=ratio).draw(bytes(32), 0).parts
+        assert part.width == int(dim / ratio)
+    else:
+        with pytest.raises(PlanError, match="width must be between 1 and"):
+            SketchPlan.of(layer, cover="all", ratio=ratio)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 6)
+        self.body = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_all_problems_are_named_at_once() -> None:
+    model = nn.Sequential(nn.Linear(1, 4), nn.ConvTranspose2d(2, 2, 3), nn.Linear(4, 2))
+    with pytest.raises(PlanError) as caught:
+        SketchPlan.of(model, cover=["*.weight", "nothing.*"], veil=-1)
+    text = str(caught.value)
+    assert "pattern 'nothing.*' matches no parameter; there are 0.weight" in text
+    assert "1.weight: a transposed convolution's weight has its inputs first and cannot be covered" in text
+    assert "0.weight: width must be between 1 and 0 (its inputs less one), got 0" in text
+    assert "veil must be 0 or more, got -1" in text
+    assert text.startswith("9 problems with this plan:")
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (nn.Linear(4, 2), {}, "weight is the output layer and nothing else can be covered; use cover='all'"),
+        (nn.ReLU(), {"cover": "all"}, "nothing to cover"),
+        (nn.BatchNorm1d(3), {"cover": "hidden"}, "nothing to cover"),
+        (Tied(), {"cover": "all"}, "embed.weight: is one tensor with head.weight, and tied weights cannot be covered"),
+        (Tied(), {"cover": ["embed.*"]}, "embed.weight: is one tensor with head.weight"),
+        (net(), {"ratio": 1}, "0.weight: ratio must be above 1"),
+        (net(), {"ratio": (4, 2)}, "ratio must be above 1 .and a range must rise., got 4 to 2"),
+        (net(), {"ratio": 9}, "0.weight: width must be between 1 and 7 .its inputs less one., got 0"),
+        (net(), {"sketch": "magic"}, "0.weight: unknown sketch 'magic'; choose one of count-v1"),
+        (net(), {"cover": "everything"}, "cover must be 'hidden', 'all' or a list of name patterns, got 'everything'"),
+        (net(), {"veil": float("nan")}, "veil must be 0 or more, got nan"),
+        (nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)), {}, "0.weight: has no shape yet"),
+        (nn.Embedding(5, 4, max_norm=1.0), {"cover": ["weight"]}, "sparse gradients or max_norm cannot be covered"),
+        (
+            nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+            {"cover": ["*original1"]},
+            "belongs to another parametrization",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_work_is_refused(model: nn.Module, settings: dict, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        SketchPlan.of(model, **settings)
+
+
+def test_a_tied_output_layer_is_left_alone_and_sent_once() -> None:
+    plan = SketchPlan.of(Tied(), cover="hidden")
+    assert sketched(plan) == ["body.weight"]
+    assert "head.weight" not in {tensor.name for tensor in plan.tensors}
+    model, template = Tied(), Tied()
+    broadcast = dbcl.Server(model, plan).open_round()
+    local = dbcl.blinded(template, broadcast)
+    assert local.head.weight is local.embed.weight
+    assert torch.equal(local.head.weight, broadcast.tensors["embed.weight"])
+
+
+def test_no_sketch_needs_nothing_to_cover() -> None:
+    assert sketched(SketchPlan.of(nn.Linear(4, 2), sketch="identity-v1")) == []
+
+
+def test_a_plan_and_settings_do_not_mix_and_must_fit_the_model() -> None:
+    plan = SketchPlan.of(net())
+    with pytest.raises(PlanError, match="give either a plan or veil, not both"):
+        dbcl.Server(net(), plan, veil=0.1)
+    with pytest.raises(PlanError, match="made for another model"):
+        dbcl.Server(nn.Sequential(nn.Linear(9, 6), *net()[1:]), plan)
+
+
+def test_the_table_says_what_a_client_sees() -> None:
+    text = str(SketchPlan.of(models.build("mnist-mlp"), veil=0, ratio=(2, 4)))
+    assert "1.weight  200x784  count-v1  196 to 392 of 784 numbers of each row  none" in text
+    assert "in clear: 1.bias, 3.bias, 5.weight, 5.bias" in text
+    assert "undo it: 1.weight, 3.weight" in text
+
+
+def test_non_persistent_buffers_stay() -> None:
+    module = nn.Linear(3, 2)
+    module.register_buffer("table", torch.ones(4), persistent=False)
+    module.register_buffer("kept", torch.ones(4))
+    assert list(leaving(module)) == ["weight", "bias", "kept"]
