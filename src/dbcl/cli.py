@@ -140,7 +140,11 @@ def train(
         given.setdefault("seed", secrets.randbelow(1 << 31))
         config = settings.preset(preset, **given)
         run = Run.start(config, out or _next_folder(f"{Path(preset).stem}-{config.data}"), data_dir)
-    _play(run)
+    try:
+        _play(run)
+    except KeyboardInterrupt:
+        console.print(f"stopped after round {run.server.round}; go on with: dbcl train --resume {run.folder}")
+        raise typer.Exit(130) from None
     _summary(run)
 
 
@@ -182,7 +186,8 @@ def _summary(run: Run) -> None:
     console.print(table)
     console.print(f"picture  {run.folder / 'curves.png'}", soft_wrap=True)
     console.print(f"model    {run.folder / 'model.safetensors'}", soft_wrap=True)
-    console.print(f"go on    dbcl train --resume {run.folder} --rounds {2 * last.round}", soft_wrap=True)
+    beyond = " --target 1" if config.target else ""
+    console.print(f"go on    dbcl train --resume {run.folder} --rounds {2 * last.round}{beyond}", soft_wrap=True)
 
 
 def _seen(plan: SketchPlan) -> str:
@@ -195,13 +200,17 @@ def _seen(plan: SketchPlan) -> str:
 def _veil(plan: SketchPlan) -> str:
     sizes = sorted({tensor.veil for tensor in plan.tensors})
     if sizes == [0.0]:
+        if not any(tensor.sketched for tensor in plan.tensors):
+            return "none"
         return "none: a client that remembers can undo the sketch (docs/threat-model.md)"
     return f"secret noise of {' or '.join(f'{size:g}' for size in sizes)} times the weights, on all that was sent"
 
 
-def _sparkline(values: Sequence[float], width: int = 40) -> str:
-    picked = [values[int(i * (len(values) - 1) / max(1, width - 1))] for i in range(min(width, len(values)))]
-    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * value))] for value in picked)
+def _sparkline(values: Sequence[float], width: int = 32) -> str:
+    low, high = min(values), max(values)
+    picked = [values[i * (len(values) - 1) // max(1, width - 1)] for i in range(min(width, len(values)))]
+    bars = "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / ((high - low) or 1))] for value in picked)
+    return f"{low:.1%} {bars} {high:.1%}"
 
 
 def _ratio(text: str) -> float | tuple[float, float]:
