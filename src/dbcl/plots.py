@@ -4,34 +4,40 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-INK, MUTED, LINE = "#1c2733", "#6b7785", "#0b6e99"
+INK, MUTED, GRID = "#1c2733", "#5f6b78", "#e3e8ec"
+SERVER, CLIENTS = "#0b6e99", "#d08a2c"
 
 
 def curves(history: Sequence[Mapping[str, Any]], title: str) -> bytes:
-    """Accuracy of W by round and by megabytes sent, as a PNG.
+    """Accuracy and loss of W by round, and the clients' loss through sketch and veil beside it, as a PNG.
 
-    >>> curves([{"round": 1, "accuracy": 0.5, "bytes_up": 10, "bytes_down": 10}], "a run")[:4]
+    >>> line = {"round": 1, "accuracy": 0.5, "loss": 1.0, "train_loss": 1.2, "bytes_up": 10, "bytes_down": 10}
+    >>> curves([line], "a run")[:4]
     b'\\x89PNG'
     """
     from matplotlib.figure import Figure  # here, so that training itself needs no matplotlib
 
-    accuracy = [100 * line["accuracy"] for line in history]
-    sent, total = [], 0.0
-    for line in history:
-        total += (line["bytes_up"] + line["bytes_down"]) / 1e6
-        sent.append(total)
+    rounds = [line["round"] for line in history]
+    marker = "o" if len(rounds) == 1 else None
+    sent = sum(line["bytes_up"] + line["bytes_down"] for line in history) / 1e6
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for axes, x, label in ((left, [line["round"] for line in history], "round"), (right, sent, "MB sent, both ways")):
-        axes.plot(x, accuracy, color=LINE, linewidth=1.8, marker="o" if len(x) == 1 else None)
-        axes.set_xlabel(label, color=MUTED)
+    left, right = figure.subplots(1, 2)
+    left.plot(rounds, [100 * line["accuracy"] for line in history], color=SERVER, linewidth=1.8, marker=marker)
+    left.set_ylabel("accuracy of the model W, %", color=MUTED)
+    seen = "clients, through sketch and veil"
+    right.plot(rounds, [line["train_loss"] for line in history], color=CLIENTS, lw=1.2, marker=marker, label=seen)
+    right.plot(rounds, [line["loss"] for line in history], color=SERVER, lw=1.8, marker=marker, label="W, held-out")
+    right.set_ylabel("loss", color=MUTED)
+    right.legend(frameon=False, labelcolor=INK)
+    for axes in (left, right):
+        axes.set_xlabel("round", color=MUTED)
         axes.set_xlim(left=0)
-        axes.grid(axis="y", color="#e3e8ec")
+        axes.grid(axis="y", color=GRID)
         axes.tick_params(colors=MUTED)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color("#b8c2cb")
-    left.set_ylabel("accuracy of the model W, %", color=MUTED)
-    figure.suptitle(f"{title}: {accuracy[-1]:.1f} % after {history[-1]['round']} rounds", color=INK)
+    reached = f"{100 * history[-1]['accuracy']:.1f} % after {rounds[-1]} rounds, {sent:,.0f} MB sent"
+    figure.suptitle(f"{title}: {reached}", color=INK)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()
