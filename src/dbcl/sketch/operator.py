@@ -31,11 +31,13 @@ class Sketch(ABC):
 
     def apply(self, x: Tensor) -> Tensor:  # (..., dim) -> (..., width)
         """Sketch the last axis: x R."""
-        return self._map(x, self.dim, self._apply, self._lift)
+        self._check(x, self.dim)
+        return linear_map(x, self._apply, self._lift)
 
     def lift(self, y: Tensor) -> Tensor:  # (..., width) -> (..., dim)
         """Bring the last axis back: y R^T, the adjoint of `apply` and its pseudo-inverse."""
-        return self._map(y, self.width, self._lift, self._apply)
+        self._check(y, self.width)
+        return linear_map(y, self._lift, self._apply)
 
     def project(self, x: Tensor) -> Tensor:  # (..., dim) -> (..., width)
         """What a layer does to its input: x R D."""
@@ -74,23 +76,28 @@ class Sketch(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.dim} -> {self.width})"
 
-    def _map(self, x: Tensor, size: int, forward: Map, adjoint: Map) -> Tensor:
+    def _check(self, x: Tensor, size: int) -> None:
         if x.ndim == 0 or x.shape[-1] != size:
             raise SketchError(f"{self}: the last axis must have {size} entries, got shape {tuple(x.shape)}")
         if not x.is_floating_point():
             raise SketchError(f"{self}: needs floating-point numbers, got {x.dtype}")
-        if torch._C._are_functorch_transforms_active():
-            return forward(x)  # torch.func differentiates and batches the gathers themselves
-        result: Tensor = _LinearMap.apply(x, forward, adjoint)  # type: ignore[no-untyped-call]
-        return result
+
+
+def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
+    """Apply a linear map whose derivative is its adjoint, however often it is differentiated.
+
+    Without it the backward pass of a gather would be a scatter, which is slow and, on a GPU, not deterministic.
+
+    >>> linear_map(torch.ones(2), lambda x: 3 * x, lambda y: 3 * y)
+    tensor([3., 3.])
+    """
+    if torch._C._are_functorch_transforms_active():
+        return forward(x)  # torch.func differentiates and batches the gathers themselves
+    result: Tensor = _LinearMap.apply(x, forward, adjoint)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _LinearMap(torch.autograd.Function):
-    """A linear map whose derivative is its adjoint, however often it is differentiated.
-
-    Without it the backward pass of a gather would be a scatter, which is slow and, on a GPU, not deterministic.
-    """
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Map, adjoint: Map) -> Tensor:
         ctx.forward, ctx.adjoint = forward, adjoint

@@ -1,0 +1,105 @@
+"""Sketches that put inputs into buckets, as index tables on a device."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dbcl.sketch.operator import Sketch, linear_map
+
+
+class Tables:
+    """The maps of a bucket sketch on one device and in one dtype, made of gathers in both directions.
+
+    Layer k holds the k-th member of every bucket that has one. Since the buckets are numbered from the largest to the
+    smallest, layer k fills the first columns, and a sketch is a few gathers that are added up, without padding.
+    """
+
+    def __init__(self, bucket: Tensor, layers: list[Tensor], unit: Tensor, gain: Tensor, like: Tensor) -> None:
+        gained = unit * gain[bucket]
+        self.bucket = bucket.to(like.device)  # (dim,) where each input goes
+        self.layers = [layer.to(like.device) for layer in layers]  # (at most width,) which inputs each layer takes
+        self.lift_weight = unit.to(like)  # (dim,)
+        self.expand_weight = gained.to(like)
+        self.apply_weights = [unit[layer].to(like) for layer in layers]
+        self.project_weights = [gained[layer].to(like) for layer in layers]
+        self.gain = gain.to(like)  # (width,)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return _gather(x, self.layers, self.apply_weights)
+
+    def lift(self, y: Tensor) -> Tensor:
+        return y.index_select(-1, self.bucket).mul_(self.lift_weight)
+
+    def project(self, x: Tensor) -> Tensor:
+        return _gather(x, self.layers, self.project_weights)
+
+    def expand(self, y: Tensor) -> Tensor:
+        return y.index_select(-1, self.bucket).mul_(self.expand_weight)
+
+
+def _gather(x: Tensor, layers: list[Tensor], weights: list[Tensor]) -> Tensor:
+    out = x.index_select(-1, layers[0]).mul_(weights[0])
+    for index, weight in zip(layers[1:], weights[1:], strict=True):
+        part = out if len(index) == out.shape[-1] else out[..., : len(index)]
+        part.add_(x.index_select(-1, index).mul_(weight))
+    return out
+
+
+class BucketSketch(Sketch):
+    """A sketch in which every input goes to at most one bucket, with a sign.
+
+    Column j of R is the signed indicator of bucket j divided by the square root of its size.
+    """
+
+    def _fill(self, buckets: NDArray[np.int64], signs: NDArray[np.float64], gain_per_member: float) -> None:
+        """Take the bucket of each input (-1: none) and its sign; empty buckets are left out."""
+        inside = buckets >= 0
+        sizes = np.bincount(buckets[inside])
+        order = np.argsort(-sizes, kind="stable")[: np.count_nonzero(sizes)]
+        rank = np.zeros(len(sizes), dtype=np.int64)
+        rank[order] = np.arange(len(order))
+        sizes = sizes[order]
+        buckets = np.where(inside, rank[buckets], 0)
+        members = np.flatnonzero(inside)[np.argsort(buckets[inside], kind="stable")]
+        starts = np.cumsum(sizes) - sizes
+        self.dim, self.width = len(buckets), len(sizes)
+        self._bucket = torch.from_numpy(buckets)
+        self._unit = torch.from_numpy(np.where(inside, signs / np.sqrt(sizes[buckets]), 0.0))
+        self._layers = [
+            torch.from_numpy(members[starts[: np.count_nonzero(sizes > k)] + k]) for k in range(int(sizes.max()))
+        ]
+        self._gain = torch.from_numpy(sizes * gain_per_member)
+        self._tables: dict[tuple[torch.device, torch.dtype], Tables] = {}
+
+    def tables(self, like: Tensor) -> Tables:
+        """The index tables for tensors of this device and dtype; made once."""
+        key = (like.device, like.dtype)
+        if key not in self._tables:
+            self._tables[key] = Tables(self._bucket, self._layers, self._unit, self._gain, like)
+        return self._tables[key]
+
+    def gain(self, like: Tensor) -> Tensor:
+        return self.tables(like).gain
+
+    def project(self, x: Tensor) -> Tensor:
+        self._check(x, self.dim)
+        tables = self.tables(x)
+        return linear_map(x, tables.project, tables.expand)
+
+    def expand(self, y: Tensor) -> Tensor:
+        self._check(y, self.width)
+        tables = self.tables(y)
+        return linear_map(y, tables.expand, tables.project)
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return self.tables(x).apply(x)
+
+    def _lift(self, y: Tensor) -> Tensor:
+        return self.tables(y).lift(y)
+
+    def _table(self) -> bytes:
+        drawn: list[NDArray[Any]] = [self._bucket.numpy(), self._unit.sign().numpy()]
+        return np.stack(drawn).astype("<i8").tobytes()
