@@ -122,5 +122,5 @@ def lift(plan: RoundPlan, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _rms(tensors: list[Tensor]) -> float:
     count = sum(tensor.numel() for tensor in tensors)
-    total = sum(tensor.detach().double().square().sum().item() for tensor in tensors)
-    return math.sqrt(total / count) if count else 0.0
+    lengths = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors]
+    return float(torch.linalg.vector_norm(torch.stack(lengths))) / math.sqrt(count) if count else 0.0

@@ -77,6 +77,9 @@ def train(
     epochs: Annotated[int | None, _option("Local passes over a client's data. Default 1.", CLIENT)] = None,
     batch_size: Annotated[int | None, _option("Default 10.", CLIENT)] = None,
     lr: Annotated[float | None, _option("Local learning rate. Default 0.05.", CLIENT)] = None,
+    lr_decay: Annotated[
+        float | None, _option("The learning rate is multiplied by this after every round. Default 1.", CLIENT)
+    ] = None,
     momentum: Annotated[float | None, _option("Local momentum. Default 0.", CLIENT)] = None,
     proximal: Annotated[float | None, _option("FedProx's pull to what was sent. Default 0.1.", CLIENT)] = None,
     cover: Annotated[
@@ -106,7 +109,13 @@ def train(
     seed: Annotated[
         int | None, _option("Fix everything, the server's secrets too, to repeat an experiment. Default: fresh.", LONG)
     ] = None,
+    engine: Annotated[
+        str | None, _option("stacked (default): all clients of a round at once; local: one after another.", LONG)
+    ] = None,
     device: Annotated[str | None, _option("cpu (default) or cuda.", LONG)] = None,
+    precision: Annotated[
+        str | None, _option("Products on a GPU: float32 (default), tf32 or bf16; faster and less exact.", LONG)
+    ] = None,
     out: Annotated[Path | None, _option("The run's folder. Default: the next free one under runs/.", LONG)] = None,
     resume: Annotated[
         Path | None, _option("Go on with this run's folder; only --rounds and --target may change.", LONG)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dbcl.data import LOADERS
-from dbcl.engines import LocalTraining
+from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine
 from dbcl.errors import ConfigError
 from dbcl.protocol import Door, ServerOptimizer, adam, momentum, plain
 from dbcl.protocol.codec import WIRE_DTYPES
@@ -20,6 +20,8 @@ PRESETS = ("blind", "paper", "plain")
 PARTITIONS = ("iid", "dirichlet", "shards")
 ALGORITHMS = ("fedavg", "fedprox", "sgd")
 OPTIMIZERS = ("plain", "momentum", "adam")
+PRECISIONS = ("float32", "tf32", "bf16")
+ENGINES: dict[str, type[Engine]] = {"stacked": StackedEngine, "local": LocalEngine}
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class RunConfig:
     epochs: int = 1
     batch_size: int = 10
     lr: float = 0.05
+    lr_decay: float = 1.0
     momentum: float = 0.0
     proximal: float = 0.1
     # what hides
@@ -64,7 +67,9 @@ class RunConfig:
     seed: int = 0
     fixed_secrets: bool = False
     """True: the server's secrets follow from the seed, so that the run can be repeated. Only for experiments."""
+    engine: str = "stacked"
     device: str = "cpu"
+    precision: str = "float32"
 
     def __post_init__(self) -> None:
         choices = {
@@ -74,6 +79,8 @@ class RunConfig:
             "server_optimizer": OPTIMIZERS,
             "sketch": tuple(SCHEMES),
             "wire": tuple(WIRE_DTYPES),
+            "engine": tuple(ENGINES),
+            "precision": PRECISIONS,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -96,6 +103,7 @@ class RunConfig:
         """What a client does with its examples."""
         return LocalTraining(
             lr=self.lr,
+            lr_decay=self.lr_decay,
             batch_size=self.batch_size,
             epochs=self.epochs,
             steps=1 if self.algorithm == "sgd" else None,

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from dbcl import data, models, seeds
-from dbcl.config import RunConfig, from_toml
+from dbcl.config import ENGINES, RunConfig, from_toml
 from dbcl.data import Dataset
-from dbcl.engines import LocalEngine, evaluate
+from dbcl.engines import Engine, StackedEngine, evaluate
 from dbcl.errors import ConfigError
 from dbcl.files import write_atomic
 from dbcl.plan import SketchPlan
@@ -54,6 +54,7 @@ class Run:
         self.config, self.folder = config, folder
         self.dataset = data.load(config.data, data_dir)
         self.server, self.engine = _assemble(config, self.dataset)
+        self._x_test, self._y_test = (t.to(config.device) for t in (self.dataset.x_test, self.dataset.y_test))
         self.history: list[RoundMetrics] = []
 
     @classmethod
@@ -95,7 +96,7 @@ class Run:
         while not self.finished:
             began = time.perf_counter()
             result = self.engine.play_round()
-            measured = evaluate(self.server.model, self.dataset.x_test, self.dataset.y_test)
+            measured = evaluate(self.server.model, self._x_test, self._y_test)
             report = result.report
             self.history.append(
                 RoundMetrics(
@@ -150,7 +151,7 @@ def message_bytes(model: nn.Module, plan: SketchPlan, wire: str | None = None) -
     return len(encode(Server(model, plan, wire=wire).open_round()))
 
 
-def _assemble(config: RunConfig, dataset: Dataset) -> tuple[Server, LocalEngine]:
+def _assemble(config: RunConfig, dataset: Dataset) -> tuple[Server, Engine]:
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, and PyTorch finds no CUDA device here")
@@ -176,7 +177,7 @@ def _assemble(config: RunConfig, dataset: Dataset) -> tuple[Server, LocalEngine]
         shards = data.iid(labels, config.clients, seed=seed)
     # A client's own network has weights of its own, which the broadcast replaces.
     template = models.build(config.model, shape=dataset.shape, outputs=dataset.outputs, seed=config.seed + 1).to(device)
-    engine = LocalEngine(
+    engine = ENGINES[config.engine](
         server,
         template,
         dataset.x_train.to(device),
@@ -186,6 +187,8 @@ def _assemble(config: RunConfig, dataset: Dataset) -> tuple[Server, LocalEngine]
         fraction=config.fraction,
         seed=seed,
     )
+    if isinstance(engine, StackedEngine):
+        engine.precision = config.precision
     return server, engine
 
 

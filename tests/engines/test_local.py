@@ -6,7 +6,7 @@ from contracts.engine import EngineContract
 from torch import nn
 
 from dbcl.engines import LocalEngine, LocalTraining, evaluate
-from dbcl.engines.local import participants
+from dbcl.engines.engine import participants
 from dbcl.errors import ConfigError
 
 

@@ -1,6 +1,8 @@
 """Whatever carries the messages between the server and its clients."""
 
-from dbcl.engines.local import LocalEngine, RoundResult
+from dbcl.engines.engine import Engine, RoundResult
+from dbcl.engines.local import LocalEngine
+from dbcl.engines.stacked import StackedEngine
 from dbcl.engines.training import Evaluation, LocalTraining, evaluate
 
-__all__ = ["Evaluation", "LocalEngine", "LocalTraining", "RoundResult", "evaluate"]
+__all__ = ["Engine", "Evaluation", "LocalEngine", "LocalTraining", "RoundResult", "StackedEngine", "evaluate"]

@@ -16,9 +16,9 @@ from dbcl.errors import ConfigError
 class LocalTraining:
     """SGD on a client's own examples.
 
-    `epochs` passes over them make it FedAvg; `proximal` above 0 adds (proximal / 2) |V - V_sent|^2 to the loss, which
-    makes it FedProx; `steps=1` takes a single batch, whose change is the learning rate times the plain gradient, which
-    makes it distributed SGD.
+    The learning rate of round r is lr * lr_decay^r. `epochs` passes over the examples make it FedAvg; `proximal` above
+    0 adds (proximal / 2) |V - V_sent|^2 to the loss, which makes it FedProx; `steps=1` takes a single batch, whose
+    change is the learning rate times the plain gradient, which makes it distributed SGD.
 
     >>> fedavg, fedprox = LocalTraining(lr=0.05, epochs=5), LocalTraining(lr=0.05, proximal=0.1)
     >>> sgd = LocalTraining(lr=0.01, batch_size=32, steps=1)
@@ -27,6 +27,7 @@ class LocalTraining:
     """
 
     lr: float = 0.05
+    lr_decay: float = 1.0
     batch_size: int = 10
     epochs: int = 1
     steps: int | None = None
@@ -36,6 +37,8 @@ class LocalTraining:
     def __post_init__(self) -> None:
         if not self.lr > 0:
             raise ConfigError(f"lr must be above 0, got {self.lr}")
+        if not 0 < self.lr_decay <= 1:
+            raise ConfigError(f"lr_decay must be above 0 and at most 1, got {self.lr_decay}")
         for name in ("batch_size", "epochs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
@@ -45,6 +48,10 @@ class LocalTraining:
             raise ConfigError(f"momentum must be between 0 and 1, got {self.momentum}")
         if self.proximal < 0:
             raise ConfigError(f"proximal must be 0 or more, got {self.proximal}")
+
+    def rate(self, round: int) -> float:
+        """The learning rate of a round."""
+        return self.lr * self.lr_decay**round
 
     def batches(self, examples: int, *, seed: bytes, round: int, client: int) -> Iterator[NDArray[np.int64]]:
         """The examples of each local step: a function of the seed, the round and the client, on every engine."""
@@ -67,7 +74,7 @@ class LocalTraining:
         """Train a client's model in place and give its metrics: the mean loss over the steps, before each of them."""
         model.train()
         sent = [parameter.detach().clone() for parameter in model.parameters()] if self.proximal else []
-        optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.rate(round), momentum=self.momentum)
         losses = []
         devices = [x.device] if x.is_cuda else []
         with torch.random.fork_rng(devices=devices):

@@ -2,7 +2,7 @@
 
 from dbcl.protocol.aggregate import Door, ServerOptimizer, adam, momentum, plain
 from dbcl.protocol.client import blinded, update
-from dbcl.protocol.codec import decode_broadcast, decode_update, encode
+from dbcl.protocol.codec import decode_broadcast, decode_update, encode, encoded_size
 from dbcl.protocol.messages import Broadcast, RoundReport, Update
 from dbcl.protocol.server import Server
 
@@ -18,6 +18,7 @@ __all__ = [
     "decode_broadcast",
     "decode_update",
     "encode",
+    "encoded_size",
     "momentum",
     "plain",
     "update",

@@ -96,9 +96,11 @@ class Door:
         for name, tensor in update.tensors.items():
             if tensor.dtype != broadcast.tensors[name].dtype:
                 raise ProtocolError(f"{name} is {tensor.dtype}, and {broadcast.tensors[name].dtype} was sent")
-            if not torch.isfinite(tensor).all():
-                raise ProtocolError(f"{name} holds {'NaN' if tensor.isnan().any() else 'infinity'}")
         length = norm(update.tensors)
+        if not math.isfinite(length):
+            for name, tensor in update.tensors.items():
+                if not torch.isfinite(tensor).all():
+                    raise ProtocolError(f"{name} holds {'NaN' if tensor.isnan().any() else 'infinity'}")
         if length > MAX_LENGTH:
             raise ProtocolError(f"its length {length:.4g} is absurd (above {MAX_LENGTH:g})")
         scale = 1.0
@@ -155,4 +157,5 @@ def norm(tensors: Mapping[str, Tensor]) -> float:
     >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     5.0
     """
-    return math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors.values()))
+    lengths = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors.values()]
+    return float(torch.linalg.vector_norm(torch.stack(lengths))) if lengths else 0.0

@@ -10,6 +10,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import safetensors
@@ -43,17 +44,26 @@ def encode(message: Broadcast | Update) -> bytes:
     >>> data[:4], decode_update(data).examples
     (b'DBCL', 600)
     """
-    if isinstance(message, Broadcast):
-        parts = [[p.name, list(p.shape), p.scheme, p.width, p.columns] for p in message.plan.parts]
-        header = {"round": message.plan.round, "seed": message.plan.seed.hex(), "parts": parts}
-        return pack(BROADCAST, header, message.tensors)
-    header = {
-        "round": message.round,
-        "plan": message.plan,
-        "examples": message.examples,
-        "metrics": dict(message.metrics),
-    }
-    return pack(UPDATE, header, message.tensors)
+    return pack(BROADCAST if isinstance(message, Broadcast) else UPDATE, _header(message), message.tensors)
+
+
+def encoded_size(message: Broadcast | Update | bytes) -> int:
+    """How many bytes `encode` makes of a message, counted without writing the tensors.
+
+    >>> update = Update(round=0, plan="ab" * 32, tensors={"bias": torch.zeros(2)}, examples=600)
+    >>> encoded_size(update) == len(encode(update))
+    True
+    """
+    if isinstance(message, bytes):
+        return len(message)
+    shapes = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in message.tensors.items())
+    return _PREFIX.size + len(_header_text(_header(message))) + _body_size(shapes) + _DIGEST
+
+
+@lru_cache(maxsize=64)
+def _body_size(shapes: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> int:
+    # Nothing in the tensors' part depends on their values.
+    return len(safetensors.torch.save({name: torch.zeros(shape, dtype=dtype) for name, dtype, shape in shapes}))
 
 
 def decode_broadcast(data: bytes) -> Broadcast:
@@ -97,13 +107,29 @@ def decode_update(data: bytes) -> Update:
     return update
 
 
+def _header(message: Broadcast | Update) -> dict[str, Any]:
+    if isinstance(message, Broadcast):
+        parts = [[p.name, list(p.shape), p.scheme, p.width, p.columns] for p in message.plan.parts]
+        return {"round": message.plan.round, "seed": message.plan.seed.hex(), "parts": parts}
+    return {
+        "round": message.round,
+        "plan": message.plan,
+        "examples": message.examples,
+        "metrics": dict(message.metrics),
+    }
+
+
+def _header_text(header: Mapping[str, Any]) -> bytes:
+    return json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+
+
 def pack(kind: int, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     """Write one container: a header of plain JSON and named tensors.
 
     >>> unpack(CHECKPOINT, pack(CHECKPOINT, {"round": 3}, {"w": torch.zeros(2)}))
     ({'round': 3}, {'w': tensor([0., 0.])})
     """
-    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    text = _header_text(header)
     body = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     data = _PREFIX.pack(MAGIC, VERSION, kind, len(text)) + text + body
     return data + hashlib.sha256(data).digest()

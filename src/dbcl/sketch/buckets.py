@@ -1,5 +1,6 @@
 """Sketches that put inputs into buckets, as index tables on a device."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,27 @@ class Tables:
         self.project_weights = [gained[layer].to(like) for layer in layers]
         self.gain = gain.to(like)  # (width,)
 
+    def tensors(self) -> list[Tensor]:
+        """All tables in a fixed order."""
+        fixed = [self.bucket, self.lift_weight, self.expand_weight, self.gain]
+        return fixed + self.layers + self.apply_weights + self.project_weights
+
+    def clone(self) -> "Tables":
+        """The same tables in memory of their own."""
+        twin = copy.copy(self)
+        for name, value in vars(self).items():
+            setattr(twin, name, [each.clone() for each in value] if isinstance(value, list) else value.clone())
+        return twin
+
+    def copy_(self, other: "Tables") -> bool:
+        """Take over the values of other tables, if they have the same shapes; says whether they had."""
+        mine, theirs = self.tensors(), other.tensors()
+        if [table.shape for table in mine] != [table.shape for table in theirs]:
+            return False
+        for table, value in zip(mine, theirs, strict=True):
+            table.copy_(value)
+        return True
+
     def apply(self, x: Tensor) -> Tensor:
         return _gather(x, self.layers, self.apply_weights)
 
@@ -35,6 +57,12 @@ class Tables:
 
     def project(self, x: Tensor) -> Tensor:
         return _gather(x, self.layers, self.project_weights)
+
+    def project_into(self, out: Tensor, x: Tensor) -> None:
+        """`project` into memory that is there already; not for autograd or `torch.func`."""
+        torch.index_select(x, -1, self.layers[0], out=out).mul_(self.project_weights[0])
+        for layer, weight in zip(self.layers[1:], self.project_weights[1:], strict=True):
+            out[..., : len(layer)].addcmul_(x.index_select(-1, layer), weight)
 
     def expand(self, y: Tensor) -> Tensor:
         return y.index_select(-1, self.bucket).mul_(self.expand_weight)

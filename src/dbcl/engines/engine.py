@@ -1,0 +1,71 @@
+"""What all engines in one process share: who takes part, and how a round is played."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dbcl import seeds
+from dbcl.engines.training import LocalTraining
+from dbcl.errors import ConfigError
+from dbcl.protocol import Broadcast, RoundReport, Server, Update, encoded_size
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """A round's report and what it sent, in bytes: to all its clients, and back from them."""
+
+    report: RoundReport
+    bytes_down: int
+    bytes_up: int
+
+
+def participants(clients: int, fraction: float, *, seed: bytes, round: int) -> list[int]:
+    """Choose a round's clients, uniformly and without replacement; at least one.
+
+    >>> len(participants(100, 0.1, seed=bytes(32), round=0))
+    10
+    """
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"the fraction of clients in a round must be above 0 and at most 1, got {fraction}")
+    count = max(1, int(fraction * clients + 0.5))
+    return sorted(seeds.permutation(seed, "participants", round, n=clients)[:count].tolist())
+
+
+class Engine(ABC):
+    """Runs rounds for a `Server` with clients that all live here.
+
+    `template` is a client's own copy of the network; its weights are replaced by what the server sends. `shards` says
+    which of the examples `x`, `y` each client holds. An engine decides only how the chosen clients are trained.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        template: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        shards: Sequence[NDArray[np.int64]],
+        training: LocalTraining,
+        *,
+        fraction: float = 1.0,
+        seed: bytes,
+    ) -> None:
+        self.server, self.template, self.training = server, template, training
+        self.x, self.y = x, y
+        self.shards, self.fraction, self.seed = shards, fraction, seed
+
+    def play_round(self) -> RoundResult:
+        """Play one round: broadcast, train the chosen clients, collect, step."""
+        broadcast = self.server.open_round()
+        chosen = participants(len(self.shards), self.fraction, seed=self.seed, round=broadcast.round)
+        answers = self.answers(broadcast, chosen)
+        report = self.server.close_round(answers)
+        return RoundResult(report, len(chosen) * encoded_size(broadcast), sum(map(encoded_size, answers)))
+
+    @abstractmethod
+    def answers(self, broadcast: Broadcast, chosen: list[int]) -> Sequence[Update | bytes]:
+        """Train the chosen clients and give their answers, in the same order."""

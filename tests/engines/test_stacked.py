@@ -1,0 +1,231 @@
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dbcl
+from contracts.engine import EngineContract
+from dbcl import models
+from dbcl.engines import LocalEngine, LocalTraining, StackedEngine
+
+SEED = bytes(range(32))
+
+
+class TestStackedEngine(EngineContract):
+    def engine(self, *arguments: Any, **more: Any) -> StackedEngine:
+        return StackedEngine(*arguments, **more)
+
+
+class TestStackedEngineInChunks(EngineContract):
+    def engine(self, *arguments: Any, **more: Any) -> StackedEngine:
+        engine = StackedEngine(*arguments, **more)
+        engine.chunk = 3
+        return engine
+
+
+def distance(
+    make: Any,
+    shape: tuple,
+    training: LocalTraining,
+    *,
+    outputs: int,
+    rounds: int = 2,
+    dtype: torch.dtype = torch.float64,
+    **settings: Any,
+) -> tuple[float, StackedEngine]:
+    """The largest difference between the weights of the two engines after some rounds with the same seeds."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, *shape, generator=generator).to(dtype)
+    y = torch.randint(0, max(2, outputs), (40,), generator=generator)
+    shards = [np.arange(0, 17), np.arange(17, 20), np.arange(20, 40)]
+    torch.manual_seed(0)
+    start = make().to(dtype).state_dict()
+    states = []
+    for kind in (LocalEngine, StackedEngine):
+        model, template = make().to(dtype), make().to(dtype)
+        model.load_state_dict(start)
+        server = dbcl.Server(model, experiment_seed=0, **settings)
+        engine = kind(server, template, x, y, shards, training, seed=SEED)
+        for _ in range(rounds):
+            engine.play_round()
+        states.append(model.state_dict())
+    worst = max(
+        float((states[0][name] - states[1][name]).abs().max())
+        for name in states[0]
+        if states[0][name].is_floating_point()
+    )
+    assert any(not torch.equal(start[name], states[0][name]) for name in start)
+    return worst, engine
+
+
+NETWORKS = {
+    "mnist-mlp": ((1, 28, 28), 10),
+    "mnist-cnn": ((1, 28, 28), 10),
+    "cifar-cnn": ((3, 32, 32), 10),
+    "lfw-cnn": ((3, 62, 47), 1),
+    "dlg-lenet": ((1, 28, 28), 10),
+}
+TRAINING = {
+    "fedavg": LocalTraining(lr=0.001, lr_decay=0.9, epochs=2, batch_size=8, momentum=0.5),
+    "fedprox": LocalTraining(lr=0.001, batch_size=8, proximal=0.5),
+    "sgd": LocalTraining(lr=0.001, batch_size=8, steps=1),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("training", TRAINING)
+@pytest.mark.parametrize("veil", [0.0, 0.2])
+def test_every_network_of_the_paper_gives_the_weights_of_the_local_engine(
+    name: str, training: str, veil: float
+) -> None:
+    shape, outputs = NETWORKS[name]
+    worst, engine = distance(
+        lambda: models.build(name, shape=shape, outputs=outputs), shape, TRAINING[training], outputs=outputs, veil=veil
+    )
+    assert engine.path == "stages"
+    assert worst < 1e-10
+
+
+@pytest.mark.parametrize("name", ["mnist-mlp", "mnist-cnn"])
+def test_in_float32_the_engines_agree_to_rounding(name: str) -> None:
+    """Weights are of size 1 or less; after two rounds of up to six steps 1e-5 is some eighty units in the last place."""
+    worst, _ = distance(lambda: models.build(name), (1, 28, 28), TRAINING["fedavg"], outputs=10, dtype=torch.float32)
+    assert worst < 1e-5
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(12, 12), nn.Linear(12, 3)
+        self.norm = nn.LayerNorm(12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.norm(x + torch.relu(self.one(x))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.lstm(x.unflatten(1, (3, 4)))[0][:, -1])
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.drop, self.two = nn.Linear(12, 8), nn.Dropout(0.5), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.drop(torch.relu(self.one(x))))
+
+
+ROWS, IMAGES = (12,), (2, 8, 8)
+STACKS = {
+    "dropout": (
+        lambda: nn.Sequential(
+            nn.Linear(12, 20), nn.ReLU(), nn.Dropout(0.4), nn.Linear(20, 9), nn.Tanh(), nn.Linear(9, 3)
+        ),
+        ROWS,
+        "stages",
+    ),
+    "layer norm": (
+        lambda: nn.Sequential(nn.Linear(12, 9), nn.LayerNorm(9), nn.GELU(), nn.Linear(9, 3, bias=False)),
+        ROWS,
+        "stages",
+    ),
+    "batch norm": (
+        lambda: nn.Sequential(nn.Linear(12, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 3)),
+        ROWS,
+        "stages",
+    ),
+    "nested images": (
+        lambda: nn.Sequential(
+            nn.Sequential(nn.Conv2d(2, 6, 3, padding=1, groups=2), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2)),
+            nn.Sequential(nn.Conv2d(6, 8, 3, stride=2, bias=False), nn.GroupNorm(2, 8), nn.Dropout(0.2)),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, 3),
+        ),
+        IMAGES,
+        "stages",
+    ),
+    "residual": (Residual, ROWS, "vmap"),
+    "recurrent": (Recurrent, ROWS, "vmap"),
+    "own dropout": (Dropping, ROWS, "loop"),
+    "circular": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(256, 3)),
+        IMAGES,
+        "vmap",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("sketch", ["count-v1", "count-hashed-v1", "sampling-v1", "identity-v1"])
+def test_every_path_is_exact(name: str, sketch: str) -> None:
+    make, shape, path = STACKS[name]
+    worst, engine = distance(
+        make, shape, LocalTraining(lr=0.05, epochs=2, batch_size=5, momentum=0.3), outputs=3, sketch=sketch
+    )
+    assert engine.path == path, engine.why
+    assert worst < 1e-10
+
+
+def test_it_says_which_path_and_why() -> None:
+    _, engine = distance(Dropping, ROWS, LocalTraining(), outputs=3, rounds=1)
+    assert engine.path == "loop"
+    assert engine.why.startswith("the model: no fast form of Dropping; and torch.func cannot batch it: drop (Dropout)")
+
+
+@pytest.mark.parametrize("ratio", [(2, 4), 3])
+def test_widths_that_change_from_round_to_round(ratio: Any) -> None:
+    make = STACKS["layer norm"][0]
+    worst, _ = distance(make, ROWS, LocalTraining(lr=0.05), outputs=3, rounds=4, ratio=ratio, cover="all")
+    assert worst < 1e-10
+
+
+def test_the_sketches_of_earlier_rounds_are_left_alone() -> None:
+    """The engine keeps tables of its own, so a broadcast that somebody kept still lifts what it lifted."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+    server = dbcl.Server(net)
+    x, y = torch.randn(20, 8), torch.arange(20) % 2
+    engine = StackedEngine(server, net, x, y, np.array_split(np.arange(20), 2), LocalTraining(), seed=SEED)
+    first = server.open_round()
+    before = first.sketches()["0.weight"].dense(torch.float32).clone()
+    for _ in range(3):
+        engine.play_round()
+    assert torch.equal(first.sketches()["0.weight"].dense(torch.float32), before)
+
+
+def test_wire_dtype_and_frozen_parameters() -> None:
+    def make() -> nn.Module:
+        net = nn.Sequential(nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 3))
+        net[0].bias.requires_grad_(False)
+        return net
+
+    worst, engine = distance(make, ROWS, LocalTraining(lr=0.05), outputs=3, wire="bfloat16", dtype=torch.float32)
+    assert engine.path == "stages"
+    assert worst < 1e-3  # an update that is rounded to 8 bits may round the other way
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["mnist-mlp", "mnist-cnn"])
+def test_the_gpu_gives_the_cpus_weights(name: str) -> None:
+    states = []
+    x, y = torch.randn(60, 1, 28, 28, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 10
+    for device in ("cpu", "cuda"):
+        model, template = models.build(name).to(device), models.build(name, seed=1).to(device)
+        server = dbcl.Server(model, experiment_seed=0)
+        shards = [np.arange(0, 17), np.arange(17, 20), np.arange(20, 60)]
+        engine = StackedEngine(server, template, x.to(device), y.to(device), shards, LocalTraining(lr=0.01), seed=SEED)
+        for _ in range(3):
+            engine.play_round()
+        states.append({key: value.cpu() for key, value in model.state_dict().items()})
+    worst = max(float((states[0][key] - states[1][key]).abs().max()) for key in states[0])
+    assert worst < 1e-5
