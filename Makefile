@@ -1,7 +1,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test test-slow lint clean
+BENCH := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -W ignore
+RESULTS ?= benchmarks/results
+
+.PHONY: run test test-slow lint bench bench-check clean
 
 run: .venv/ready
 	$(BIN)/dbcl train
@@ -17,6 +20,14 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench: .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	for name in layers small rounds memory; do $(BENCH) benchmarks/$$name.py --out $(RESULTS)/$$name.json || exit 1; done
+
+bench-check:
+	$(MAKE) bench RESULTS=build/bench
+	$(BIN)/python benchmarks/gate.py build/bench
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

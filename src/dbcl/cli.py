@@ -101,6 +101,10 @@ def train(
     server_optimizer: Annotated[str | None, _option("plain, momentum or adam.", SERVER)] = None,
     server_lr: Annotated[float | None, _option("Default 1 (adam: 0.01).", SERVER)] = None,
     server_momentum: Annotated[float | None, _option("Default 0.5.", SERVER)] = None,
+    average: Annotated[
+        float | None,
+        _option("Evaluate and keep a running mean of W; 0.95: over 20 rounds. Default 0.", SERVER),
+    ] = None,
     min_updates: Annotated[int | None, _option("Fewer good answers are an error. Default 1.", SERVER)] = None,
     norm_bound: Annotated[float | None, _option("Shorten longer updates to this length.", SERVER)] = None,
     wire: Annotated[str | None, _option("float32 (default), bfloat16, float16 or float64.", SERVER)] = None,

@@ -58,6 +58,7 @@ class RunConfig:
     server_optimizer: str = "plain"
     server_lr: float | None = None
     server_momentum: float = 0.5
+    average: float = 0.0
     min_updates: int = 1
     norm_bound: float | None = None
     wire: str = "float32"

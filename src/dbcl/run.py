@@ -24,7 +24,11 @@ from dbcl.protocol import Server, checkpoint, encode
 
 @dataclass(frozen=True)
 class RoundMetrics:
-    """One line of metrics.jsonl. Accuracy and loss are those of W on held-out examples, measured by the server."""
+    """One line of metrics.jsonl.
+
+    Accuracy and loss are those of W on held-out examples, measured by the server; of the running mean of W where the
+    configuration sets `average`.
+    """
 
     round: int
     accuracy: float
@@ -96,7 +100,7 @@ class Run:
         while not self.finished:
             began = time.perf_counter()
             result = self.engine.play_round()
-            measured = evaluate(self.server.model, self._x_test, self._y_test)
+            measured = evaluate(self.server.averaged, self._x_test, self._y_test)
             report = result.report
             self.history.append(
                 RoundMetrics(
@@ -123,7 +127,7 @@ class Run:
         write_atomic(self.folder / "metrics.jsonl", "".join(map(_line, self.history)).encode())
 
     def _write_results(self) -> None:
-        weights = {name: tensor.detach().cpu().clone() for name, tensor in self.server.model.state_dict().items()}
+        weights = {name: tensor.detach().cpu().clone() for name, tensor in self.server.averaged.state_dict().items()}
         write_atomic(self.folder / "model.safetensors", safetensors.torch.save(weights))
         title = f"{self.config.model} on {self.config.data}, {self.config.clients} clients"
         write_atomic(self.folder / "curves.png", curves([asdict(metrics) for metrics in self.history], title))
@@ -166,6 +170,7 @@ def _assemble(config: RunConfig, dataset: Dataset) -> tuple[Server, Engine]:
         optimizer=config.optimizer(),
         door=config.door(),
         wire=config.wire,
+        average=config.average,
         experiment_seed=config.seed if config.fixed_secrets else None,
     )
     labels = dataset.y_train.numpy()

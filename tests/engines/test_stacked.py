@@ -3,10 +3,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from contracts.engine import EngineContract
 from torch import Tensor, nn
 
 import dbcl
-from contracts.engine import EngineContract
 from dbcl import models
 from dbcl.engines import LocalEngine, LocalTraining, StackedEngine
 
@@ -90,7 +90,7 @@ def test_every_network_of_the_paper_gives_the_weights_of_the_local_engine(
 
 @pytest.mark.parametrize("name", ["mnist-mlp", "mnist-cnn"])
 def test_in_float32_the_engines_agree_to_rounding(name: str) -> None:
-    """Weights are of size 1 or less; after two rounds of up to six steps 1e-5 is some eighty units in the last place."""
+    """Weights are of size 1 or less; after two rounds of up to six steps 1e-5 is some eighty units in last place."""
     worst, _ = distance(lambda: models.build(name), (1, 28, 28), TRAINING["fedavg"], outputs=10, dtype=torch.float32)
     assert worst < 1e-5
 

@@ -207,8 +207,29 @@ def test_a_restored_server_sends_the_same_broadcast_and_goes_on_alike(
         assert dbcl.encode(other.open_round()) == dbcl.encode(server.open_round())
 
 
+def test_a_running_mean_of_the_weights_is_kept_beside_them() -> None:
+    def make() -> dbcl.Server:
+        return dbcl.Server(net(), veil=0, average=0.5)
+
+    server, other = make(), make()
+    bias, mean = server.model[2].bias, server.averaged[2].bias.detach().clone()
+    for round in range(1, 4):
+        server.close_round([answer(server.open_round())])
+        keep = min(0.5, round / (round + 10))
+        mean = keep * mean + (1 - keep) * bias.detach()
+        torch.testing.assert_close(server.averaged[2].bias.detach(), mean)
+    other.load_state(*server.state())
+    assert torch.equal(other.averaged[0].weight, server.averaged[0].weight)
+    assert not torch.equal(other.averaged[0].weight, other.model[0].weight)
+    assert torch.equal(server.open_round().tensors["2.bias"], server.model[2].bias)  # clients go on from W itself
+    with pytest.raises(ProtocolError, match="another kind of averaging"):
+        dbcl.Server(net(), veil=0).load_state(*server.state())
+    with pytest.raises(ProtocolError, match="average must be at least 0 and below 1, got 1"):
+        dbcl.Server(net(), average=1)
+
+
 def test_the_state_of_another_plan_is_refused(server: dbcl.Server) -> None:
-    with pytest.raises(ProtocolError, match="another model or another plan"):
+    with pytest.raises(ProtocolError, match="another model, another plan"):
         dbcl.Server(net(), veil=0).load_state(*server.state())
 
 

@@ -412,8 +412,8 @@ def slices(h: Tensor, tables: Tables) -> Tensor:
 
 def repeat(y: Tensor, tables: Tables) -> Tensor:
     """The adjoint of `slices`."""
-    if len(tables.bucket) == len(tables.layers) * y.shape[-1]:  # buckets of one size
-        return (y.unsqueeze(-2) * torch.stack(tables.project_weights)).flatten(-2)
+    if tables.even.numel():
+        return (y.unsqueeze(-2) * tables.even).flatten(-2)
     out = y.new_empty(*y.shape[:-1], len(tables.bucket))
     start = 0
     for layer, weight in zip(tables.layers, tables.project_weights, strict=True):

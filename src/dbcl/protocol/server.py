@@ -1,5 +1,6 @@
 """The server: the only place that holds the true weights."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,7 +23,9 @@ class Server:
     `ratio`, `cover`, `veil` and `sketch` are those of `SketchPlan.of`; or give a `plan`. `wire` names the dtype that
     travels ("float64", "float32", "bfloat16", "float16"; the model's own where it is None). The round's seed and veil
     come from the operating system, anew in every round; `experiment_seed` fixes them all, so that a run can be
-    repeated, and must never be set where clients are strangers.
+    repeated, and must never be set where clients are strangers. With `average` above 0 the server also keeps
+    `averaged`, a running mean of W over about 1 / (1 - average) rounds: the noise of single rounds is gone from it, and
+    it is what to evaluate and to use. Clients never get it; they go on from W.
 
     >>> import torch, dbcl
     >>> def net():
@@ -51,6 +54,7 @@ class Server:
         optimizer: ServerOptimizer | None = None,
         door: Door | None = None,
         wire: str | None = None,
+        average: float = 0.0,
         experiment_seed: int | None = None,
     ) -> None:
         given = {"ratio": ratio, "cover": cover, "veil": veil, "sketch": sketch}
@@ -59,7 +63,11 @@ class Server:
             raise PlanError(f"give either a plan or {', '.join(settings)}, not both")
         if wire is not None and wire not in WIRE_DTYPES:
             raise ProtocolError(f"wire must be one of {', '.join(WIRE_DTYPES)}, got {wire!r}")
+        if not 0 <= average < 1:
+            raise ProtocolError(f"average must be at least 0 and below 1, got {average}")
         self.model = model
+        self.average = average
+        self.averaged = copy.deepcopy(model) if average else model
         self.plan = plan or SketchPlan.of(model, **settings)
         if {t.name: t.shape for t in self.plan.tensors} != {n: tuple(t.shape) for n, t in leaving(model).items()}:
             raise PlanError("this plan was made for another model: names or shapes differ")
@@ -118,6 +126,7 @@ class Server:
         )
         self._step(weights, changes)
         self.round += 1
+        self._average()
         self._key = self._new_key()
         self._open = None
         return report
@@ -132,6 +141,9 @@ class Server:
         """
         optimizer = self._optimizer.state_dict()
         tensors = {f"model.{name}": tensor.detach().clone() for name, tensor in _everything(self.model).items()}
+        if self.average:
+            kept = _everything(self.averaged)
+            tensors |= {f"averaged.{name}": tensor.detach().clone() for name, tensor in kept.items()}
         scalars: dict[str, dict[str, Any]] = {}
         for index, entries in optimizer["state"].items():
             for name, value in entries.items():
@@ -152,8 +164,9 @@ class Server:
         """Go back to what `state` returned; refuses the state of another plan or model."""
         own = _everything(self.model)
         stored = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
-        if values["plan"] != self.plan.digest or stored.keys() != own.keys():
-            raise ProtocolError("the checkpoint belongs to another model or another plan")
+        kept = {name.removeprefix("averaged."): t for name, t in tensors.items() if name.startswith("averaged.")}
+        if values["plan"] != self.plan.digest or stored.keys() != own.keys() or bool(kept) != bool(self.average):
+            raise ProtocolError("the checkpoint belongs to another model, another plan or another kind of averaging")
         state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in values["scalars"].items()}
         for name, tensor in tensors.items():
             if name.startswith("optimizer."):
@@ -162,10 +175,25 @@ class Server:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(stored[name])
+            for name, tensor in _everything(self.averaged).items() if kept else ():
+                tensor.copy_(kept[name])
         self._optimizer.load_state_dict({"state": state, "param_groups": values["groups"]})
         self.round = values["round"]
         self._key = bytes.fromhex(values["key"])
         self._open = None
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        if not self.average:
+            return
+        # Slowly at first: the mean of few rounds should not remember the initial weights.
+        keep = min(self.average, self.round / (self.round + 10))
+        current = _everything(self.model)
+        for name, mean in _everything(self.averaged).items():
+            if mean.is_floating_point():
+                mean.lerp_(current[name], 1 - keep)
+            else:
+                mean.copy_(current[name])
 
     def _new_key(self) -> bytes:
         return seeds.fresh() if self._master is None else seeds.derive(self._master, "round", self.round)

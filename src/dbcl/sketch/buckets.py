@@ -27,10 +27,12 @@ class Tables:
         self.apply_weights = [unit[layer].to(like) for layer in layers]
         self.project_weights = [gained[layer].to(like) for layer in layers]
         self.gain = gain.to(like)  # (width,)
+        even = len(bucket) == len(layers) * len(gain)
+        self.even = torch.stack(self.project_weights) if even else like.new_empty(0)  # (layers, width), one bucket size
 
     def tensors(self) -> list[Tensor]:
         """All tables in a fixed order."""
-        fixed = [self.bucket, self.lift_weight, self.expand_weight, self.gain]
+        fixed = [self.bucket, self.lift_weight, self.expand_weight, self.gain, self.even]
         return fixed + self.layers + self.apply_weights + self.project_weights
 
     def clone(self) -> "Tables":
@@ -71,8 +73,10 @@ class Tables:
 def _gather(x: Tensor, layers: list[Tensor], weights: list[Tensor]) -> Tensor:
     out = x.index_select(-1, layers[0]).mul_(weights[0])
     for index, weight in zip(layers[1:], weights[1:], strict=True):
-        part = out if len(index) == out.shape[-1] else out[..., : len(index)]
-        part.add_(x.index_select(-1, index).mul_(weight))
+        if len(index) == out.shape[-1]:
+            out = torch.addcmul(out, x.index_select(-1, index), weight)
+        else:
+            out[..., : len(index)].add_(x.index_select(-1, index).mul_(weight))
     return out
 
 
@@ -101,20 +105,27 @@ class BucketSketch(Sketch):
         ]
         self._gain = torch.from_numpy(sizes * gain_per_member)
         self._tables: dict[tuple[torch.device, torch.dtype], Tables] = {}
+        self._last: Tables | None = None
 
     def tables(self, like: Tensor) -> Tables:
         """The index tables for tensors of this device and dtype; made once."""
-        key = (like.device, like.dtype)
-        if key not in self._tables:
-            self._tables[key] = Tables(self._bucket, self._layers, self._unit, self._gain, like)
-        return self._tables[key]
+        if not like.is_floating_point():
+            self._check(like, self.dim)
+        last = self._last
+        if last is None or last.gain.device != like.device or last.gain.dtype != like.dtype:
+            key = (like.device, like.dtype)
+            if key not in self._tables:
+                self._tables[key] = Tables(self._bucket, self._layers, self._unit, self._gain, like)
+            last = self._last = self._tables[key]
+        return last
 
     def gain(self, like: Tensor) -> Tensor:
         return self.tables(like).gain
 
     def project(self, x: Tensor) -> Tensor:
-        self._check(x, self.dim)
         tables = self.tables(x)
+        if x.shape[-1:] != tables.bucket.shape:
+            self._check(x, self.dim)
         return linear_map(x, tables.project, tables.expand)
 
     def expand(self, y: Tensor) -> Tensor:
