@@ -175,6 +175,43 @@ def test_every_path_is_exact(name: str, sketch: str) -> None:
     assert worst < 1e-10
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.one, self.two = nn.Embedding(7, 12), nn.Linear(12, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(self.embed(x).mean(dim=1))))
+
+
+def test_examples_may_be_whole_numbers() -> None:
+    x, y = torch.randint(0, 7, (40, 5), generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
+    shards = [np.arange(0, 17), np.arange(17, 20), np.arange(20, 40)]
+    states = []
+    for kind in (LocalEngine, StackedEngine):
+        torch.manual_seed(0)
+        model = Words().double()
+        start = model.embed.weight.detach().clone()
+        engine = kind(
+            dbcl.Server(model, experiment_seed=0), Words().double(), x, y, shards, LocalTraining(lr=0.1), seed=SEED
+        )
+        for _ in range(3):
+            engine.play_round()
+        states.append(model.state_dict())
+        assert not torch.equal(start, model.embed.weight)
+    assert engine.path == "vmap"
+    assert max(float((states[0][name] - states[1][name]).abs().max()) for name in states[0]) < 1e-10
+
+
+def test_a_dense_layer_on_sequences_is_not_taken_for_one_on_rows() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3))
+
+    worst, engine = distance(make, (4, 6), LocalTraining(lr=0.05, batch_size=5), outputs=3)
+    assert engine.path == "stages"
+    assert worst < 1e-10
+
+
 def test_it_says_which_path_and_why() -> None:
     _, engine = distance(Dropping, ROWS, LocalTraining(), outputs=3, rounds=1)
     assert engine.path == "loop"

@@ -64,7 +64,7 @@ class StageStack(Stack):
         self.buffers = {name for name, _ in template.named_buffers()}
         self.frozen = {name for name, p in template.named_parameters() if not p.requires_grad}
         self.holder = {name: stage for stage in self.stages for name in stage.names}
-        self.like = example.new_empty(0)
+        self.example, self.like = example, next(iter(template.parameters())).detach().new_empty(0)
         self.key = self._key(broadcast)
         self.first = self._presketched()
         self.room: Tensor | None = None  # for the examples of a chunk, kept from chunk to chunk
@@ -72,7 +72,6 @@ class StageStack(Stack):
             isinstance(stage, stages.Linear) or (isinstance(stage, stages.Apply) and type(stage.layer) is nn.ReLU)
             for stage in self.stages
         )
-        self.example = example
         self.activations: int | None = None
 
     @staticmethod
@@ -85,7 +84,7 @@ class StageStack(Stack):
     def _presketched(self) -> stages.Linear | None:
         """The first layer, where its input is the data themselves: they are sketched once for the whole round."""
         for place, stage in enumerate(self.stages):
-            if isinstance(stage, stages.Linear):
+            if isinstance(stage, stages.Linear) and (place > 0 or self.example.ndim == 2):
                 self.stages = self.stages[place:]
                 stage.presketched = True
                 return stage
@@ -254,8 +253,9 @@ class VmapStack(Stack):
             if isinstance(module, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._BatchNorm):
                 return f"{name} ({type(module).__name__}) draws or counts for each client by itself"
         self.load(broadcast)
-        weight = torch.full((2, len(x)), 1 / len(x), dtype=x.dtype, device=x.device)
-        batch = Batch(2, weight, lambda shape, p: x.new_ones(2, len(x), *shape), x.new_ones(()))
+        like = next(iter(self.local.parameters())).detach()
+        weight = like.new_full((2, len(x)), 1 / len(x))
+        batch = Batch(2, weight, lambda shape, p: like.new_ones(2, len(x), *shape), like.new_ones(()))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -63,15 +63,16 @@ class Trainer:
     ) -> None:
         self.stack, self.training, self.params, self.x = stack, training, params, x
         self.clients, self.full = plan.index.shape[1], plan.full
-        self.rate = x.new_tensor(rate)
-        self.anchor = x.new_zeros((), requires_grad=True) if stack.descends(training) else None
+        like = next(iter(params.values()))  # the examples may be whole numbers, such as words
+        self.rate = like.new_tensor(rate)
+        self.anchor = like.new_zeros((), requires_grad=True) if stack.descends(training) else None
         self.trained = stack.trained(descending=self.anchor is not None)
         self.sent = {name: params[name].clone() for name in self.trained} if training.proximal else {}
         self.speed = {name: torch.zeros_like(params[name]) for name in self.trained} if training.momentum else {}
         self.places = plan.index.flatten(1).to(x.device)  # (steps, clients * batch)
         self.labels = y[plan.index.to(x.device)]  # (steps, clients, batch)
-        self.weight = plan.weight.to(x.device, x.dtype)
-        self.losses = x.new_zeros(plan.steps, self.clients)
+        self.weight = plan.weight.to(like)
+        self.losses = like.new_zeros(plan.steps, self.clients)
 
     def step(self, places: Tensor, labels: Tensor, weight: Tensor, noise: Noise) -> Tensor:
         """One step of every client; gives their losses before it."""
@@ -94,7 +95,7 @@ class Trainer:
 
     def run(self, plan: Schedule, words: list[int]) -> Tensor:
         """All steps; gives the losses, (steps, clients)."""
-        noises = dropout_noise(plan.counts, plan.index.shape[2], words, self.x)
+        noises = dropout_noise(plan.counts, plan.index.shape[2], words, self.weight)
         for number in range(plan.steps):
             self.losses[number] = self.step(
                 self.places[number], self.labels[number], self.weight[number], noises(number)
