@@ -127,7 +127,7 @@ def train(
 ) -> None:
     """Train a model double-blind: clients get sketches of the weights, the server gets sketches of their updates.
 
-    Without options this trains a small network on the embedded digits, in about a minute, and leaves a folder with the
+    Without options this trains a small network on the embedded digits, within a minute, and leaves a folder with the
     configuration, metrics, checkpoints, the model and a picture.
 
     Examples:
@@ -188,7 +188,10 @@ def _summary(run: Run) -> None:
     refused = sum(len(m.refused) for m in run.history)
     table = Table(title=f"{config.model} on {config.data}, {config.clients} clients", show_header=False, min_width=60)
     best = max(run.history, key=lambda metrics: metrics.accuracy)
-    table.add_row("accuracy of W, held-out", f"{last.accuracy:.2%}  (best {best.accuracy:.2%} in round {best.round})")
+    what = "mean of W" if config.average else "W"
+    table.add_row(
+        f"accuracy of {what}, held-out", f"{last.accuracy:.2%}  (best {best.accuracy:.2%} in round {best.round})"
+    )
     table.add_row("rounds", f"{last.round}" + (f", {refused} updates refused" if refused else ""))
     table.add_row("bytes", f"{up / 1e6:.1f} MB up, {down / 1e6:.1f} MB down; a message is {share:.3f} of a plain one")
     table.add_row("a client saw", _seen(plan))

@@ -38,7 +38,7 @@ ELEMENTWISE = (
 )
 NUMPY = (torch.float32, torch.float64)
 """Where a client's batch is a few rows, NumPy multiplies it with a matrix in 0.6 of PyTorch's time on a CPU, and takes
-0.4 of it for the gradient of a layer with few outputs (`benchmarks/products.py` measures both)."""
+0.4 of it for the gradient of a layer with few outputs (`benchmarks/small.py` measures both)."""
 NARROW = 16
 POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
 IMAGE_LAYERS = (nn.Conv2d, nn.GroupNorm, nn.BatchNorm2d, *POOLS)
@@ -106,6 +106,7 @@ class Apply(Stage):
         return result
 
     def back(self, grad: Tensor, saved: Tensor, out: Tensor, params: Params) -> Tensor:
+        # Only a stack whose other layers are all ReLUs is taken back by hand (`StageStack.by_hand`).
         return torch.ops.aten.threshold_backward(grad, out, 0)  # type: ignore[no-any-return]
 
 
