@@ -28,7 +28,7 @@ def engine(
     **settings: Any,
 ) -> Engine:
     shape = tuple(x.shape[1:])
-    model, template = (models.build(name, shape=shape, seed=seed).to(device) for seed in (0, 1))
+    model, template = (models.build(name, shape=shape, seed=seed).to(device, x.dtype) for seed in (0, 1))
     server = dbcl.Server(model, experiment_seed=0, **settings)
     shards = data.iid(y.cpu().numpy(), 100, seed=SEED)
     return StackedEngine(server, template, x.to(device), y.to(device), shards, training, fraction=fraction, seed=SEED)
@@ -58,6 +58,18 @@ def steps(made: Engine) -> dict[str, float]:
 
     step_s = seconds(replay, 10) / 50
     return {"step_us": 1e6 * step_s, "samples_per_s": count / step_s, "round_s": round_s}
+
+
+def difference(name: str, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
+    ends = []
+    for device in ("cpu", "cuda"):
+        made = engine(name, x, y, LocalTraining(lr=0.01), 0.1, device=device)
+        for _ in range(3):
+            made.play_round()
+        ends.append({key: value.cpu() for key, value in made.server.model.state_dict().items()})
+    worst = max(float((ends[0][key] - ends[1][key]).abs().max()) for key in ends[0])
+    size = float(np.sqrt(np.mean([float(value.square().mean()) for value in ends[0].values()])))
+    return {"difference": worst, "rms": size}
 
 
 PLAIN = {"sketch": "identity-v1", "veil": 0.0}
@@ -94,15 +106,11 @@ def main() -> None:
     results["mlp with dbcl to 97 %"] = {"rounds": rounds, "training_s": spent}
 
     for name in ("mnist-mlp", "mnist-cnn"):
-        ends = []
-        for device in ("cpu", "cuda"):
-            made = engine(name, x[:6000], y[:6000], LocalTraining(lr=0.01), 0.1, device=device)
-            for _ in range(3):
-                made.play_round()
-            ends.append({key: value.cpu() for key, value in made.server.model.state_dict().items()})
-        worst = max(float((ends[0][key] - ends[1][key]).abs().max()) for key in ends[0])
-        size = float(np.sqrt(np.mean([float(value.square().mean()) for value in ends[0].values()])))
-        results[f"{name}: largest difference of a weight from the CPU's, 3 rounds"] = {"difference": worst, "rms": size}
+        for dtype in (torch.float32, torch.float64):
+            few = x[:6000].to(dtype), y[:6000]
+            results[f"{name}, {dtype}, 3 rounds: largest difference of a weight from the CPU's"] = difference(
+                name, *few
+            )
 
     for name, row in results.items():
         print(name, {key: float(f"{value:.4g}") for key, value in row.items()})

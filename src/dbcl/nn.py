@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from dbcl.sketch import Sketch
+from dbcl.sketch.buckets import BucketSketch, Tables
+from dbcl.sketch.operator import linear_map
 
 
 class EffectiveWeight(nn.Module):
@@ -83,4 +85,40 @@ def compact_parameter(module: nn.Module, name: str) -> Tensor:
 def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
     # Looked up in the dictionaries: nn.Module's own look-up takes a noticeable part of a small layer's time.
     held: Any = self._modules["parametrizations"]._modules["weight"]  # type: ignore[union-attr]
-    return F.linear(held._modules["0"].sketch.project(x), held._parameters["original"], self._parameters["bias"])
+    sketch, compact, bias = held._modules["0"].sketch, held._parameters["original"], self._parameters["bias"]
+    # What torch.func or autocast change must be seen by them operation by operation.
+    if x.ndim != 2 or _functorch_active() or _autocast_enabled() or not isinstance(sketch, BucketSketch):
+        return F.linear(sketch.project(x), compact, bias)
+    return _sketched_linear(x, compact, bias, sketch.tables(x))  # type: ignore[no-any-return]
+
+
+class _SketchedLinear(torch.autograd.Function):
+    """z = (x R) D V^T + b in one function: for a small layer, each step that autograd sees costs as much as a product.
+
+    Its derivative, if that is to be differentiated in turn, is written with operations that autograd sees.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, compact: Tensor, bias: Tensor | None, tables: Tables) -> Tensor:
+        sketched = tables.project(x)
+        # Held as it is, with a look at its version below: `save_for_backward` does the same and takes longer.
+        ctx.held = x, compact, compact._version, sketched, tables, bias is not None
+        return F.linear(sketched, compact, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, compact, version, sketched, tables, biased = ctx.held
+        if compact._version != version:
+            raise RuntimeError("a sketched weight was changed in place between the forward and the backward pass")
+        inner = grad.mm(compact) if ctx.needs_input_grad[0] else None
+        if torch.is_grad_enabled():
+            sketched = linear_map(x, tables.project, tables.expand)
+            inner = inner if inner is None else linear_map(inner, tables.expand, tables.project)
+        elif inner is not None:
+            inner = tables.expand(inner)
+        return inner, grad.t().mm(sketched), grad.sum(dim=0) if biased else None, None
+
+
+_functorch_active, _autocast_enabled = torch._C._are_functorch_transforms_active, torch.is_autocast_enabled
+# Function.apply itself, less its preparations for torch.func, which never comes here.
+_sketched_linear = super(torch.autograd.Function, _SketchedLinear).apply

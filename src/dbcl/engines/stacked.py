@@ -89,8 +89,11 @@ class StackedEngine(Engine):
         sizes = [len(shard) for shard in shards]
         offsets = np.cumsum([0, *sizes[:-1]]).tolist()
         plan = schedule(sizes, offsets, members, training, seed=self.seed, round=broadcast.round)
-        rows = [torch.from_numpy(shard).to(device) for shard in shards]
-        x, y = stack.examples(self.x, rows), self.y.index_select(0, torch.cat(rows))
+        rows = torch.from_numpy(np.concatenate(shards))
+        if not self.x.is_cuda and plan.index.numel() == len(rows):  # every example once: lay them out in that order
+            rows, plan = rows[plan.index.flatten()], plan.in_order()
+        rows = rows.to(device)
+        x, y = stack.examples(self.x, rows), self.y.index_select(0, rows)
         words = [int(seeds.words(self.seed, "torch", broadcast.round, c, n=1)[0] >> np.uint64(1)) for c in members]
         params, losses = self._descend(stack, training.rate(broadcast.round), x, y, plan, words)
         steps = (plan.counts > 0).sum(dim=0)

@@ -14,6 +14,8 @@ from dbcl.protocol import Broadcast, blinded
 
 CACHE_BYTES = 16 << 20
 """On a CPU a chunk of clients may touch about this much in a step: more, and memory sets the pace."""
+BLOCK = 500
+"""How many examples are sketched together."""
 MOST = 10
 """More clients than this in a chunk gain nothing on a CPU."""
 
@@ -39,9 +41,9 @@ class Stack:
         """Whether steps happen inside the backward pass: where the training is plain SGD and the path knows how."""
         return False
 
-    def examples(self, x: Tensor, rows: list[Tensor]) -> Tensor:
-        """The examples of the chunk's clients, one client after another, as the first layer wants them."""
-        return x.index_select(0, torch.cat(rows))
+    def examples(self, x: Tensor, rows: Tensor) -> Tensor:
+        """These rows of the data, as the first layer wants them."""
+        return x.index_select(0, rows)
 
     def gradients(self, params: Params, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """The loss of every client, and `batch.rate` times the gradients of what the loop moves, as in `trained`."""
@@ -115,22 +117,20 @@ class StageStack(Stack):
     def descends(self, training: LocalTraining) -> bool:
         return not (training.momentum or training.proximal or self.frozen or self.bf16)
 
-    def examples(self, x: Tensor, rows: list[Tensor]) -> Tensor:
+    def examples(self, x: Tensor, rows: Tensor) -> Tensor:
         tables = None
         if self.first is not None:
             x, tables = x.flatten(1), self.first.tables
         shape = x.shape[1:] if tables is None else tables.gain.shape
-        total = sum(map(len, rows))
+        total = len(rows)
         if self.room is None or len(self.room) < total or self.room.shape[1:] != shape:
             self.room = x.new_empty(total, *shape)
-        start = 0
-        for own in rows:  # client by client, so that the unsketched examples of only one pass through the cache
-            place = self.room[start : start + len(own)]
-            if tables is None:
-                torch.index_select(x, 0, own, out=place)
-            else:
-                tables.project_into(place, x.index_select(0, own))
-            start += len(own)
+        if tables is None:
+            torch.index_select(x, 0, rows, out=self.room[:total])
+        else:
+            for start in range(0, total, BLOCK):  # so that the unsketched examples stay in the cache
+                own = rows[start : start + BLOCK]
+                tables.project_into(self.room[start : start + len(own)], x.index_select(0, own))
         return self.room[:total]
 
     def forward(self, params: Params, x: Tensor, batch: Batch) -> Tensor:
@@ -189,7 +189,7 @@ class StageStack(Stack):
         """Bytes that one client's step touches: parameters and gradients, and every stage's output both ways."""
         params = self.fresh(1)
         total = 2 * sum(tensor.numel() for tensor in params.values())
-        x = self.examples(self.example, [torch.zeros(batch_size, dtype=torch.int64)])
+        x = self.examples(self.example, torch.zeros(batch_size, dtype=torch.int64))
         weight = torch.full((1, batch_size), 1 / batch_size, dtype=x.dtype)
         batch = Batch(1, weight, lambda shape, p: torch.ones(1, batch_size, *shape, dtype=x.dtype), self.like)
         h = x.unsqueeze(0)

@@ -218,9 +218,11 @@ class Linear(Stage):
         return tensor.t().contiguous() if name == self.weight else tensor
 
     def unpack(self, name: str, stacked: Tensor) -> Tensor:
+        if name == self.weight:
+            stacked = stacked.transpose(1, 2).contiguous()  # first, so that the outputs below are whole rows of memory
         if self.folds is not None and self.folds.back_order is not None:
-            stacked = stacked.index_select(-1, self.folds.back_order)
-        return stacked.transpose(1, 2).contiguous() if name == self.weight else stacked
+            stacked = stacked.index_select(1, self.folds.back_order)
+        return stacked
 
 
 class _Descending(torch.autograd.Function):

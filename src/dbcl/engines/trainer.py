@@ -1,7 +1,7 @@
 """Local SGD for all clients of a chunk at once: which examples each step takes, and the steps."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,6 +25,11 @@ class Schedule:
     weight: Tensor
     counts: Tensor  # (steps, clients): how many examples each batch has
     full: bool
+    ordered: bool = False
+
+    def in_order(self) -> "Schedule":
+        """The same steps for examples that lie in the order in which the steps take them."""
+        return replace(self, index=torch.arange(self.index.numel()).view_as(self.index), ordered=True)
 
     @property
     def steps(self) -> int:
@@ -74,10 +79,11 @@ class Trainer:
         self.weight = plan.weight.to(like)
         self.losses = like.new_zeros(plan.steps, self.clients)
 
-    def step(self, places: Tensor, labels: Tensor, weight: Tensor, noise: Noise) -> Tensor:
+    def step(self, places: Tensor | slice, labels: Tensor, weight: Tensor, noise: Noise) -> Tensor:
         """One step of every client; gives their losses before it."""
         training = self.training
-        inputs = self.x.index_select(0, places).view(self.clients, -1, *self.x.shape[1:])
+        inputs = self.x[places] if isinstance(places, slice) else self.x.index_select(0, places)
+        inputs = inputs.view(self.clients, -1, *self.x.shape[1:])
         batch = Batch(self.clients, weight, noise, self.rate, self.anchor)
         losses, grads = self.stack.gradients(self.params, inputs, labels, batch)
         active = None if self.full else (weight.amax(dim=1) > 0).to(weight.dtype)
@@ -96,10 +102,10 @@ class Trainer:
     def run(self, plan: Schedule, words: list[int]) -> Tensor:
         """All steps; gives the losses, (steps, clients)."""
         noises = dropout_noise(plan.counts, plan.index.shape[2], words, self.weight)
+        size = self.places.shape[1]
         for number in range(plan.steps):
-            self.losses[number] = self.step(
-                self.places[number], self.labels[number], self.weight[number], noises(number)
-            )
+            places = slice(number * size, (number + 1) * size) if plan.ordered else self.places[number]
+            self.losses[number] = self.step(places, self.labels[number], self.weight[number], noises(number))
         return self.losses
 
 
