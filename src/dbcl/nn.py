@@ -89,7 +89,7 @@ def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
     # What torch.func or autocast change must be seen by them operation by operation.
     if x.ndim != 2 or _functorch_active() or _autocast_enabled() or not isinstance(sketch, BucketSketch):
         return F.linear(sketch.project(x), compact, bias)
-    return _sketched_linear(x, compact, bias, sketch.tables(x))  # type: ignore[no-any-return]
+    return _sketched_linear(x, compact, bias, sketch.tables(x))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _SketchedLinear(torch.autograd.Function):
