@@ -1,0 +1,176 @@
+"""Was an example among the training data? Loss threshold, and the likelihood ratio (LiRA, Carlini et al. 2022).
+
+Every attack gives each example a score, higher for more likely members. What counts is how many members are found at
+very few false alarms, not the average over all thresholds.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dbcl import seeds
+from dbcl.audit.properties import Array, Truth, roc
+from dbcl.engines.training import LocalTraining
+
+ENOUGH = 64  # values of an example from which on it has a variance of its own, as in the original
+
+
+@torch.no_grad()
+def confidences(model: nn.Module, x: Tensor, y: Tensor, *, batch_size: int = 1000) -> Array:
+    """Give log(p / (1 - p)) for the probability p of each example's own class: z_y - log sum_(j != y) exp(z_j).
+
+    A model with a single output gives the logit of class 1. No probability is computed, so nothing saturates.
+
+    >>> confidences(nn.Identity(), torch.tensor([[100.0, 0.0], [0.0, 0.0]]), torch.tensor([0, 1]))
+    array([100.,   0.])
+    >>> confidences(nn.Identity(), torch.tensor([[3.0], [3.0]]), torch.tensor([1, 0]))
+    array([ 3., -3.])
+    """
+    training = model.training
+    model.eval()
+    found = []
+    for start in range(0, len(y), batch_size):
+        logits, label = model(x[start : start + batch_size]).double(), y[start : start + batch_size, None]
+        if logits.shape[-1] == 1:
+            found.append((logits * (2 * label - 1)).squeeze(-1))
+        else:
+            others = logits.scatter(1, label, -math.inf).logsumexp(-1)
+            found.append(logits.gather(1, label).squeeze(-1) - others)
+    model.train(training)
+    return np.asarray(torch.cat(found).cpu().numpy(), dtype=np.float64)
+
+
+def loss_threshold(target: Array) -> Array:
+    """Score examples by their loss alone: log p = -log(1 + exp(-confidence)).
+
+    >>> loss_threshold(np.array([0.0, 100.0])).round(3)
+    array([-0.693, -0.   ])
+    """
+    return np.asarray(-np.logaddexp(0, -target), dtype=np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Shadows:
+    """What the attacker's own models say about each example, and which of them had it; a row for each model.
+
+    >>> shadows = Shadows(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[True, False], [False, True]]))
+    >>> shadows.inside
+    array([[ 1., nan],
+           [nan,  4.]])
+    """
+
+    confidences: Array
+    members: Truth
+
+    @property
+    def inside(self) -> Array:
+        """The confidences of models that had the example, NaN elsewhere."""
+        return np.where(self.members, self.confidences, np.nan)
+
+    @property
+    def outside(self) -> Array:
+        """The confidences of models that had not, NaN elsewhere."""
+        return np.where(self.members, np.nan, self.confidences)
+
+
+def shadows(
+    make_model: Callable[[int], nn.Module], x: Tensor, y: Tensor, count: int, training: LocalTraining, seed: int
+) -> Shadows:
+    """Train `count` models on random halves of the examples, two on each division, and ask all about every example.
+
+    So every example is in half of the models. `make_model` makes a fresh model from a number.
+
+    >>> x, y = torch.eye(4), torch.tensor([0, 1, 0, 1])
+    >>> found = shadows(lambda number: nn.Linear(4, 2), x, y, 2, LocalTraining(), seed=0)
+    >>> found.confidences.shape, found.members.sum(axis=0)
+    ((2, 4), array([1, 1, 1, 1]))
+    """
+    if count < 2 or count % 2:
+        raise ValueError(f"count must be even and 2 or more, got {count}")
+    root = seeds.derive(bytes(seeds.SEED_BYTES), "shadows", seed)
+    members = np.zeros((count, len(y)), dtype=np.bool_)
+    found = np.empty((count, len(y)))
+    for number in range(count):
+        order = seeds.permutation(root, "half", number // 2, n=len(y))
+        members[number, order[number % 2 :: 2]] = True
+        model = make_model(int(seeds.words(root, "model", number, n=1)[0] >> np.uint64(32)))
+        own = torch.from_numpy(members[number]).to(y.device)
+        training.train(model, x[own], y[own], seed=root, round=0, client=number)
+        found[number] = confidences(model, x, y)
+    return Shadows(found, members)
+
+
+def lira(target: Array, inside: Array | None, outside: Array) -> Array:
+    """Score examples by how a target's confidence t fits those of shadow models with and without the example.
+
+    Online: log N(t; mu_in, s_in) - log N(t; mu_out, s_out). Offline (`inside` None): (t - mu_out) / s_out, which orders
+    as the original's one-sided test does. Rows are models, NaN where one does not count; below 64 values an example,
+    all examples share one variance about their own means.
+
+    >>> outside = np.array([[0.0, 5.0], [1.0, 6.0]])
+    >>> lira(np.array([4.0, 6.0]), None, outside).round(2)  # the second is an easy example
+    array([4.95, 0.71])
+    >>> lira(np.array([4.0, 6.0]), outside + 3, outside).round(1)
+    array([12., -6.])
+    """
+    mean, spread = _normal(outside)
+    out = (target - mean) / spread
+    if inside is None:
+        return out
+    mean_in, spread_in = _normal(inside)
+    scores: Array = np.square(out) / 2 - np.square((target - mean_in) / spread_in) / 2 + np.log(spread / spread_in)
+    return scores
+
+
+def _normal(values: Array) -> tuple[Array, Array]:
+    """The mean of each column without its NaN, and its standard deviation, or the one that all columns share."""
+    known = ~np.isnan(values)
+    count = known.sum(axis=0)
+    if count.min() < 1 or count.max() < 2:
+        raise ValueError(f"every example needs a shadow model and some need 2, got {count.min()} to {count.max()}")
+    mean = np.where(known, values, 0).sum(axis=0) / count
+    squares = np.where(known, np.square(values - mean), 0).sum(axis=0)
+    shared = squares.sum() / (count - 1).sum()
+    variance = np.where(count < ENOUGH, shared, squares / np.maximum(count - 1, 1))
+    return mean, np.sqrt(np.maximum(variance, 1e-12))
+
+
+@dataclass(frozen=True)
+class Membership:
+    """How well scores tell members from others.
+
+    The rates are the shares of members found with at most 1 % and 0.1 % of the others taken for members; NaN where
+    fewer than 100 or 1,000 others were scored, which is too few to see such a rate. Guessing gives 0.5, 0.01 and 0.001.
+    `roc` holds the false and the true positive rates, both rising; draw it with logarithmic axes.
+    """
+
+    auc: float
+    tpr_at_1_percent: float
+    tpr_at_01_percent: float
+    roc: tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def judge(scores: Array, members: Truth) -> Membership:
+    """Measure an attack's scores exactly, counting equal scores against it at low rates and by half in the AUC.
+
+    >>> judge(np.arange(200.0), np.arange(200) >= 100)
+    Membership(auc=1.0, tpr_at_1_percent=1.0, tpr_at_01_percent=nan, roc=((0.0, 0.0, 1.0), (0.0, 1.0, 1.0)))
+    """
+    if not members.any() or members.all() or np.isnan(scores).any():
+        raise ValueError(
+            f"need scores of members and of others and no NaN, got {members.sum()} of {len(members)} members"
+        )
+    alarms, hits = roc(scores, members)
+    auc = float(np.diff(alarms) @ (np.array(hits[1:]) + np.array(hits[:-1])) / 2)
+    return Membership(auc, _tpr(scores, members, 0.01), _tpr(scores, members, 0.001), (alarms, hits))
+
+
+def _tpr(scores: Array, members: Truth, fpr: float) -> float:
+    """The share of members above the highest threshold that lets no more than fpr of the others through."""
+    others = np.sort(scores[~members])[::-1]
+    allowed = math.floor(fpr * len(others) + 1e-9)
+    return float((scores[members] > others[allowed]).mean()) if allowed else math.nan

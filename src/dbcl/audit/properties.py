@@ -1,0 +1,311 @@
+"""Inferring a property of a batch, such as how its digits were written, from the update it made (Melis et al. 2019).
+
+The attacker makes updates of its own from batches with and without the property, learns to tell them apart, and scores
+the victim's updates. A forest is the published learner; the matched filter also knows how much noise the defence adds.
+"""
+
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor
+
+from dbcl import data, seeds
+from dbcl.errors import DataError
+
+Array = NDArray[np.float64]
+Features = NDArray[np.floating[Any]]
+Truth = NDArray[np.bool_]
+
+LARGE = 5000  # entries; the originals keep only the maximum along the last axis of matrices above this
+COLUMNS = 4096  # features at a time, so that products of large float32 arrays are float64 and still fit
+LEVELS = 32  # different variances; each costs a matrix of inner products
+FOLDS = 5
+PENALTIES = 10.0 ** np.arange(-6, 2)  # lambda, in units of the features' total variance
+RESAMPLES = 1000
+TOGETHER = 50  # resamples at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Updates as rows of features, and whether the batch of each had the property.
+
+    >>> Samples(np.eye(4), np.array([True, True, False, False])).x.shape
+    (4, 4)
+    """
+
+    x: Features
+    y: Truth
+
+    def __post_init__(self) -> None:
+        if self.x.ndim != 2 or self.y.shape != self.x.shape[:1] or self.y.dtype != np.bool_:
+            raise DataError(f"samples are a matrix and a bool for each row, got {self.x.shape} and {self.y.shape}")
+        if min(self.y.sum(), (~self.y).sum()) < 2:
+            raise DataError(
+                f"samples need 2 or more with and 2 without the property, got {self.y.sum()} of {len(self.y)}"
+            )
+        if not np.isfinite(self.x).all():
+            raise DataError("samples must be finite; leave out the updates that diverged")
+
+
+def flatten(update: Mapping[str, Tensor], names: Iterable[str] | None = None) -> Features:
+    """Put the raw entries of an update in one row, those of `names` only where given, in that order.
+
+    >>> import torch
+    >>> flatten({"weight": torch.eye(2), "bias": torch.tensor([3.0, 4.0])}).tolist()
+    [1.0, 0.0, 0.0, 1.0, 3.0, 4.0]
+    """
+    chosen = update if names is None else names
+    return np.concatenate([update[name].detach().cpu().numpy().ravel() for name in chosen])
+
+
+def melis(update: Mapping[str, Tensor], *, vectors: bool) -> Features:
+    """Make the features of Melis et al.: |u|, only its maximum over a kernel or a long row, all scaled to |row|_2 = 1.
+
+    Theirs leave 1-D tensors out; `vectors` keeps them, and with them the biases, which are the first to leak.
+
+    >>> import torch
+    >>> update = {"weight": torch.tensor([[3.0, -4.0]]), "bias": torch.tensor([12.0])}
+    >>> melis(update, vectors=False).tolist(), (13 * melis(update, vectors=True)).round().tolist()
+    ([0.6..., 0.8...], [3.0, 4.0, 12.0])
+    """
+    kept = {name: tensor.detach().abs() for name, tensor in update.items() if vectors or tensor.dim() > 1}
+    for name, tensor in kept.items():
+        if tensor.dim() > 2:
+            kept[name] = tensor.flatten(2).amax(-1)
+        elif tensor.dim() == 2 and tensor.numel() > LARGE:
+            kept[name] = tensor.amax(-1)
+    row = flatten(kept)
+    return row / (float(np.linalg.norm(row)) or 1.0)
+
+
+def forest(train: Samples, test_x: Features, seed: int) -> Array:
+    """Score updates with the published learner: standard scaling, 100 trees, 5 or more samples in a leaf.
+
+    >>> y = np.arange(40) % 2 == 0
+    >>> scores = forest(Samples(y[:, None] + np.zeros((40, 3)), y), np.array([[0.0] * 3, [1.0] * 3]), seed=0)
+    >>> bool(scores[1] > scores[0])
+    True
+    """
+    trees = RandomForestClassifier(100, min_samples_leaf=5, n_jobs=1, random_state=seed)
+    learner = make_pipeline(StandardScaler(), trees).fit(train.x, train.y)
+    return np.asarray(learner.predict_proba(test_x)[:, 1], dtype=np.float64)
+
+
+def matched_filter(train: Samples, test_x: Features, noise: float | Array) -> Array:
+    """Score updates along the one direction that best tells the two kinds apart under noise of a known size.
+
+    w = (Sigma + diag(noise) + lambda I)^-1 (mu_1 - mu_0), with the mean and the common covariance of the clean training
+    updates; `noise` is the variance, of all features or of each, that only the tested updates carry. With
+    u = 1 / (noise + lambda), w = u X^T alpha, so that only matrices of the size of the samples are inverted. lambda is
+    the one that best separates left-out training updates with noise, whose share of the scores, w^T diag(noise) w, is
+    known without drawing any. More than 32 different variances are rounded to 32.
+
+    >>> rng = np.random.default_rng(0)
+    >>> y = np.arange(100) % 2 == 0
+    >>> x = rng.normal(size=(100, 2000)) * 0.1 + 0.1 * y[:, None]
+    >>> scores = matched_filter(Samples(x[:50], y[:50]), x[50:] + rng.normal(size=(50, 2000)), noise=1.0)
+    >>> judge(scores, y[50:], seed=0).auc > 0.98
+    True
+    """
+    variance = np.asarray(noise, dtype=np.float64)
+    if variance.shape not in ((), train.x.shape[1:]) or not (variance >= 0).all():
+        raise ValueError(f"noise must be a variance of 0 or more, or one for each of {train.x.shape[1]} features")
+    levels, level = _levels(np.broadcast_to(variance, train.x.shape[1:]))
+    x = train.x - train.x.mean(axis=0, dtype=np.float64).astype(train.x.dtype)
+    grams = np.stack([_gram(x, np.flatnonzero(level == number)) for number in range(len(levels))])
+    H = _within(train.y)
+    total = float(np.trace(H @ grams.sum(axis=0) @ H)) or 1.0
+    best, alpha, scale = -np.inf, np.zeros(len(x)), levels
+    for penalty in total * PENALTIES:
+        u = 1 / (levels + penalty)
+        gram = np.tensordot(u, grams, 1)
+        found = _separation(gram, np.tensordot(levels * u * u, grams, 1), train.y)
+        if found > best:
+            best, alpha, scale = found, _dual(gram, train.y), u
+    scores = np.zeros(len(test_x))
+    for part in _blocks(np.arange(x.shape[1])):
+        scores += test_x[:, part].astype(np.float64) @ (scale[level[part]] * (alpha @ x[:, part].astype(np.float64)))
+    return scores
+
+
+def _levels(variance: Array) -> tuple[Array, NDArray[np.int64]]:
+    """The different variances, and which of them each feature has; more than `LEVELS` are rounded to that many."""
+    values, which = np.unique(variance, return_inverse=True)
+    if len(values) <= LEVELS:
+        return values, which
+    steps = np.geomspace(values[values > 0].min(), values.max(), LEVELS)
+    between = np.sqrt(steps[1:] * steps[:-1])
+    return _levels(np.where(variance > 0, steps[np.searchsorted(between, variance)], 0.0))
+
+
+def _blocks(columns: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    return [columns[start : start + COLUMNS] for start in range(0, len(columns), COLUMNS)]
+
+
+def _gram(x: Features, columns: NDArray[np.int64]) -> Array:
+    """The inner products of all pairs of rows, over some columns."""
+    out = np.zeros((len(x), len(x)))
+    for part in _blocks(columns):
+        block = x[:, part].astype(np.float64)
+        out += block @ block.T
+    return out
+
+
+def _within(y: Truth) -> Array:
+    """The symmetric matrix H that takes from each row the mean of its class: Sigma = (H X)^T H X."""
+    one, zero = y / y.sum(), ~y / (~y).sum()
+    inner: Array = (np.eye(len(y)) - np.outer(y, one) - np.outer(~y, zero)) / np.sqrt(max(len(y) - 2, 1))
+    return inner
+
+
+def _dual(gram: Array, y: Truth) -> Array:
+    """alpha = c - H (I + H G H)^-1 H G c, where mu_1 - mu_0 = X^T c: Woodbury's identity for w = u X^T alpha."""
+    c, H = y / y.sum() - ~y / (~y).sum(), _within(y)
+    return np.asarray(c - H @ np.linalg.solve(np.eye(len(y)) + H @ gram @ H, H @ (gram @ c)), dtype=np.float64)
+
+
+def _separation(gram: Array, noise: Array, y: Truth) -> float:
+    """(m_1 - m_0) / sqrt(v + w^T diag(noise) w), from the scores of updates that were left out when w was made.
+
+    `gram` is X diag(u) X^T, so that x_i^T w = (G alpha)_i, and `noise` is X diag(u noise u) X^T.
+    """
+    folds = int(min(FOLDS, y.sum(), (~y).sum()))
+    fold = np.empty(len(y), dtype=np.int64)
+    for kind in (y, ~y):
+        fold[kind] = np.arange(kind.sum()) % folds
+    scores, spread = np.empty(len(y)), 0.0
+    for number in range(folds):
+        kept, out = np.flatnonzero(fold != number), np.flatnonzero(fold == number)
+        own = y[kept]
+        alpha = _dual(gram[np.ix_(kept, kept)], own)
+        middle = (own / own.sum() + ~own / (~own).sum()) / 2
+        scores[out] = (gram[np.ix_(out, kept)] - middle @ gram[np.ix_(kept, kept)]) @ alpha
+        spread += float(alpha @ noise[np.ix_(kept, kept)] @ alpha) / folds
+    inner = (scores[y].var() + scores[~y].var()) / 2 + spread
+    return float((scores[y].mean() - scores[~y].mean()) / np.sqrt(inner + np.finfo(np.float64).tiny))
+
+
+@dataclass(frozen=True)
+class Inference:
+    """How well scores tell updates with the property from those without: 0.5 is guessing.
+
+    `low` and `high` are a 95 % bootstrap interval; where not one pair is in the wrong order it has no width, and the
+    number of updates is what bounds the error. `roc` holds the false and the true positive rates, both rising.
+    """
+
+    auc: float
+    low: float
+    high: float
+    roc: tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def judge(scores: Array, truth: Truth, seed: int) -> Inference:
+    """Measure AUC = P(score with > score without) + P(equal) / 2; scores are never turned round to look better.
+
+    >>> found = judge(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]), seed=0)
+    >>> found.auc, found.low <= found.auc <= found.high
+    (0.75, True)
+    """
+    with_, without = np.sort(scores[truth]), np.sort(scores[~truth])
+    if not len(with_) or not len(without) or np.isnan(scores).any():
+        raise ValueError(f"need scores of both kinds and no NaN, got {len(with_)} with and {len(without)} without")
+    below, upto = (np.searchsorted(without, with_, side=side) for side in ("left", "right"))
+    aucs = []
+    rng = np.random.default_rng(seed)
+    for _ in range(RESAMPLES // TOGETHER):
+        cumulated = np.zeros((TOGETHER, len(without) + 1))
+        np.cumsum(_resample(rng, len(without)), axis=1, out=cumulated[:, 1:])
+        beaten = (cumulated[:, below] + cumulated[:, upto]) / 2
+        aucs.append((_resample(rng, len(with_)) * beaten).sum(axis=1))
+    pairs = len(with_) * len(without)
+    low, high = np.quantile(np.concatenate(aucs) / pairs, [0.025, 0.975])
+    return Inference(float((below + upto).sum() / 2 / pairs), float(low), float(high), roc(scores, truth))
+
+
+def _resample(rng: np.random.Generator, size: int) -> NDArray[np.int64]:
+    """How often each of `size` samples is drawn when as many are drawn with replacement; a row for each resample."""
+    drawn = rng.integers(size, size=(TOGETHER, size)) + size * np.arange(TOGETHER)[:, None]
+    return np.bincount(drawn.ravel(), minlength=TOGETHER * size).reshape(TOGETHER, size)
+
+
+def roc(scores: Array, truth: Truth) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """List the false and the true positive rate at every threshold where the curve bends.
+
+    >>> roc(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]))
+    ((0.0, 0.0, 0.5, 0.5, 1.0), (0.0, 0.5, 0.5, 1.0, 1.0))
+    """
+    order = np.argsort(-scores, kind="stable")
+    last = np.flatnonzero(np.append(np.diff(scores[order]) != 0, True))  # equal scores pass a threshold together
+    hits, alarms = (np.append(0, np.cumsum(kind[order])[last]) for kind in (truth, ~truth))
+    bend = np.diff(hits[:-1]) * np.diff(alarms[1:]) != np.diff(hits[1:]) * np.diff(alarms[:-1])
+    bend = np.concatenate([[True], bend, [True]])
+    return tuple((alarms[bend] / (~truth).sum()).tolist()), tuple((hits[bend] / truth.sum()).tolist())
+
+
+def thickness(images: NDArray[np.floating[Any]]) -> Array:
+    """Estimate the width of the strokes in pixels: 2 * ink / length of the ink's edge = 2 sum(I) / sum(|grad I|).
+
+    The darkest value of each image counts as no ink and its brightest as full ink, whatever the scale of the pixels.
+
+    >>> bars = np.zeros((2, 20, 20))
+    >>> bars[0, :, 8:11], bars[1, :, 8:14] = 1, 1
+    >>> thickness(bars).round(1)
+    array([3., 6.])
+    """
+    flat = images.reshape(-1, *images.shape[-2:])
+    low, high = flat.min(axis=(1, 2), keepdims=True), flat.max(axis=(1, 2), keepdims=True)
+    ink = (flat - low) / np.where(high > low, high - low, 1)
+    across, down = np.diff(ink, axis=2, append=0), np.diff(ink, axis=1, append=ink[:, -1:])
+    edge = np.hypot(across, down).sum(axis=(1, 2), dtype=np.float64)
+    return np.asarray(2 * ink.sum(axis=(1, 2), dtype=np.float64) / np.where(edge > 0, edge, 1), dtype=np.float64)
+
+
+def stroke_width(images: NDArray[np.floating[Any]], labels: NDArray[np.integer[Any]]) -> Truth:
+    """Say which digits are written with a thick pen: above the median thickness *of their class*.
+
+    So half of every class has the property, and it says nothing about the class.
+
+    >>> bars = np.zeros((4, 20, 20))
+    >>> for number, width in enumerate([2, 3, 6, 7]):
+    ...     bars[number, :, 8 : 8 + width] = 1
+    >>> stroke_width(bars, np.array([0, 0, 1, 1]))
+    array([False,  True, False,  True])
+    """
+    width = np.concatenate([thickness(images[start : start + 5000]) for start in range(0, len(images), 5000)])
+    thick = np.zeros(len(labels), dtype=np.bool_)
+    for label in np.unique(labels):
+        of_class = labels == label
+        thick[of_class] = width[of_class] > np.median(width[of_class])
+    return thick
+
+
+def properties_of(name: str, data_dir: str | PathLike[str] | None = None) -> Truth:
+    """Say which training examples have the property that is attacked, in the order of `data.load(name).x_train`.
+
+    Thick strokes for digits and mnist; for lfw the column `black`, mostly guessed by machines.
+
+    >>> float(properties_of("digits").mean())
+    0.5
+    """
+    if name in ("digits", "mnist"):
+        dataset = data.load(name, data_dir)
+        return stroke_width(dataset.x_train.numpy(), dataset.y_train.numpy())
+    if name != "lfw":
+        raise DataError(f"no property is known for {name!r}; choose digits, mnist or lfw")
+    path = data.data_root(data_dir) / "lfw" / "lfw.npz"
+    try:
+        with open(path, "rb") as stream, np.load(stream) as file:
+            black = file["black"]
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path}: no column 'black' could be read, see docs/data.md ({error})") from error
+    known = black[black >= 0]  # the loader drops the others, and its split is the first 70 % of this order
+    order = seeds.permutation(bytes(32), "lfw-split", n=len(known))
+    return np.asarray(known[order[: int(0.7 * len(known))]] == 1)

@@ -1,0 +1,212 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+from sklearn.metrics import auc, roc_auc_score
+
+from dbcl import data, models
+from dbcl.audit import properties
+from dbcl.audit.properties import Samples
+from dbcl.errors import DataError
+
+
+def dense_filter(train: Samples, noise: np.ndarray, penalty: float) -> np.ndarray:
+    with_, without = train.x[train.y], train.x[~train.y]
+    centred = np.concatenate([with_ - with_.mean(0), without - without.mean(0)])
+    covariance = centred.T @ centred / (len(centred) - 2) + np.diag(noise) + penalty * np.eye(len(noise))
+    return np.linalg.solve(covariance, with_.mean(0) - without.mean(0))
+
+
+@pytest.mark.parametrize("noise", [0.5, 0.0, np.repeat([0.0, 0.1, 2.0], 5)])
+def test_the_dual_form_is_the_formula(noise: float | np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    train = Samples(rng.normal(size=(30, 15)) + 5, np.arange(30) % 3 == 0)
+    test = rng.normal(size=(20, 15))
+    with_, without = train.x[train.y], train.x[~train.y]
+    total = (np.square(with_ - with_.mean(0)).sum() + np.square(without - without.mean(0)).sum()) / 28
+    monkeypatch.setattr(properties, "PENALTIES", np.array([0.3]))
+    expected = test @ dense_filter(train, np.broadcast_to(noise, 15), 0.3 * total)
+    scores = properties.matched_filter(train, test, noise)
+    np.testing.assert_allclose(scores - scores[0], expected - expected[0], rtol=1e-9, atol=1e-12)
+
+
+def spread_signal(seed: int, shift: float = 0.05) -> tuple[Samples, np.ndarray, np.ndarray]:
+    """Clean training updates, and test updates with noise 20 times as large as the shift of each of 20,000 features."""
+    rng = np.random.default_rng(seed)
+    direction = rng.choice([-shift, shift], size=20_000)
+    y = np.arange(400) % 2 == 0
+    x = rng.normal(scale=0.2, size=(400, 20_000)) + y[:, None] * direction
+    return Samples(x[:200], y[:200]), x[200:] + rng.normal(size=(200, 20_000)), y[200:]
+
+
+def test_the_filter_finds_what_is_spread_far_below_the_noise_and_the_forest_does_not() -> None:
+    train, test_x, truth = spread_signal(seed=1)
+    matched = properties.judge(properties.matched_filter(train, test_x, noise=1.0), truth, seed=0)
+    forest = properties.judge(properties.forest(train, test_x, seed=0), truth, seed=0)
+    rng = np.random.default_rng(2)
+    noisy = Samples(train.x + rng.normal(size=train.x.shape), train.y)  # a forest that knows of the noise, too
+    aware = properties.judge(properties.forest(noisy, test_x, seed=0), truth, seed=0)
+    assert matched.low > 0.97
+    assert forest.auc < 0.8
+    assert aware.auc < 0.8
+
+
+def test_the_filter_prefers_the_features_that_carry_no_noise() -> None:
+    rng = np.random.default_rng(3)
+    y = np.arange(300) % 2 == 0
+    x = rng.normal(size=(300, 500))
+    x[:, :5] += y[:, None] * 1.5
+    x[:, 5:] += y[:, None] * 0.5
+    noise = np.where(np.arange(500) < 5, 0.0, 100.0)
+    test = x[200:] + rng.normal(size=(100, 500)) * np.sqrt(noise)
+    train = Samples(x[:200], y[:200])
+    told = properties.judge(properties.matched_filter(train, test, noise), y[200:], seed=0)
+    untold = properties.judge(properties.matched_filter(train, test, 0.0), y[200:], seed=0)
+    assert told.auc > 0.95
+    assert untold.auc < told.auc - 0.1
+
+
+def test_many_different_variances_are_rounded_to_a_few() -> None:
+    variance = np.append(np.random.default_rng(0).lognormal(size=1000), 0.0)
+    levels, level = properties._levels(variance)
+    assert len(levels) <= properties.LEVELS + 1
+    assert levels[level[-1]] == 0
+    np.testing.assert_allclose(levels[level[:-1]], variance[:-1], rtol=0.15)
+
+
+def test_no_attack_finds_anything_in_pure_noise() -> None:
+    train, test_x, truth = spread_signal(seed=4, shift=0.0)
+    for scores in (
+        properties.matched_filter(train, test_x, noise=1.0),
+        properties.matched_filter(train, test_x, noise=0.0),
+        properties.forest(train, test_x, seed=0),
+    ):
+        found = properties.judge(scores, truth, seed=0)
+        assert abs(found.auc - 0.5) < 0.12  # three standard errors of 100 against 100
+
+
+def test_a_forest_and_a_filter_find_thick_strokes_in_gradients() -> None:
+    digits = data.load("digits")
+    thick = properties.properties_of("digits")
+    model = models.build("mnist-mlp", shape=digits.shape)
+    rng = np.random.default_rng(0)
+    halves = np.arange(len(thick)) % 2 == 0  # the attacker's digits and the victim's
+
+    def gradients(own: np.ndarray, count: int) -> Samples:
+        rows, kinds = [], np.arange(count) % 2 == 0
+        for kind in kinds:
+            batch = torch.from_numpy(rng.choice(np.flatnonzero(own & (thick == kind)), 32, replace=False))
+            model.zero_grad()
+            models.loss(model(digits.x_train[batch]), digits.y_train[batch]).backward()
+            update = {name: parameter.grad for name, parameter in model.named_parameters()}
+            rows.append(properties.melis(update, vectors=True))
+        return Samples(np.stack(rows), kinds)
+
+    train, test = gradients(halves, 100), gradients(~halves, 60)
+    forest = properties.judge(properties.forest(train, test.x, seed=0), test.y, seed=0)
+    matched = properties.judge(properties.matched_filter(train, test.x, noise=0.0), test.y, seed=0)
+    assert forest.low > 0.9
+    assert matched.low > 0.9
+
+
+def test_melis_pools_kernels_and_long_rows_and_leaves_vectors_out() -> None:
+    update = {"conv": torch.randn(4, 3, 5, 5), "wide": torch.randn(10, 600), "small": torch.randn(2, 3)}
+    update["bias"] = torch.randn(7)
+    row = properties.melis(update, vectors=False)
+    assert len(row) == 4 * 3 + 10 + 6
+    assert len(properties.melis(update, vectors=True)) == len(row) + 7
+    assert np.linalg.norm(row) == pytest.approx(1.0)
+    assert row[1] / row[0] == pytest.approx(float(update["conv"][0, 1].abs().max() / update["conv"][0, 0].abs().max()))
+    assert np.array_equal(properties.melis({"w": torch.zeros(2, 2)}, vectors=False), np.zeros(4))
+
+
+def test_flatten_takes_the_names_in_order() -> None:
+    update = {"a": torch.tensor([1.0]), "b": torch.tensor([[2.0, 3.0]])}
+    assert properties.flatten(update, ["b", "a"]).tolist() == [2.0, 3.0, 1.0]
+
+
+def test_auc_agrees_with_sklearn_ties_included() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.random(300) < 0.3
+    scores = (rng.normal(size=300) + truth).round(0)
+    found = properties.judge(scores, truth, seed=0)
+    assert found.auc == pytest.approx(roc_auc_score(truth, scores))
+    assert found.auc == pytest.approx(auc(*found.roc))
+    assert properties.judge(-scores, truth, seed=0).auc == pytest.approx(1 - found.auc)  # never turned round
+
+
+def test_the_interval_covers_the_truth_and_comes_from_the_seed() -> None:
+    rng = np.random.default_rng(0)
+    truth = np.arange(200) % 2 == 0
+    drawn = [rng.normal(size=200) + truth for _ in range(40)]
+    found = [properties.judge(scores, truth, seed=0) for scores in drawn]
+    covered = sum(one.low < 0.7602 < one.high for one in found)  # Phi(1 / sqrt 2)
+    assert covered >= 34  # 95 % of 40 is 38; fewer than 34 has probability 0.003
+    again = properties.judge(drawn[0], truth, seed=0)
+    assert again == found[0]
+    assert properties.judge(drawn[0], truth, seed=1) != found[0]
+
+
+def test_dilated_digits_are_thick_and_eroded_ones_thin() -> None:
+    digits = data.load("digits")
+    images = (digits.x_train[::20, 0] * digits.std + digits.mean).numpy()
+    labels = digits.y_train[::20].numpy()
+    width = properties.thickness(images)
+    assert (properties.thickness(ndimage.grey_dilation(images, size=(1, 3, 3))) > width + 0.5).all()
+    both = np.concatenate([ndimage.grey_erosion(images, size=(1, 2, 2)), ndimage.grey_dilation(images, size=(1, 2, 2))])
+    thick = properties.stroke_width(both, np.tile(labels, 2))
+    assert (thick == (np.arange(len(both)) >= len(images))).mean() > 0.9
+
+
+def test_thickness_does_not_depend_on_the_scale_of_the_pixels() -> None:
+    digits = data.load("digits")
+    raw = (digits.x_train[:50] * digits.std + digits.mean).numpy()
+    np.testing.assert_allclose(properties.thickness(digits.x_train[:50].numpy()), properties.thickness(raw), rtol=1e-4)
+    assert properties.thickness(np.zeros((1, 4, 4))) == 0
+
+
+def test_stroke_width_says_nothing_about_the_class() -> None:
+    thick, labels = properties.properties_of("digits"), data.load("digits").y_train.numpy()
+    assert all(abs(thick[labels == label].mean() - 0.5) < 0.01 for label in range(10))
+
+
+def test_lfw_properties_follow_the_loader(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    black = rng.integers(-1, 2, size=100).astype(np.int8)
+    images = np.broadcast_to((black == 1)[:, None, None, None] * 255, (100, 4, 4, 3)).astype(np.uint8)
+    (tmp_path / "lfw").mkdir()
+    np.savez(tmp_path / "lfw" / "lfw.npz", images=images, gender=np.arange(100, dtype=np.uint8) % 2, black=black)
+    bright = data.load("lfw", tmp_path).x_train.amax(dim=(1, 2, 3)) > 0
+    found = properties.properties_of("lfw", tmp_path)
+    assert 0 < found.sum() < len(found)
+    assert np.array_equal(found, bright.numpy())
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (np.zeros((4, 2)), np.zeros(3, dtype=bool), "a matrix and a bool"),
+        (np.zeros((4, 2)), np.zeros(4), "a matrix and a bool"),
+        (np.zeros((4, 2)), np.arange(4) == 0, "2 or more with"),
+        (np.full((4, 2), np.nan), np.arange(4) < 2, "must be finite"),
+    ],
+)
+def test_samples_are_checked(x: np.ndarray, y: np.ndarray, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Samples(x, y)
+
+
+def test_errors_name_the_remedy(tmp_path: Path) -> None:
+    train = Samples(np.eye(4), np.arange(4) < 2)
+    with pytest.raises(ValueError, match="one for each of 4 features"):
+        properties.matched_filter(train, np.eye(4), np.ones(3))
+    with pytest.raises(ValueError, match="variance of 0 or more"):
+        properties.matched_filter(train, np.eye(4), -1.0)
+    with pytest.raises(ValueError, match="both kinds"):
+        properties.judge(np.zeros(3), np.zeros(3, dtype=bool), seed=0)
+    with pytest.raises(DataError, match="choose digits, mnist or lfw"):
+        properties.properties_of("cifar10")
+    with pytest.raises(DataError, match=r"lfw\.npz: no column 'black'"):
+        properties.properties_of("lfw", tmp_path)
