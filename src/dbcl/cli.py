@@ -120,6 +120,12 @@ def train(
     precision: Annotated[
         str | None, _option("Products on a GPU: float32 (default), tf32 or bf16; faster and less exact.", LONG)
     ] = None,
+    transcripts: Annotated[
+        str | None,
+        _option(
+            "Record for an audit what these saw: numbers of clients, server, server-sum; for example 0,server.", LONG
+        ),
+    ] = None,
     out: Annotated[Path | None, _option("The run's folder. Default: the next free one under runs/.", LONG)] = None,
     resume: Annotated[
         Path | None, _option("Go on with this run's folder; only --rounds and --target may change.", LONG)
@@ -149,6 +155,8 @@ def train(
             given["cover"] = tuple(cover.split(","))
         if ratio is not None:
             given["ratio"] = _ratio(ratio)
+        if transcripts is not None:
+            given["transcripts"] = tuple(transcripts.split(","))
         given["fixed_secrets"] = seed is not None
         given.setdefault("seed", secrets.randbelow(1 << 31))
         config = settings.preset(preset, **given)

@@ -71,6 +71,8 @@ class RunConfig:
     engine: str = "stacked"
     device: str = "cpu"
     precision: str = "float32"
+    transcripts: tuple[str, ...] = ()
+    """Whose view is recorded for an audit: numbers of clients, "server", "server-sum"."""
 
     def __post_init__(self) -> None:
         choices = {
@@ -99,6 +101,11 @@ class RunConfig:
             raise ConfigError(f"server_momentum must be between 0 and 1, got {self.server_momentum}")
         self.training()
         self.door()
+
+    @property
+    def per_round(self) -> int:
+        """How many clients take part in a round."""
+        return max(1, int(self.fraction * self.clients + 0.5))
 
     def training(self) -> LocalTraining:
         """What a client does with its examples."""

@@ -27,3 +27,7 @@ class DataError(DbclError):
 
 class ConfigError(DbclError):
     """The settings of a run contradict each other or name something unknown."""
+
+
+class AuditError(DbclError):
+    """A transcript cannot be recorded or read, or an attack cannot be mounted on it."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dbcl import data, models, seeds
+from dbcl.audit.transcript import Recorder, Setting
 from dbcl.config import ENGINES, RunConfig, from_toml
 from dbcl.data import Dataset
 from dbcl.engines import Engine, StackedEngine, evaluate
@@ -73,6 +74,7 @@ class Run:
         # The first round's secrets are on the disk before anything is sent: a run that dies never veils twice.
         checkpoint.save(folder / "checkpoints", *run.server.state())
         write_atomic(folder / "config.toml", config.toml().encode())
+        run._record()
         return run
 
     @classmethod
@@ -87,6 +89,7 @@ class Run:
         run.history = read_metrics(folder)[: run.server.round]
         run._write_metrics()
         write_atomic(folder / "config.toml", run.config.toml().encode())
+        run._record()
         return run
 
     @property
@@ -123,6 +126,13 @@ class Run:
             yield self.history[-1]
         self._write_results()
 
+    def _record(self) -> None:
+        if self.config.transcripts:
+            place = self.folder / "transcripts"
+            self.engine.watch = Recorder(
+                place, self.config.transcripts, self.server, setting(self.config, self.dataset)
+            )
+
     def _write_metrics(self) -> None:
         write_atomic(self.folder / "metrics.jsonl", "".join(map(_line, self.history)).encode())
 
@@ -142,6 +152,25 @@ def read_metrics(folder: Path) -> list[RoundMetrics]:
         except (ValueError, TypeError):
             break
     return history
+
+
+def setting(config: RunConfig, dataset: Dataset) -> Setting:
+    """What every party of a run knows.
+
+    >>> setting(RunConfig(clients=2, fraction=1.0), data.load("digits")).chosen
+    2
+    """
+    return Setting(
+        model=config.model,
+        shape=dataset.shape,
+        outputs=dataset.outputs,
+        training=asdict(config.training()),
+        clients=config.clients,
+        chosen=config.per_round,
+        momentum=config.server_momentum if config.server_optimizer == "momentum" else 0.0,
+        server_lr=config.server_lr or 1.0,
+        veil=config.veil,
+    )
 
 
 def message_bytes(model: nn.Module, plan: SketchPlan, wire: str | None = None) -> int:

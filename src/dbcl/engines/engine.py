@@ -1,7 +1,7 @@
 """What all engines in one process share: who takes part, and how a round is played."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,9 @@ from dbcl import seeds
 from dbcl.engines.training import LocalTraining
 from dbcl.errors import ConfigError
 from dbcl.protocol import Broadcast, RoundReport, Server, Update, encoded_size
+
+Watch = Callable[[Broadcast, Sequence[int], Sequence[Update | bytes]], None]
+"""Is told of every closed round: what was sent, who took part, what they answered."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,11 @@ class Engine(ABC):
     """Runs rounds for a `Server` with clients that all live here.
 
     `template` is a client's own copy of the network; its weights are replaced by what the server sends. `shards` says
-    which of the examples `x`, `y` each client holds. An engine decides only how the chosen clients are trained.
+    which of the examples `x`, `y` each client holds. An engine decides only how the chosen clients are trained. `watch`
+    may be set to something that records the rounds, such as `dbcl.audit.transcript.Recorder`.
     """
+
+    watch: Watch | None = None
 
     def __init__(
         self,
@@ -64,6 +70,8 @@ class Engine(ABC):
         chosen = participants(len(self.shards), self.fraction, seed=self.seed, round=broadcast.round)
         answers = self.answers(broadcast, chosen)
         report = self.server.close_round(answers)
+        if self.watch is not None:
+            self.watch(broadcast, chosen, answers)
         return RoundResult(report, len(chosen) * encoded_size(broadcast), sum(map(encoded_size, answers)))
 
     @abstractmethod

@@ -1,0 +1,250 @@
+"""All that one party saw in a run, and nothing else: the only input of an attack.
+
+A transcript is a folder with `setting.json`, which holds what everybody knows, and one safetensors file for each round
+that the party took part in. The messages are in it byte for byte as they crossed the wire. What really happened lies in
+a folder of its own, `truth`, which no attack opens: only scoring does.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from dbcl import models
+from dbcl.cover import leaving
+from dbcl.engines import LocalTraining
+from dbcl.errors import AuditError
+from dbcl.files import write_atomic
+from dbcl.protocol import Broadcast, Server, Update, decode_broadcast, decode_update, encode
+
+SUM = "sum"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every party knows before the first round: the network, the way of training, how many take part.
+
+    `momentum` and `server_lr` are those of the server's optimiser, `veil` the size of its noise relative to the
+    weights. None of it is secret in a deployment: it is in the configuration that the parties agreed on.
+
+    >>> Setting("mnist-mlp", (1, 28, 28), 10, {"lr": 0.01, "steps": 1}, clients=2, chosen=2).local.lr
+    0.01
+    """
+
+    model: str
+    shape: tuple[int, ...]
+    outputs: int
+    training: Mapping[str, float | int | None]
+    clients: int
+    chosen: int
+    momentum: float = 0.0
+    server_lr: float = 1.0
+    veil: float = 0.0
+
+    @property
+    def local(self) -> LocalTraining:
+        return LocalTraining(**self.training)  # type: ignore[arg-type]
+
+    def template(self) -> nn.Module:
+        """A network of the right shape with weights of its own."""
+        return models.build(self.model, shape=self.shape, outputs=self.outputs, seed=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """One round as a party saw it.
+
+    `updates` are by sender: a client's own under its number, the server's by client, or their sum under "sum".
+    `weights` is W before the round, which only the server holds.
+    """
+
+    broadcast: Broadcast
+    updates: Mapping[str, Update]
+    weights: Mapping[str, Tensor] | None
+
+    @property
+    def round(self) -> int:
+        return self.broadcast.round
+
+
+class Transcript:
+    """Reads a transcript, one round at a time.
+
+    >>> Transcript(Path("nowhere"))
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.AuditError: nowhere holds no transcript: it has no setting.json
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.party = folder, folder.name
+        try:
+            read = json.loads((folder / "setting.json").read_text())
+        except OSError:
+            raise AuditError(f"{folder} holds no transcript: it has no setting.json") from None
+        self.setting = Setting(**{**read, "shape": tuple(read["shape"])})
+        self.rounds = sorted(int(path.stem) for path in folder.glob("*.safetensors"))
+        if not self.rounds:
+            raise AuditError(f"{folder} holds no rounds")
+
+    @property
+    def client(self) -> str | None:
+        """The number of the client that this is the transcript of; None for the server's."""
+        return self.party.removeprefix("client-") if self.party.startswith("client-") else None
+
+    def __len__(self) -> int:
+        return len(self.rounds)
+
+    def __getitem__(self, round: int) -> Seen:
+        try:
+            held = safetensors.torch.load_file(_path(self.folder, round))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise AuditError(f"{self.folder}: round {round} cannot be read ({error})") from None
+        updates = {
+            name.removeprefix("update/"): decode_update(_bytes(tensor))
+            for name, tensor in held.items()
+            if name.startswith("update/")
+        }
+        weights = _under(held, "weights/")
+        return Seen(decode_broadcast(_bytes(held["broadcast"])), updates, weights or None)
+
+    def __iter__(self) -> Iterator[Seen]:
+        return (self[round] for round in self.rounds)
+
+
+class Truth:
+    """What really happened; for scoring only. `weights(t)` is W before round t."""
+
+    def __init__(self, transcripts: Path) -> None:
+        self.folder = transcripts / "truth"
+
+    def weights(self, round: int) -> dict[str, Tensor]:
+        try:
+            return safetensors.torch.load_file(_path(self.folder, round))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise AuditError(f"{self.folder}: round {round} cannot be read ({error})") from None
+
+    def change(self, start: int, end: int) -> dict[str, Tensor]:
+        """How W changed from before round `start` to before round `end`."""
+        before, after = self.weights(start), self.weights(end)
+        return {name: after[name] - before[name] for name in before}
+
+    def chosen(self, round: int) -> list[int]:
+        """Which clients took part in a round."""
+        return [int(client) for client in json.loads((self.folder / "chosen.json").read_text())[str(round)]]
+
+
+class Recorder:
+    """Writes the transcripts of a run as it goes: give it to an engine as its `watch`.
+
+    Parties are numbers of clients, "server" (which sees each client's update) and "server-sum" (which sees only their
+    sum, as under secure aggregation).
+
+    >>> import tempfile, dbcl
+    >>> from dbcl.engines import LocalEngine
+    >>> net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> server = dbcl.Server(net)
+    >>> x, y, shards = torch.randn(8, 8), torch.arange(8) % 2, [np.arange(4), np.arange(4, 8)]
+    >>> engine = LocalEngine(server, nn.Sequential(*net), x, y, shards, LocalTraining(), seed=bytes(32))
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> setting = Setting("net", (8,), 2, asdict(LocalTraining()), clients=2, chosen=2)
+    >>> engine.watch = Recorder(folder, ["0", "server"], server, setting)
+    >>> report = engine.play_round()
+    >>> seen = Transcript(folder / "client-0")[0]
+    >>> sorted(seen.updates), seen.weights is None
+    (['0'], True)
+    """
+
+    def __init__(self, folder: Path, parties: Sequence[str], server: Server, setting: Setting) -> None:
+        unknown = [party for party in parties if not _known(party, setting.clients)]
+        if unknown or not parties:
+            raise AuditError(
+                f"no such party: {', '.join(unknown) or 'none was named'}; transcripts can be of server, server-sum "
+                f"and of clients 0 to {setting.clients - 1}"
+            )
+        self.server = server
+        self.folders = {party: folder / (f"client-{party}" if party.isdigit() else party) for party in parties}
+        for place in self.folders.values():
+            place.mkdir(parents=True, exist_ok=True)
+            write_atomic(place / "setting.json", json.dumps(asdict(setting), indent=1).encode())
+        self.truth = folder / "truth"
+        self.truth.mkdir(parents=True, exist_ok=True)
+        for place in (*self.folders.values(), self.truth):  # rounds that a crash recorded and resume plays again
+            for path in place.glob("*.safetensors"):
+                if int(path.stem) >= server.round:
+                    path.unlink()
+        chosen = self.truth / "chosen.json"
+        read = json.loads(chosen.read_text()) if chosen.exists() else {}
+        self.chosen: dict[str, list[int]] = {key: value for key, value in read.items() if int(key) < server.round}
+        self.before = self._weights()
+        self._save(self.truth, server.round, self.before)
+
+    def __call__(self, broadcast: Broadcast, chosen: Sequence[int], answers: Sequence[Update | bytes]) -> None:
+        """Take note of a round that was just closed."""
+        sent = {"broadcast": _tensor(encode(broadcast))}
+        updates = {str(client): answer for client, answer in zip(chosen, answers, strict=True)}
+        for party, folder in self.folders.items():
+            if party.isdigit():
+                if party in updates:
+                    self._save(folder, broadcast.round, {**sent, f"update/{party}": _message(updates[party])})
+                continue
+            told = {SUM: summed(list(updates.values()))} if party == "server-sum" else updates
+            messages = {f"update/{who}": _message(answer) for who, answer in told.items()}
+            own = {f"weights/{name}": tensor for name, tensor in self.before.items()}
+            self._save(folder, broadcast.round, {**sent, **messages, **own})
+        self.chosen[str(broadcast.round)] = [int(client) for client in chosen]
+        write_atomic(self.truth / "chosen.json", json.dumps(self.chosen).encode())
+        self.before = self._weights()
+        self._save(self.truth, broadcast.round + 1, self.before)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu().clone() for name, tensor in leaving(self.server.model).items()}
+
+    @staticmethod
+    def _save(folder: Path, round: int, tensors: Mapping[str, Tensor]) -> None:
+        write_atomic(_path(folder, round), safetensors.torch.save(dict(tensors)))
+
+
+def summed(answers: Sequence[Update | bytes]) -> Update:
+    """The average of a round's updates by examples, which is all that secure aggregation would show.
+
+    >>> one = Update(0, "ab", {"bias": torch.ones(2)}, examples=1)
+    >>> summed([one, Update(0, "ab", {"bias": torch.zeros(2)}, examples=3)]).tensors["bias"]
+    tensor([0.2500, 0.2500])
+    """
+    updates = [decode_update(answer) if isinstance(answer, bytes) else answer for answer in answers]
+    total = sum(update.examples for update in updates)
+    tensors = {
+        name: torch.stack([update.tensors[name] * (update.examples / total) for update in updates]).sum(dim=0)
+        for name in updates[0].tensors
+    }
+    return Update(updates[0].round, updates[0].plan, tensors, total)
+
+
+def _known(party: str, clients: int) -> bool:
+    return party in ("server", "server-sum") or (party.isdigit() and int(party) < clients)
+
+
+def _path(folder: Path, round: int) -> Path:
+    return folder / f"{round:06d}.safetensors"
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def _message(answer: Update | bytes) -> Tensor:
+    return _tensor(answer if isinstance(answer, bytes) else encode(answer))
+
+
+def _under(held: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)}
