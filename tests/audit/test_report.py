@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 
@@ -215,7 +216,7 @@ def test_risk_rows_set_naive_and_adaptive_side_by_side(page):
 def test_worst_error_is_the_smallest():
     findings = [Finding(str(v), "client", "adaptive", "update", "error", v) for v in (300.0, 0.2, math.nan, 0.8)]
     (row,) = report.risk_rows(Audit("a", {}, {}, (), tuple(findings), 0.0))
-    assert row.adaptive == "0.2 x, 0.2"
+    assert row.adaptive == "0.2 ×, 0.2"
 
 
 def test_advice_follows_from_settings_and_findings():
@@ -276,3 +277,22 @@ def test_comparison_holds_each_run(compared):
 
 def test_comparison_without_a_measure_has_no_picture():
     assert "<img" not in report.comparison([Audit("empty", {}, {}, (), (), 0.0)])
+
+
+def test_thinned_curves_keep_the_low_rates():
+    curve = Curve(
+        "roc", tuple(i / 100_000 for i in range(100_001)), tuple((i / 100_000) ** 0.5 for i in range(100_001))
+    )
+    x, y = report._points(curve, 1e-4)  # four decades, so that a step of a 400th is 0.01 decades
+    assert len(x) < 1000
+    assert sum(rate <= 1e-3 for rate in x) > 50
+    assert (x[-1], y[-1]) == (1.0, 1.0)
+    steps = [math.log10(b / a) for a, b in pairwise(x) if a >= 1e-3]
+    assert max(steps) < 0.015  # and at most one point of the original more, which is 0.005 at 0.001
+
+
+def test_labels_keep_their_distance():
+    places = report._spread([0.0, 0.5, 0.5, 0.5, 0.99, 1.0], gap=0.15)
+    assert min(b - a for a, b in pairwise(places)) > 0.1499
+    assert places[0] > -1e-9
+    assert places[-1] <= 1

@@ -5,7 +5,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dbcl.audit.findings import ATTACKERS, Audit, Curve, Finding
@@ -14,7 +14,7 @@ from dbcl.plots import GRID, INK, MUTED
 
 BAD, LEAKS, GUESS, FAILED, UNRATED = "as bad as no defence", "leaks", "close to guessing", "could not run", "not rated"
 WIDE = f"{GUESS}, but the interval is wide"
-RANK = {BAD: 4, LEAKS: 3, WIDE: 2, GUESS: 1, UNRATED: 1, FAILED: 0}
+RANK = {BAD: 4, LEAKS: 3, WIDE: 2, GUESS: 1, UNRATED: 0, FAILED: 0}
 KINDS = ("share", "tpr", "auc", "accuracy", "cosine", "psnr", "ssim", "error")
 CHANCE = {"share": 0.0, "auc": 0.5, "accuracy": 0.0, "cosine": 0.0, "psnr": 13.0, "ssim": 0.0, "error": 1.0}
 LIMITS = tuple(kind for kind in KINDS if kind != "error")
@@ -53,7 +53,7 @@ WHO = {"client": "A client that remembers what it received", "server": "The serv
 PHRASES = {
     "share": "rebuilt the {0} recognisably in {1} of the cases",
     "tpr": "found {1} by {2}",
-    "auc": "told the {0} with AUC {1}, where 1 is certainty",
+    "auc": "inferred the {0} with AUC {1}, where 1 is certainty",
     "accuracy": "named the {0} correctly in {1} of the cases",
     "cosine": "recovered the {0} with cosine {1}, where 1 is exact",
     "psnr": "rebuilt the {0} at {1}, where 20 dB is recognisable",
@@ -65,7 +65,7 @@ HEADS = {
     3: "The worst attacker got more than guessing gives.",
     2: "No attack did clearly better than guessing, but at least one cannot rule it out.",
     1: "No attack of this audit did better than guessing.",
-    0: "No attack could run, so this audit says nothing.",
+    0: "No attack gave a result that can be rated, so this audit says nothing.",
 }
 NO_PROOF = (
     "Nothing is safe because an attack failed. Every figure on this page is what these attacks got with this budget, "
@@ -284,7 +284,12 @@ def _strength(finding: Finding) -> float:
 
 
 def _severity(finding: Finding) -> tuple[int, float]:
-    return RANK[word(finding)], -math.inf if math.isnan(finding.value) else _strength(finding)
+    """By word, then by how far it is on the way from a leak to no defence, which compares across measures."""
+    rank = RANK[word(finding)]
+    if rank == 0:
+        return 0, -math.inf
+    leaks, bad = _levels(kind(finding.measure), _chance(finding))
+    return rank, (_strength(finding) - leaks) / max(bad - leaks, 1e-9)
 
 
 def _number(value: float, measure: str) -> str:
@@ -295,14 +300,15 @@ def _number(value: float, measure: str) -> str:
         return "exact" if family == "psnr" else str(value)
     if family in ("share", "tpr", "accuracy"):
         return f"{100 * value:.1f} %"
-    return f"{value:.1f} dB" if family == "psnr" else f"{value:.3g} x" if family == "error" else f"{value:.3f}"
+    return f"{value:.1f} dB" if family == "psnr" else f"{value:.3g} ×" if family == "error" else f"{value:.3f}"
 
 
 def _range(finding: Finding) -> str:
     value = _number(finding.value, finding.measure)
     if finding.low is None or finding.high is None:
         return value
-    return f"{value} ({_number(finding.low, finding.measure)} to {_number(finding.high, finding.measure)})"
+    low, high = (_number(end, finding.measure) for end in (finding.low, finding.high))
+    return f"{value} ({low.split(' ')[0]} to {high})"
 
 
 def _plain(value: Any) -> str:
@@ -334,6 +340,7 @@ def _leak(audit: Audit, measure: str) -> str:
 
 def _sentence(finding: Finding) -> str:
     phrase = PHRASES.get(kind(finding.measure), "reached {1} by {2} on the {0}")
+    phrase = "rebuilt the {0} exactly" if math.isinf(finding.value) else phrase
     got = phrase.format(finding.target, _number(finding.value, finding.measure), finding.measure)
     chance = _chance(finding)
     guess = "" if math.isnan(chance) else f" Guessing gives {_number(chance, finding.measure)}."
@@ -430,11 +437,11 @@ p,ul{max-width:52rem}.muted{color:var(--muted)}.big{font-size:1.25rem;font-weigh
 .warn{background:var(--warn);border-left:4px solid var(--leak);padding:.6rem .9rem}
 .scroll{overflow-x:auto;border:1px solid var(--line);border-radius:6px;margin:.5rem 0 1rem}
 table{border-collapse:collapse;width:100%;font-size:.92rem}
-th,td{text-align:left;vertical-align:top;padding:.45rem .7rem;border-bottom:1px solid var(--line);min-width:6rem;
+th,td{text-align:left;vertical-align:top;padding:.45rem .7rem;border-bottom:1px solid var(--line);min-width:4.5rem;
 overflow-wrap:break-word}
-td.long{min-width:13rem}td:empty,th:empty{min-width:0}tr:last-child>*{border-bottom:0}
+td.long{min-width:11rem}td.w1,td.w2,td.w3,td.w4{min-width:10.5rem}td:empty,th:empty{min-width:0}tr:last-child>*{border-bottom:0}
 thead th{background:var(--soft);white-space:nowrap}
-.w4{color:var(--bad);font-weight:650}.w3{color:var(--leak);font-weight:650}.w1,.w2{color:var(--ok)}.w0{color:var(--muted)}
+.w4{color:var(--bad);font-weight:650}.w3{color:var(--leak);font-weight:650}.w2{color:var(--leak)}.w1{color:var(--ok)}.w0{color:var(--muted)}
 details{border:1px solid var(--line);border-radius:6px;margin:.5rem 0;padding:.3rem .8rem}
 summary{cursor:pointer;padding:.25rem 0}
 dl{margin:.4rem 0}dt{font-weight:650;margin-top:.5rem}dd{margin:0 0 0 1rem;max-width:52rem}
@@ -516,12 +523,23 @@ def _headline(audit: Audit) -> str:
 
 
 def _risks(audit: Audit) -> str:
-    heads = ("target", "seat", "measure", "guessing", "naive attacker", "", "adaptive attacker", "")
-    table = _table(heads, risk_rows(audit))
+    lines = []
+    for row in risk_rows(audit):
+        what = f"<b>{_e(row.target)}</b><br>{_e(row.measure)}<br><span class='muted'>{_e(row.seat)}</span>"
+        pairs = ((row.naive, row.naive_word), (row.adaptive, row.adaptive_word))
+        cells = "".join(
+            f"<td class='long'><span class='w{RANK.get(label, 0)}'>{_e(label)}</span><br>{_e(text)}</td>"
+            if label
+            else f"<td class='long muted'>{_e(text)}</td>"
+            for text, label in pairs
+        )
+        lines.append(f"<tr><td>{what}</td><td>{_e(row.guessing)}</td>{cells}</tr>")
+    heads = "<th>what, measure, seat</th><th>guessing</th><th>naive attacker</th><th>adaptive attacker</th>"
+    table = f"<div class='scroll'><table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     intro = (
         "<p>In brackets the interval. Where there were several attacks, the worst; all of them are further below.</p>"
     )
-    return intro + table + _details("How the words are chosen", _definitions(RULES)) if table else ""
+    return intro + table + _details("How the words are chosen", _definitions(RULES)) if lines else ""
 
 
 def _attacks(findings: Sequence[Finding]) -> str:
@@ -571,7 +589,8 @@ def _png(data: str) -> str:
 # Figures. Legends are HTML: they wrap on a small screen, and text of others never reaches matplotlib's parser.
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#56B4E9", "#000000")
-LIMIT = 500  # points of a curve; a ROC curve may come with one for each example
+EXACT = 100.0  # dB at which an exact copy is drawn
+LIMIT = 400  # steps that the eye can tell along an axis; a ROC curve may come with a point for each example
 
 
 def _figures(findings: Sequence[Finding]) -> str:
@@ -616,9 +635,21 @@ def _plot(target: str, labels: tuple[str, str], group: Sequence[Finding]) -> str
 def _points(curve: Curve, least: float) -> tuple[list[float], list[float]]:
     whole = (pair for pair in zip(curve.x, curve.y, strict=False) if None not in pair)  # what JSON makes of NaN
     pairs = [(x, y) for x, y in whole if math.isfinite(x) and math.isfinite(y)]
-    stride = math.ceil(len(pairs) / LIMIT) or 1
-    kept = pairs[::stride] + (pairs[-1:] if stride > 1 else [])
-    return [max(x, least) for x, _ in kept], [max(y, least) for _, y in kept]
+    shown = [(max(x, least), max(y, least)) for x, y in pairs]
+    if len(shown) > LIMIT:
+        shown = _thin(shown, math.log10 if least > 0 else float)
+    return [x for x, _ in shown], [y for _, y in shown]
+
+
+def _thin(points: Sequence[tuple[float, float]], scale: Callable[[float], float]) -> list[tuple[float, float]]:
+    """Leave out points that the eye could not tell from the one before; low rates stay on a log axis."""
+    spans = [(max(map(scale, axis)) - min(map(scale, axis))) or 1.0 for axis in zip(*points, strict=True)]
+    kept = [points[0]]
+    for point in points[1:-1]:
+        moved = [abs(scale(new) - scale(old)) for new, old in zip(point, kept[-1], strict=True)]
+        if max(moved[0] / spans[0], moved[1] / spans[1]) * LIMIT >= 1:
+            kept.append(point)
+    return [*kept, points[-1]]
 
 
 def _trade_off(audits: Sequence[Audit]) -> str:
@@ -626,11 +657,15 @@ def _trade_off(audits: Sequence[Audit]) -> str:
     from matplotlib.figure import Figure
 
     panels = []
-    for measure, name in (("cosine", "worst cosine"), ("psnr", "worst PSNR, dB"), ("auc", "worst AUC")):
+    for measure, name in (
+        ("cosine", "worst cosine"),
+        ("psnr", f"worst PSNR, dB (to {EXACT:.0f})"),
+        ("auc", "worst AUC"),
+    ):
         points = [
-            (audit.run["accuracy"], leak, f"{number}  {_printable(audit.name)}")
+            (audit.run["accuracy"], min(leak, EXACT), f"{number}  {_printable(audit.name)}")
             for number, audit in enumerate(audits, 1)
-            if _accuracy(audit) != "—" and (leak := audit.worst(measure)) is not None and math.isfinite(leak)
+            if _accuracy(audit) != "—" and (leak := audit.worst(measure)) is not None
         ]
         if points:
             panels.append((name, sorted(points, key=lambda point: point[1])))
@@ -643,13 +678,27 @@ def _trade_off(audits: Sequence[Audit]) -> str:
     for (name, points), axes in zip(panels, grid[:, 0], strict=True):
         axes.margins(0.08, 0.12)
         axes.scatter([100 * x for x, _, _ in points], [y for _, y, _ in points], color=COLOURS[0], s=28, zorder=3)
-        for place, (x, y, label) in enumerate(points):
-            at = (1.06, (place + 0.5) / len(points))
+        low, high = axes.get_ylim()
+        places = _spread([(y - low) / (high - low) for _, y, _ in points], gap=1 / max(7, len(points)))
+        for place, (x, y, label) in zip(places, points, strict=True):
+            at = (1.06, place)
             arrow = {"arrowstyle": "-", "color": "#b8c2cb", "linewidth": 0.8, "shrinkB": 3}
             where = {"xy": (100 * x, y), "xytext": at, "textcoords": "axes fraction", "arrowprops": arrow}
             axes.annotate(label, **where, va="center", color=INK, fontsize=9, parse_math=False)
         _dress(axes, "accuracy, %", name)
     return _svg(figure)
+
+
+def _spread(places: Sequence[float], gap: float) -> list[float]:
+    """Move sorted places in [0, 1] apart until neighbours keep a gap."""
+    apart: list[float] = []
+    for place in places:
+        apart.append(max(place, apart[-1] + gap) if apart else place)
+    over = 1.0
+    for index in reversed(range(len(apart))):
+        apart[index] = min(apart[index], over)
+        over = apart[index] - gap
+    return apart
 
 
 def _dress(axes: Any, across: str, up: str) -> None:
