@@ -296,3 +296,8 @@ def test_labels_keep_their_distance():
     assert min(b - a for a, b in pairwise(places)) > 0.1499
     assert places[0] > -1e-9
     assert places[-1] <= 1
+
+
+def test_log_axis_starts_at_the_first_rate_above_zero():
+    x, y = report._points(Curve("roc", (0.0, 0.0, 0.01, 1.0), (0.0, 0.02, 0.1, 1.0)), 1e-4)
+    assert (x, y) == ([1e-4, 0.01, 1.0], [0.02, 0.1, 1.0])

@@ -439,7 +439,7 @@ p,ul{max-width:52rem}.muted{color:var(--muted)}.big{font-size:1.25rem;font-weigh
 table{border-collapse:collapse;width:100%;font-size:.92rem}
 th,td{text-align:left;vertical-align:top;padding:.45rem .7rem;border-bottom:1px solid var(--line);min-width:4.5rem;
 overflow-wrap:break-word}
-td.long{min-width:11rem}td.w1,td.w2,td.w3,td.w4{min-width:10.5rem}td:empty,th:empty{min-width:0}tr:last-child>*{border-bottom:0}
+td.long{min-width:11rem}td.w1,td.w2,td.w3,td.w4{min-width:10.5rem}td:empty,th:empty,td.num{min-width:0}tr:last-child>*{border-bottom:0}
 thead th{background:var(--soft);white-space:nowrap}
 .w4{color:var(--bad);font-weight:650}.w3{color:var(--leak);font-weight:650}.w2{color:var(--leak)}.w1{color:var(--ok)}.w0{color:var(--muted)}
 details{border:1px solid var(--line);border-radius:6px;margin:.5rem 0;padding:.3rem .8rem}
@@ -454,6 +454,7 @@ figure{margin:0}.plot img{width:100%;max-width:44rem;background:#fff;border-radi
 .grid{display:flex;flex-wrap:wrap;gap:.9rem}.grid figure{width:8.5rem}
 .grid img{width:100%;image-rendering:pixelated;border:1px solid var(--line)}
 figcaption{font-size:.82rem;color:var(--muted)}
+@media (max-width:600px){th,td{padding:.4rem .5rem;min-width:3.6rem}td.long{min-width:8rem}}
 @media print{:root{--ink:#000;--muted:#444;--line:#bbb;--paper:#fff;--soft:#f2f2f2;--bad:#b3261e;--leak:#8a5300;
 --ok:#2d6a3e;--warn:#fff}body{max-width:none;font-size:10pt;padding:0}.scroll{overflow:visible}th,td,td.long{min-width:0}
 details::details-content{content-visibility:visible;display:block}
@@ -486,7 +487,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    style = f"w{RANK[text]}" if text in RANK else "long" if len(text) > 40 else ""
+    style = f"w{RANK[text]}" if text in RANK else "long" if len(text) > 40 else "num" if text.isdigit() else ""
     return f"<td class='{style}'>{_e(text)}</td>" if style else f"<td>{_e(text)}</td>"
 
 
@@ -534,10 +535,11 @@ def _risks(audit: Audit) -> str:
             for text, label in pairs
         )
         lines.append(f"<tr><td>{what}</td><td>{_e(row.guessing)}</td>{cells}</tr>")
-    heads = "<th>what, measure, seat</th><th>guessing</th><th>naive attacker</th><th>adaptive attacker</th>"
+    heads = "<th>risk</th><th>guessing</th><th>naive attacker</th><th>adaptive attacker</th>"
     table = f"<div class='scroll'><table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     intro = (
-        "<p>In brackets the interval. Where there were several attacks, the worst; all of them are further below.</p>"
+        "<p>Each risk by target, measure and seat; in brackets the interval. Where there were several attacks, the worst; "
+        "all of them are further below.</p>"
     )
     return intro + table + _details("How the words are chosen", _definitions(RULES)) if lines else ""
 
@@ -635,7 +637,7 @@ def _plot(target: str, labels: tuple[str, str], group: Sequence[Finding]) -> str
 def _points(curve: Curve, least: float) -> tuple[list[float], list[float]]:
     whole = (pair for pair in zip(curve.x, curve.y, strict=False) if None not in pair)  # what JSON makes of NaN
     pairs = [(x, y) for x, y in whole if math.isfinite(x) and math.isfinite(y)]
-    shown = [(max(x, least), max(y, least)) for x, y in pairs]
+    shown = [(max(x, least), max(y, least)) for x, y in pairs if y > 0 or least <= 0]  # no log of a rate of zero
     if len(shown) > LIMIT:
         shown = _thin(shown, math.log10 if least > 0 else float)
     return [x for x, _ in shown], [y for _, y in shown]
@@ -668,7 +670,7 @@ def _trade_off(audits: Sequence[Audit]) -> str:
             if _accuracy(audit) != "—" and (leak := audit.worst(measure)) is not None
         ]
         if points:
-            panels.append((name, sorted(points, key=lambda point: point[1])))
+            panels.append((name, sorted(points, key=lambda point: (point[1], -point[0]))))
     if not panels:
         return ""
     height = sum(max(2.4, 0.9 + 0.24 * len(points)) for _, points in panels)
