@@ -538,8 +538,8 @@ def _risks(audit: Audit) -> str:
     heads = "<th>risk</th><th>guessing</th><th>naive attacker</th><th>adaptive attacker</th>"
     table = f"<div class='scroll'><table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     intro = (
-        "<p>Each risk by target, measure and seat; in brackets the interval. Where there were several attacks, the worst; "
-        "all of them are further below.</p>"
+        "<p>Each risk by target, measure and seat; in brackets the interval. Where there were several attacks, the "
+        "worst; all of them are further below.</p>"
     )
     return intro + table + _details("How the words are chosen", _definitions(RULES)) if lines else ""
 
