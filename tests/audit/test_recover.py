@@ -96,6 +96,21 @@ def test_inverting_gradients_beats_the_class_mean(sketched, tv):
     assert pictures.psnr(found.images, x, SPAN).item() > pictures.psnr(guess, x, SPAN).item() + 4
 
 
+def test_a_prior_that_stays_helps_with_noisy_gradients():
+    x, y = digit(0)
+    model = models.build("dlg-lenet").double()
+    noise = torch.Generator().manual_seed(0)
+    target = {
+        name: g + 0.3 * g.square().mean().sqrt() * torch.randn(g.shape, generator=noise, dtype=g.dtype)
+        for name, g in gradients(model, x, y).items()
+    }
+    stays, fades = (
+        recover(model, target, DIGITS.shape, settings=Matching(steps=160, restarts=1, tv=1e-2, box=SPAN, fade=fade))
+        for fade in (False, True)
+    )
+    assert pictures.psnr(stays.images, x, SPAN).item() > pictures.psnr(fades.images, x, SPAN).item() + 0.5
+
+
 def test_clear_tensors_alone_give_the_label_and_are_matched_alone():
     x, y = digit(400)
     _, broadcast, local = round_of("dlg-lenet")

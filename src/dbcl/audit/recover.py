@@ -34,11 +34,12 @@ class Matching:
 
     "l2" is DLG: |g - g*|^2 / |g*|^2 by L-BFGS with a strong Wolfe search. "cosine" is Inverting Gradients:
     1 - <g, g*> / |g||g*| by signed Adam whose rate of 0.1 falls tenfold after 3/8, 5/8 and 7/8 of the steps. Both add
-    `tv` times the total variation; with "l2" that weight falls to nothing over the steps, as noise-free gradients
-    allow. `box` is the range of the values that inputs can have. `label` says whether labels are known, inferred from
-    the output layer (iDLG), or optimised jointly as soft labels. `even` takes each tensor's squared error relative to
-    that tensor alone, or else the large output layer drowns the others; `spread` is the deviation of the random start.
-    DLG as published has even=False and spread=1. There is another restart until one falls below `enough`.
+    `tv` times the total variation. Where that is to `fade`, "l2" lets its weight fall to nothing over the steps: right
+    for exact gradients, while estimated ones need the prior to the end. `box` is the range of the values that inputs
+    can have. `label` says whether labels are known, inferred from the output layer (iDLG), or optimised jointly as soft
+    labels. `even` takes each tensor's squared error relative to that tensor alone, or else the large output layer
+    drowns the others; `spread` is the deviation of the random start. DLG as published has even=False and spread=1.
+    There is another restart until one falls below `enough`.
 
     >>> Matching("cosine", steps=4800, restarts=1, tv=0.1).label
     'inferred'
@@ -48,6 +49,7 @@ class Matching:
     steps: int = 600
     restarts: int = 3
     tv: float = 0.0
+    fade: bool = True
     box: tuple[float, float] | None = None
     label: str = "inferred"
     even: bool = True
@@ -282,8 +284,12 @@ class _Attempt:
         )  # fmt: skip
         chunks = math.ceil(self.settings.steps / CHUNK)
         for chunk in range(chunks):
-            # The prior leads the way and leaves: the last fifth of the steps is the gradients' alone.
-            self.tv = self.settings.tv * 10 ** (-6 * chunk / (0.8 * chunks)) if chunk < 0.8 * chunks else 0.0
+            if self.settings.fade:
+                # The prior leads the way and leaves: the last fifth of the steps is the gradients' alone.
+                done = chunk / (0.8 * chunks)
+                self.tv = self.settings.tv * 10 ** (-6 * done) if done < 1 else 0.0
+            else:
+                self.best_loss = math.inf  # a prior that stays must be heard: the last point counts, not the nearest
             optimizer.step(lambda: float(self.objective()))  # type: ignore[no-untyped-call]
             loss = float(self.distance().detach())
             if not math.isfinite(loss):
