@@ -68,6 +68,45 @@ def test_the_filter_prefers_the_features_that_carry_no_noise() -> None:
     assert untold.auc < told.auc - 0.1
 
 
+def shared_examples(seed: int) -> tuple[Samples, Samples]:
+    """Updates that are means of 8 of the attacker's 50 examples a kind, in 5 pools, and of the victim's 200."""
+    rng = np.random.default_rng(seed)
+    direction = rng.normal(size=300) / np.sqrt(300)
+
+    def examples(count: int) -> np.ndarray:
+        drawn = rng.normal(size=(2, count, 300)) + rng.normal(size=(2, count, 1)) * 10 * direction
+        drawn[1] += 0.1
+        return drawn
+
+    def updates(of: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        kinds = np.arange(count) % 2 == 0
+        rows = [of[int(kind)][rng.choice(of.shape[1], 8, replace=False)].mean(axis=0) for kind in kinds]
+        return np.stack(rows), kinds
+
+    mine, theirs = examples(50), examples(200)
+    x, y = (np.concatenate(parts) for parts in zip(*(updates(mine[:, k::5], 60) for k in range(5)), strict=True))
+    return Samples(x, y, np.repeat(np.arange(5), 60)), Samples(*updates(theirs, 200))
+
+
+def test_leaving_out_whole_pools_keeps_the_filter_from_overfitting_shared_examples() -> None:
+    pooled, mixed = [], []
+    for seed in range(4):
+        train, test = shared_examples(seed)
+        for kept, samples in ((pooled, train), (mixed, Samples(train.x, train.y))):
+            scores = properties.matched_filter(samples, test.x, noise=0.0)
+            kept.append(properties.judge(scores, test.y, seed=0).auc)
+    assert np.mean(pooled) > 0.85
+    assert np.mean(pooled) > np.mean(mixed) + 0.02
+
+
+def test_pools_must_leave_both_kinds() -> None:
+    x, y = np.random.default_rng(0).normal(size=(8, 3)), np.arange(8) < 4
+    with pytest.raises(DataError, match="without pool 0 of 2"):
+        properties.matched_filter(Samples(x, y, (~y).astype(np.int64)), x, 0.0)
+    with pytest.raises(DataError, match="one pool for each of 8 rows"):
+        Samples(x, y, np.zeros(3, dtype=np.int64))
+
+
 def test_many_different_variances_are_rounded_to_a_few() -> None:
     variance = np.append(np.random.default_rng(0).lognormal(size=1000), 0.0)
     levels, level = properties._levels(variance)

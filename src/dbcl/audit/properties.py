@@ -28,7 +28,7 @@ LARGE = 5000  # entries; the originals keep only the maximum along the last axis
 COLUMNS = 4096  # features at a time, so that products of large float32 arrays are float64 and still fit
 LEVELS = 32  # different variances; each costs a matrix of inner products
 FOLDS = 5
-PENALTIES = 10.0 ** np.arange(-6, 2)  # lambda, in units of the features' total variance
+PENALTIES = 10.0 ** np.arange(-6, 1.5, 0.5)  # lambda, in units of the features' total variance
 RESAMPLES = 1000
 TOGETHER = 50  # resamples at a time
 
@@ -37,12 +37,16 @@ TOGETHER = 50  # resamples at a time
 class Samples:
     """Updates as rows of features, and whether the batch of each had the property.
 
+    Where batches share examples, a left-out update is no stranger, and choosing a penalty by it overfits. So divide the
+    examples into five or so pools, draw each batch from one, and name it in `pool`: then whole pools are left out.
+
     >>> Samples(np.eye(4), np.array([True, True, False, False])).x.shape
     (4, 4)
     """
 
     x: Features
     y: Truth
+    pool: NDArray[np.integer[Any]] | None = None
 
     def __post_init__(self) -> None:
         if self.x.ndim != 2 or self.y.shape != self.x.shape[:1] or self.y.dtype != np.bool_:
@@ -51,6 +55,8 @@ class Samples:
             raise DataError(
                 f"samples need 2 or more with and 2 without the property, got {self.y.sum()} of {len(self.y)}"
             )
+        if self.pool is not None and self.pool.shape != self.y.shape:
+            raise DataError(f"samples need one pool for each of {len(self.y)} rows, got {self.pool.shape}")
         if not np.isfinite(self.x).all():
             raise DataError("samples must be finite; leave out the updates that diverged")
 
@@ -84,6 +90,19 @@ def melis(update: Mapping[str, Tensor], *, vectors: bool) -> Features:
             kept[name] = tensor.amax(-1)
     row = flatten(kept)
     return row / (float(np.linalg.norm(row)) or 1.0)
+
+
+def magnitudes(rows: Features) -> Features:
+    """Make |x| / |x|_2 of every row, for updates of a trained model, whose signs and sizes change from batch to batch.
+
+    Noise in such features has no fixed variance: they are for updates that carry none.
+
+    >>> magnitudes(np.array([[3.0, -4.0], [0.0, 0.0]]))
+    array([[0.6, 0.8],
+           [0. , 0. ]])
+    """
+    size = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.asarray(np.abs(rows) / np.where(size > 0, size, 1), dtype=rows.dtype)
 
 
 def forest(train: Samples, test_x: Features, seed: int) -> Array:
@@ -121,13 +140,12 @@ def matched_filter(train: Samples, test_x: Features, noise: float | Array) -> Ar
     levels, level = _levels(np.broadcast_to(variance, train.x.shape[1:]))
     x = train.x - train.x.mean(axis=0, dtype=np.float64).astype(train.x.dtype)
     grams = np.stack([_gram(x, np.flatnonzero(level == number)) for number in range(len(levels))])
-    H = _within(train.y)
-    total = float(np.trace(H @ grams.sum(axis=0) @ H)) or 1.0
+    total, fold = float(np.trace(_within(grams.sum(axis=0), train.y))) or 1.0, _folds(train)
     best, alpha, scale = -np.inf, np.zeros(len(x)), levels
     for penalty in total * PENALTIES:
         u = 1 / (levels + penalty)
         gram = np.tensordot(u, grams, 1)
-        found = _separation(gram, np.tensordot(levels * u * u, grams, 1), train.y)
+        found = _separation(gram, np.tensordot(levels * u * u, grams, 1), train.y, fold)
         if found > best:
             best, alpha, scale = found, _dual(gram, train.y), u
     scores = np.zeros(len(test_x))
@@ -159,38 +177,57 @@ def _gram(x: Features, columns: NDArray[np.int64]) -> Array:
     return out
 
 
-def _within(y: Truth) -> Array:
-    """The symmetric matrix H that takes from each row the mean of its class: Sigma = (H X)^T H X."""
-    one, zero = y / y.sum(), ~y / (~y).sum()
-    inner: Array = (np.eye(len(y)) - np.outer(y, one) - np.outer(~y, zero)) / np.sqrt(max(len(y) - 2, 1))
-    return inner
+def _less_mean(rows: Array, y: Truth) -> Array:
+    """H X: each row less the mean of its class, scaled so that Sigma = (H X)^T H X; H is symmetric."""
+    out = rows.copy()
+    for kind in (y, ~y):
+        out[kind] -= rows[kind].mean(axis=0)
+    return np.asarray(out / np.sqrt(max(len(y) - 2, 1)), dtype=np.float64)
+
+
+def _within(gram: Array, y: Truth) -> Array:
+    """H G H, the inner products of the rows of H X."""
+    return _less_mean(_less_mean(gram, y).T, y)
 
 
 def _dual(gram: Array, y: Truth) -> Array:
     """alpha = c - H (I + H G H)^-1 H G c, where mu_1 - mu_0 = X^T c: Woodbury's identity for w = u X^T alpha."""
-    c, H = y / y.sum() - ~y / (~y).sum(), _within(y)
-    return np.asarray(c - H @ np.linalg.solve(np.eye(len(y)) + H @ gram @ H, H @ (gram @ c)), dtype=np.float64)
+    c = y / y.sum() - ~y / (~y).sum()
+    target: Array = gram @ c
+    inner = np.linalg.solve(np.eye(len(y)) + _within(gram, y), _less_mean(target, y))
+    return np.asarray(c - _less_mean(inner.astype(np.float64), y), dtype=np.float64)
 
 
-def _separation(gram: Array, noise: Array, y: Truth) -> float:
+def _folds(train: Samples) -> NDArray[np.int64]:
+    """The fold in which each update is left out: its pool, or else one of five with as many of both kinds."""
+    fold = np.empty(len(train.y), dtype=np.int64)
+    for kind in (train.y, ~train.y):
+        fold[kind] = np.arange(kind.sum()) % min(FOLDS, train.y.sum(), (~train.y).sum())
+    if train.pool is None:
+        return fold
+    pools: NDArray[np.int64] = np.unique(train.pool, return_inverse=True)[1]
+    for number in range(pools.max() + 1):
+        left = train.y[pools != number]
+        if not left.any() or left.all():
+            raise DataError(f"without pool {number} of {pools.max() + 1}, no updates of one kind are left")
+    return pools
+
+
+def _separation(gram: Array, noise: Array, y: Truth, fold: NDArray[np.int64]) -> float:
     """(m_1 - m_0) / sqrt(v + w^T diag(noise) w), from the scores of updates that were left out when w was made.
 
     `gram` is X diag(u) X^T, so that x_i^T w = (G alpha)_i, and `noise` is X diag(u noise u) X^T.
     """
-    folds = int(min(FOLDS, y.sum(), (~y).sum()))
-    fold = np.empty(len(y), dtype=np.int64)
-    for kind in (y, ~y):
-        fold[kind] = np.arange(kind.sum()) % folds
     scores, spread = np.empty(len(y)), 0.0
-    for number in range(folds):
+    for number in range(fold.max() + 1):
         kept, out = np.flatnonzero(fold != number), np.flatnonzero(fold == number)
-        own = y[kept]
-        alpha = _dual(gram[np.ix_(kept, kept)], own)
+        own, inner = y[kept], gram[np.ix_(kept, kept)]
+        alpha = _dual(inner, own)
         middle = (own / own.sum() + ~own / (~own).sum()) / 2
-        scores[out] = (gram[np.ix_(out, kept)] - middle @ gram[np.ix_(kept, kept)]) @ alpha
-        spread += float(alpha @ noise[np.ix_(kept, kept)] @ alpha) / folds
-    inner = (scores[y].var() + scores[~y].var()) / 2 + spread
-    return float((scores[y].mean() - scores[~y].mean()) / np.sqrt(inner + np.finfo(np.float64).tiny))
+        scores[out] = (gram[np.ix_(out, kept)] - middle @ inner) @ alpha
+        spread += float(alpha @ noise[np.ix_(kept, kept)] @ alpha) * len(out) / len(y)
+    within = (scores[y].var() + scores[~y].var()) / 2 + spread
+    return float((scores[y].mean() - scores[~y].mean()) / np.sqrt(within + np.finfo(np.float64).tiny))
 
 
 @dataclass(frozen=True)
