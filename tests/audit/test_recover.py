@@ -1,6 +1,7 @@
 """Every attack on a case where it must succeed, and the published one where the sketch stops it."""
 
 import base64
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from dbcl.errors import ConfigError, PlanError
 
 DIGITS = data.load("digits")
 SPAN = pictures.span(DIGITS)
-QUICK = Matching(steps=400, restarts=2, box=SPAN)
+QUICK = Matching(steps=240, box=SPAN, enough=1e-5)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,7 +53,7 @@ def test_the_sketch_stops_the_published_attack_and_not_the_one_that_knows_it():
     sent = gradients(local, x, y)
     published = Matching(steps=200, restarts=1, even=False, spread=1.0)
     naive = recover(model, lift(broadcast.plan, sent), DIGITS.shape, settings=published)
-    adaptive = recover(local, sent, DIGITS.shape, settings=QUICK)
+    adaptive = recover(local, sent, DIGITS.shape, settings=Matching(steps=500, box=SPAN, enough=1e-6))
     assert pictures.psnr(naive.images, x, SPAN).item() < 8
     assert pictures.psnr(adaptive.images, x, SPAN).item() > 40
 
@@ -72,7 +73,7 @@ def test_from_a_client_s_own_update():
 def test_a_joint_label():
     x, y = digit(600)
     model = models.build("dlg-lenet").double()
-    found = recover(model, gradients(model, x, y), DIGITS.shape, settings=Matching(steps=400, box=SPAN, label="joint"))
+    found = recover(model, gradients(model, x, y), DIGITS.shape, settings=replace(QUICK, label="joint"))
     assert found.labels.equal(y)
     assert pictures.psnr(found.images, x, SPAN).item() > 40
 
