@@ -14,7 +14,15 @@ import torch
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 import dbcl
@@ -22,6 +30,7 @@ from dbcl import config as settings
 from dbcl import data as datasets
 from dbcl import models
 from dbcl.errors import ConfigError, DbclError
+from dbcl.files import write_atomic
 from dbcl.plan import SketchPlan
 from dbcl.run import Run, message_bytes
 
@@ -357,6 +366,120 @@ def fetch(
 
         for path in datasets.fetch(name, datasets.data_root(data_dir), progress=show):
             progress.console.print(f"here: {path}", soft_wrap=True)
+
+
+MAIN_MEASURES = ("cosine", "psnr", "accuracy", "auc", "tpr at 1 % fpr")
+"""What the terminal shows of an audit; the page shows all."""
+
+
+@app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer rounds, pictures and attacks: within 3 minutes.")
+    ] = False,
+    parties: Annotated[int, typer.Option(help="How many clients take part in the rehearsals, attacker included.")] = 2,
+    fail_above: Annotated[
+        str | None, typer.Option(help="Exit with status 1 above these: cosine=0.3,psnr=15,auc=0.65.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the page goes. Default: audit.html in the run's folder.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Which examples and starts the attacks draw.")] = 0,
+    data_dir: DataDir = None,
+) -> None:
+    """Attack a run as its clients and its server could, and say what leaks.
+
+    Attacks what the run recorded (train with --transcripts 0,server), and rehearses short runs under the same settings
+    in which it knows what the victim trained on. Writes one page that opens in any browser, and JSON beside it.
+
+    Examples:
+      dbcl audit runs/001-blind-digits --quick
+      dbcl audit runs/001-blind-digits --parties 10 --fail-above cosine=0.3,psnr=15,auc=0.65
+    """
+    try:
+        from dbcl.audit import report, suite
+    except ImportError as error:
+        raise ConfigError(
+            f"an audit needs more packages ({error.name} is missing): pip install 'dbcl[audit]'"
+        ) from None
+    limits = report.parse_limits(fail_above) if fail_above else {}
+    if parties < 2:
+        raise ConfigError(f"parties must be 2 or more, an attacker and a victim, got {parties}")
+    columns = (TextColumn("[bold]auditing"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=None)
+        found = suite.audit(
+            run,
+            budget=suite.QUICK if quick else suite.FULL,
+            clients=parties,
+            seed=seed,
+            data_dir=data_dir,
+            tell=lambda text: progress.update(task, description=text),
+        )
+    page = out or run / "audit.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(page, report.page(found).encode())
+    write_atomic(page.with_suffix(".json"), found.json().encode())
+    table = Table(title=f"what leaked from {found.name}: the worst naive and the worst adaptive attack")
+    for heading in ("what", "who", "measure", "guessing", "naive", "adaptive"):
+        table.add_column(heading, overflow="fold")
+    for row in report.risk_rows(found):
+        if row.measure not in MAIN_MEASURES:
+            continue
+        naive, adaptive = (
+            "\n".join(filter(None, (*value.rsplit(", ", 1), f"[bold]{word}")))
+            for value, word in ((row.naive, row.naive_word), (row.adaptive, row.adaptive_word))
+        )
+        table.add_row(row.target, row.seat, row.measure, row.guessing, naive, adaptive)
+    console.print(table)
+    console.print("An attack that failed proves nothing: a better one may not.")
+    console.print(f"page     {page}", soft_wrap=True)
+    broken = report.exceeded(found, limits)
+    for sentence in broken:
+        console.print(f"[red]{sentence}")
+    if broken:
+        raise typer.Exit(1)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs that were audited, or their audit.json files.")],
+    out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("compare.html"),
+) -> None:
+    """Put several audits side by side: what each defence costs and what it stops.
+
+    Example:
+      dbcl compare runs/001-plain-digits runs/002-paper-digits runs/003-blind-digits
+    """
+    from dbcl.audit import report
+    from dbcl.audit.findings import Audit
+
+    audits = []
+    for run in runs:
+        path = run if run.suffix == ".json" else run / "audit.json"
+        try:
+            audits.append(Audit.from_json(path.read_text()))
+        except OSError:
+            raise ConfigError(f"{path} is missing: run `dbcl audit {run}` first") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no audit: {error}") from None
+    table = Table(title="audits side by side: the worst that any attack reached")
+    for heading in ("run", "accuracy", "rounds", "MB", "cosine", "PSNR", "AUC"):
+        table.add_column(heading, overflow="fold")
+    for each in audits:
+        worst = [each.worst(measure) for measure in ("cosine", "psnr", "auc")]
+        accuracy, sent = each.run.get("accuracy"), each.run.get("bytes")
+        table.add_row(
+            each.name,
+            "–" if accuracy is None else f"{accuracy:.1%}",
+            str(each.run.get("rounds", "–")),
+            "–" if sent is None else f"{sent / 1e6:.1f}",
+            *("–" if value is None else f"{value:.2f}" for value in worst),
+        )
+    write_atomic(out, report.comparison(audits).encode())
+    console.print(table)
+    console.print(f"page     {out}", soft_wrap=True)
 
 
 @app.command()

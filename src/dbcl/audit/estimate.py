@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.optimize import minimize
 from torch import Tensor
 
@@ -77,17 +78,11 @@ def views(transcript: Transcript, names: Sequence[str] | None = None) -> dict[st
                 gathered.setdefault(name, []).append((sketch, matrix, own.double().reshape(matrix.shape)))
     rounds = tuple(transcript.rounds)
     gaps = (*(int(gap) for gap in np.diff(rounds)), 1)
-    return {
-        name: View(
-            name,
-            rounds,
-            gaps,
-            *(tuple(part) for part in zip(*entries, strict=True)),
-            setting.momentum,
-            setting.server_lr,
-        )
-        for name, entries in gathered.items()
-    }
+    found = {}
+    for name, entries in gathered.items():
+        maps, matrices, parts = zip(*entries, strict=True)
+        found[name] = View(name, rounds, gaps, maps, matrices, parts, setting.momentum, setting.server_lr)
+    return found
 
 
 def option_1(view: View) -> Iterator[Tensor]:
@@ -145,7 +140,7 @@ def fitted(view: View, start: Noise, *, rounds: int = 24, rows: int = 64, steps:
     """The sizes under which the first rounds are likeliest: for an attacker who knows none of them."""
     few = view.first(rounds).rows(slice(0, rows))
 
-    def unlikely(logs: np.ndarray) -> float:  # type: ignore[type-arg]
+    def unlikely(logs: NDArray[np.float64]) -> float:
         veil, update = np.exp(logs)
         return -_Filter(few, Noise(veil, update, start.weight), _White(few, update)).likelihood()
 
@@ -364,7 +359,7 @@ class _Filter:
             self.changes.add(t, spread, self.view.lr**2)
             return spread
         dim, step = self.view.dim, self._steps(t)
-        parts = torch.einsum("ij,jakb,lk->ialb", step, spread.reshape(2, dim, 2, dim), step).contiguous()
+        parts: Tensor = torch.einsum("ij,jakb,lk->ialb", step, spread.reshape(2, dim, 2, dim), step).contiguous()
         for i in range(2):
             for j in range(2):
                 block = parts[i, :, j].contiguous()
@@ -383,7 +378,8 @@ class _Filter:
         return torch.linalg.matrix_power(self.step, self.view.gaps[t])
 
     def _transposed_step(self, t: int, r: Tensor) -> Tensor:
-        return torch.einsum("ij,mid->mjd", self._steps(t), r.reshape(len(r), self.blocks, -1)).flatten(1)
+        back: Tensor = torch.einsum("ij,mid->mjd", self._steps(t), r.reshape(len(r), self.blocks, -1))
+        return back.flatten(1)
 
     def _tell(self, done: int) -> None:
         if self.progress is not None:
@@ -394,7 +390,7 @@ def _shrunk(matrix: Tensor, weight: float = 0.1) -> Tensor:
     """A covariance with mean variance 1, pulled a little towards the identity."""
     eye = torch.eye(len(matrix), dtype=matrix.dtype)
     size = float(matrix.diagonal().mean())
-    return (1 - weight) * matrix / size + weight * eye if size > 0 else eye
+    return torch.lerp(matrix / size, eye, weight) if size > 0 else eye
 
 
 def _rms(tensors: Sequence[Tensor]) -> float:

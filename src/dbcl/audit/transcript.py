@@ -37,7 +37,7 @@ class Setting:
     """
 
     model: str
-    shape: tuple[int, ...]
+    shape: tuple[int, int, int]
     outputs: int
     training: Mapping[str, float | int | None]
     clients: int
@@ -152,7 +152,7 @@ class Recorder:
     >>> x, y, shards = torch.randn(8, 8), torch.arange(8) % 2, [np.arange(4), np.arange(4, 8)]
     >>> engine = LocalEngine(server, nn.Sequential(*net), x, y, shards, LocalTraining(), seed=bytes(32))
     >>> folder = Path(tempfile.mkdtemp())
-    >>> setting = Setting("net", (8,), 2, asdict(LocalTraining()), clients=2, chosen=2)
+    >>> setting = Setting("net", (1, 1, 8), 2, asdict(LocalTraining()), clients=2, chosen=2)
     >>> engine.watch = Recorder(folder, ["0", "server"], server, setting)
     >>> report = engine.play_round()
     >>> seen = Transcript(folder / "client-0")[0]

@@ -90,7 +90,7 @@ class StackedEngine(Engine):
         offsets = np.cumsum([0, *sizes[:-1]]).tolist()
         plan = schedule(sizes, offsets, members, training, seed=self.seed, round=broadcast.round)
         rows = torch.from_numpy(np.concatenate(shards))
-        if not self.x.is_cuda and plan.index.numel() == len(rows):  # every example once: lay them out in that order
+        if not self.x.is_cuda and plan.index.numel() <= len(rows):  # none twice: lay them out in the steps' order
             rows, plan = rows[plan.index.flatten()], plan.in_order()
         rows = rows.to(device)
         x, y = stack.examples(self.x, rows), self.y.index_select(0, rows)

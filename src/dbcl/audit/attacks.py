@@ -1,0 +1,395 @@
+"""The attacks of an audit, from transcripts to findings: updates, pictures, properties, membership."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dbcl.audit import estimate, membership, pictures, properties
+from dbcl.audit.estimate import View, believed
+from dbcl.audit.findings import Curve, Finding
+from dbcl.audit.recover import Matching, Recovered, as_gradient, clear_label, gradients, recover
+from dbcl.audit.rehearsal import VICTIM, Rehearsal, guess
+from dbcl.audit.score import Scores, others, score
+from dbcl.audit.theory import veil_cosine
+from dbcl.audit.transcript import Transcript, Truth
+from dbcl.blind import lift
+from dbcl.data import Dataset
+from dbcl.engines import LocalTraining
+from dbcl.errors import AuditError, ConfigError
+from dbcl.protocol import blinded
+
+OLD = 40
+"""Rounds with so many after them are old: an attacker that goes backward has forgotten its first guess by then."""
+Tell = Callable[[str], None]
+Changes = dict[str, list[Tensor]]
+"""For each tensor the estimated changes from each seen round to the next, as matrices over W's columns."""
+
+ESTIMATORS: dict[str, tuple[str, Callable[[View, float], list[Tensor]]]] = {
+    "option I": ("naive", lambda view, rho: list(estimate.option_1(view))),
+    "option II": ("naive", lambda view, rho: list(estimate.option_2(view))),
+    "rewind": ("adaptive", lambda view, rho: estimate.rewind(view)),
+    "smoother": ("adaptive", lambda view, rho: estimate.smoother(view, believed(view, rho))),
+    "shaped smoother": ("adaptive", lambda view, rho: estimate.shaped_smoother(view, believed(view, rho))),
+}
+
+
+def estimates(transcript: Transcript, names: Sequence[str], tell: Tell = lambda text: None) -> dict[str, Changes]:
+    """Run estimators on every tensor that a client saw."""
+    views = estimate.views(transcript)
+    found: dict[str, Changes] = {}
+    for name in names:
+        _, run = ESTIMATORS[name]
+        for tensor, view in views.items():
+            tell(f"{name}: {tensor}")
+            found.setdefault(name, {})[tensor] = run(view, transcript.setting.veil)
+    return found
+
+
+def updates(transcript: Transcript, truth: Truth, found: Mapping[str, Changes], tell: Tell) -> list[Finding]:
+    """How well the others' updates were estimated: the median cosine over the rounds, worst tensor first.
+
+    What was sent sketched and what was sent in clear are told apart: what is in clear needs no attack.
+    """
+    views = estimate.views(transcript)
+    oldest = min(OLD, len(transcript) // 2)
+    findings = []
+    for name, changes in found.items():
+        attacker = ESTIMATORS[name][0]
+        scores: dict[str, Scores] = {}
+        for tensor, guesses in changes.items():
+            tell(f"scoring {name}: {tensor}")
+            scores[tensor] = score(truth, views[tensor], guesses)
+        sketched = [t for t in scores if views[t].sketches[0].width < views[t].sketches[0].dim] or list(scores)
+        worst = max(sketched, key=lambda tensor: abs(scores[tensor].typical(oldest)))
+        values = [c for c, lag in zip(scores[worst].cosines, scores[worst].lags, strict=True) if lag >= oldest]
+        low, high = (float(np.quantile(values, q)) for q in (0.025, 0.975))
+        note = f"{worst}, median over rounds with {oldest} or more after them; interval: 95 % of those rounds"
+        budget = {"rounds seen": len(transcript), "tensors": ", ".join(sketched)}
+        curves = tuple(Curve(t, tuple(map(float, s.lags)), s.cosines) for t, s in scores.items() if t in sketched)
+        findings.append(
+            Finding(
+                name, "client", attacker, "update", "cosine", scores[worst].typical(oldest), low, high, 0.0, budget,
+                note=note, curves=curves, axes=("rounds seen after it", "cosine with the others' update"),
+            )
+        )  # fmt: skip
+        error = scores[worst].typical_error(oldest)
+        findings.append(
+            Finding(
+                name, "client", attacker, "update", "relative error", error, chance=1.0, budget=budget,
+                note=f"{worst}; 1 is what saying 'no change' gives",
+            )
+        )  # fmt: skip
+    clear = [tensor for tensor, view in views.items() if view.sketches[0].width == view.sketches[0].dim]
+    if clear:
+        best = max(abs(score(truth, views[t], found[next(iter(found))][t]).typical()) for t in clear)
+        kind = "in clear" if transcript.setting.veil == 0 else "unsketched, veiled"
+        note = f"{', '.join(clear)}: the difference of two broadcasts, no attack at all"
+        findings.append(Finding(f"tensors {kind}", "client", "naive", "update", "cosine", best, chance=0.0, note=note))
+    return findings
+
+
+def predicted(transcript: Transcript, truth: Truth, view: View) -> float:
+    """The isotropic formula 1 / (1 + 4 kappa^2)^(1/4), with the true size of the others' updates; for scoring only."""
+    noise = believed(view, transcript.setting.veil)
+    sizes = [
+        float(view.sketches[place].apply(others(truth, view, place)).square().mean())
+        for place in range(len(view.rounds) - 1)
+    ]
+    return float(veil_cosine(noise.veil / float(np.mean(sizes)) ** 0.5))
+
+
+def compact_changes(views: Mapping[str, View], changes: Changes, place: int, chosen: int) -> dict[str, Tensor]:
+    """An estimate of the others' average update in V's space, as a client would have sent it.
+
+    With one other client it is that client's; with more it is the mean of all others.
+    """
+    scale = chosen / max(1, chosen - 1)
+    return {name: views[name].sketches[place].apply(guesses[place]) * scale for name, guesses in changes.items()}
+
+
+def lifted_changes(changes: Changes, place: int, chosen: int) -> dict[str, Tensor]:
+    """The same in W's space, as matrices."""
+    return {name: guesses[place] * (chosen / max(1, chosen - 1)) for name, guesses in changes.items()}
+
+
+def _shaped(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.double().reshape(like[name].shape) for name, tensor in tensors.items()}
+
+
+def images(
+    rehearsal: Rehearsal,
+    dataset: Dataset,
+    found: Mapping[str, Changes],
+    rounds: Sequence[int],
+    settings: Matching,
+    tell: Tell,
+) -> list[Finding]:
+    """Bring back the victim's single pictures, from the server's seat and from the attacker's, naive and adaptive."""
+    attacker, server = rehearsal.attacker, rehearsal.server
+    setting, template = attacker.setting, attacker.setting.template().double()
+    views, lr = estimate.views(attacker), setting.local.lr
+    victims = [int(rehearsal.script[round, VICTIM, 0]) for round in rounds]
+    truth, labels = dataset.x_train[victims].double(), dataset.y_train[victims]
+    box = pictures.span(dataset)
+    settings = replace(settings, box=box)
+    seats: dict[tuple[str, str, str], list[Recovered | str]] = {}
+
+    def attempt(key: tuple[str, str, str], model: Any, target: Mapping[str, Tensor], number: int) -> None:
+        tell(f"pictures, {key[1]}'s seat, {key[0]}: {number + 1} of {len(rounds)}")
+        try:
+            result: Recovered | str = recover(model, target, dataset.shape, None, 1, settings, seed=number)
+        except (ConfigError, ValueError, RuntimeError) as error:
+            result = str(error).split("\n")[0]
+        seats.setdefault(key, []).append(result)
+
+    for number, round in enumerate(rounds):
+        seen, own = server[round], attacker[round]
+        client = blinded(template, own.broadcast)
+        sent = seen.updates[str(VICTIM)].tensors
+        lifted = lift(seen.broadcast.plan, sent)
+        assert seen.weights is not None
+        plain = guess(template, dict(seen.weights))
+        attempt(("matching the lifted update", "server", "naive"), plain, as_gradient(_double(lifted), lr), number)
+        attempt(("matching through the sketch", "server", "adaptive"), client, as_gradient(_double(sent), lr), number)
+        place = views[next(iter(views))].rounds.index(round)
+        for name, changes in found.items():
+            kind = ESTIMATORS[name][0]
+            if kind == "naive":
+                shapes = {part.name: torch.empty(part.shape) for part in own.broadcast.plan.parts}
+                target = _shaped(lifted_changes(changes, place, setting.chosen), shapes)
+                model = guess(template, _lifted_view(own.broadcast))
+            else:
+                target = _shaped(compact_changes(views, changes, place, setting.chosen), own.broadcast.tensors)
+                model = client
+            attempt((f"matching on {name}", "client", kind), model, as_gradient(target, lr), number)
+    return [
+        finding for key, results in seats.items() for finding in _picture_findings(key, results, truth, labels, box)
+    ]
+
+
+def _picture_findings(
+    key: tuple[str, str, str], results: list[Recovered | str], truth: Tensor, labels: Tensor, box: tuple[float, float]
+) -> list[Finding]:
+    attack, seat, kind = key
+    failures = tuple(r for r in results if isinstance(r, str)) + tuple(
+        failure for r in results if isinstance(r, Recovered) for failure in r.failures
+    )
+    blank = torch.full_like(truth[:1], sum(box) / 2)
+    got = torch.cat([r.images if isinstance(r, Recovered) else blank for r in results])
+    values = pictures.psnr(got, truth, box, ordered=True)
+    mean = truth.mean(dim=0, keepdim=True).expand_as(truth)
+    chance = float(pictures.psnr(mean, truth, box, ordered=True).median())
+    seconds = sum(r.seconds for r in results if isinstance(r, Recovered))
+    budget = {"pictures": len(results), "seconds": round(seconds, 1)}
+    grid = pictures.grid_png([("truth", truth), (attack, got)], box)
+    right = [isinstance(r, Recovered) and int(r.labels[0]) == int(y) for r, y in zip(results, labels, strict=True)]
+    named: dict[str, Any] = {"attack": attack, "seat": seat, "attacker": kind, "budget": budget, "failures": failures}
+    low, high = float(values.min()), float(values.max())
+    similar = float(pictures.ssim(got, truth, box, ordered=True).median())
+    return [
+        Finding(**named, target="image", measure="psnr", value=float(values.median()), low=low, high=high,
+                chance=chance, note="median; interval: worst and best picture. Guessing: the mean of these pictures",
+                images=((f"{attack} ({seat}'s seat)", grid),)),
+        Finding(**named, target="image", measure="ssim", value=similar, note="median"),
+        Finding(**named, target="image", measure="share above 20 dB", value=pictures.share_above(values), chance=0.0),
+        Finding(**named, target="label", measure="accuracy", value=float(np.mean(right)), chance=0.1),
+    ]  # fmt: skip
+
+
+def clear_labels(rehearsal: Rehearsal, dataset: Dataset, rounds: Sequence[int]) -> Finding:
+    """The victim's labels from what two broadcasts show of the output layer, with no attack on the rest at all."""
+    transcript = rehearsal.attacker
+    views = estimate.views(transcript)
+    names = list(views)
+    layer = [part.name for part in transcript[rounds[0]].broadcast.plan.parts if part.name.endswith("bias")][-1]
+    bias = list(estimate.option_2(views[layer]))
+    assert layer in names
+    right = []
+    for round in rounds:
+        victim = int(rehearsal.script[round, VICTIM, 0])
+        label = clear_label(None, -bias[round].flatten())
+        right.append(int(label[0]) == int(dataset.y_train[victim]))
+    note = f"from {layer} alone, one example a round"
+    return Finding(
+        "label from the output layer's bias", "client", "naive", "label", "accuracy", float(np.mean(right)),
+        chance=1 / max(2, dataset.outputs), budget={"rounds": len(rounds)}, note=note,
+    )  # fmt: skip
+
+
+def property_findings(
+    rehearsal: Rehearsal,
+    dataset: Dataset,
+    holds: NDArray[np.bool_],
+    spare: NDArray[np.int64],
+    found: Mapping[str, Changes],
+    *,
+    batches: int,
+    seed: int,
+    tell: Tell,
+) -> list[Finding]:
+    """Tell whether the victim's batch had a property, from each seat and by forest and matched filter.
+
+    The attacker learns from batches of its own spare examples, at the models that it received.
+    """
+    attacker, server = rehearsal.attacker, rehearsal.server
+    views, setting = estimate.views(attacker), attacker.setting
+    seen_rounds = attacker.rounds[:-1]
+    oldest = min(OLD, len(seen_rounds) // 3)
+    tested = seen_rounds[: len(seen_rounds) - oldest]
+    truth = np.array([bool(holds[rehearsal.script[round, VICTIM]].mean() > 0.5) for round in tested])
+    if min(truth.sum(), (~truth).sum()) < 5:
+        raise AuditError(f"only {truth.sum()} of {len(truth)} tested rounds have the property")
+    tell("property: the attacker's own updates")
+    own, labels = _own_updates(rehearsal, dataset, holds, spare, tested, batches, seed)
+    parts = attacker[tested[0]].broadcast.plan.parts
+    shapes = {part.name: torch.empty(part.shape) for part in parts}
+    clear = [part.name for part in parts if not part.sketched]
+    lr = setting.local.lr
+
+    def of_server(round: int) -> dict[str, Tensor]:
+        each = server[round]
+        return lift(each.broadcast.plan, each.updates[str(VICTIM)].tensors)
+
+    sources: dict[tuple[str, str, str], list[dict[str, Tensor]]] = {
+        ("the update itself", "server", "adaptive"): [of_server(round) for round in tested]
+    }
+    for name, changes in found.items():
+        sources[(name, "client", ESTIMATORS[name][0])] = [
+            _shaped({n: c * setting.chosen for n, c in lifted_changes(changes, place, 1).items()}, shapes)
+            for place in range(len(tested))
+        ]
+    if clear:
+        plain: Changes = {name: list(estimate.option_2(views[name])) for name in clear}
+        sources[("unsketched tensors only", "client", "naive")] = [
+            _shaped({n: c[place] * setting.chosen for n, c in plain.items()}, shapes) for place in range(len(tested))
+        ]
+    findings = []
+    for (name, seat, kind), rows in sources.items():
+        tell(f"property from {name}, {seat}'s seat")
+        test = [as_gradient({n: t.float() for n, t in row.items()}, lr) for row in rows]
+        findings += _detect(name, seat, kind, own, labels, test, truth, seed)
+    return findings
+
+
+def _detect(
+    name: str,
+    seat: str,
+    kind: str,
+    own: list[dict[str, Tensor]],
+    labels: NDArray[np.bool_],
+    test: list[dict[str, Tensor]],
+    truth: NDArray[np.bool_],
+    seed: int,
+) -> list[Finding]:
+    names = list(test[0])
+    clean = np.stack([properties.flatten(row, names) for row in own])
+    noisy = np.stack([properties.flatten(row, names) for row in test])
+    # What the estimates have more of than clean updates is noise: the attacker sees that without any truth.
+    sizes = np.concatenate([np.full(own[0][n].numel(), i) for i, n in enumerate(names)])
+    extra = [max(0.0, float(noisy[:, sizes == i].var() - clean[:, sizes == i].var())) for i in range(len(names))]
+    train = properties.Samples(clean, labels)
+    learners: dict[str, Callable[[], NDArray[np.float64]]] = {
+        "matched filter": lambda: properties.matched_filter(train, noisy, np.array(extra)[sizes]),
+        "random forest": lambda: properties.forest(
+            properties.Samples(np.stack([properties.melis(row, vectors=True) for row in own_only(own, names)]), labels),
+            np.stack([properties.melis(row, vectors=True) for row in test]),
+            seed,
+        ),
+    }
+    findings = []
+    for learner, run in learners.items():
+        began = perf_counter()
+        result = properties.judge(run(), truth, seed)
+        curve = Curve(f"{learner} on {name}", *result.roc)
+        attacker = "naive" if learner == "random forest" and kind == "naive" else kind
+        findings.append(
+            Finding(
+                f"{learner} on {name}", seat, attacker, "property", "auc", result.auc, result.low, result.high, 0.5,
+                {"own batches": len(own), "tested rounds": len(truth), "seconds": round(perf_counter() - began, 1)},
+                curves=(curve,), axes=("false positive rate", "true positive rate"),
+            )
+        )  # fmt: skip
+    return findings
+
+
+def own_only(own: list[dict[str, Tensor]], names: Sequence[str]) -> list[dict[str, Tensor]]:
+    """The same updates with some tensors only."""
+    return [{name: row[name] for name in names} for row in own]
+
+
+def _own_updates(
+    rehearsal: Rehearsal,
+    dataset: Dataset,
+    holds: NDArray[np.bool_],
+    spare: NDArray[np.int64],
+    rounds: Sequence[int],
+    batches: int,
+    seed: int,
+) -> tuple[list[dict[str, Tensor]], NDArray[np.bool_]]:
+    """Lifted gradients of the attacker's own batches with and without the property, at models that it received."""
+    rng = np.random.default_rng(seed)
+    transcript = rehearsal.attacker
+    size = rehearsal.script.shape[2]
+    kinds = {True: spare[holds[spare]], False: spare[~holds[spare]]}
+    template = transcript.setting.template()
+    found, labels = [], []
+    picked = sorted(rng.choice(rounds, size=min(len(rounds), max(1, batches // 4)), replace=False).tolist())
+    for round in picked:
+        broadcast = transcript[round].broadcast
+        model = blinded(template, broadcast)
+        for kind in (True, False) * (batches // len(picked) // 2):
+            index = torch.from_numpy(rng.choice(kinds[kind], size=size, replace=size > len(kinds[kind])))
+            grads = gradients(model, dataset.x_train[index], dataset.y_train[index])
+            found.append(lift(broadcast.plan, {name: grad.detach() for name, grad in grads.items()}))
+            labels.append(kind)
+    return found, np.array(labels)
+
+
+def members(
+    model: Any, view: Any, dataset: Dataset, make: Callable[[int], Any], *, shadows: int, seed: int, tell: Tell
+) -> list[Finding]:
+    """Was an example in the training data: by the final model's loss, by LiRA, and by a client's noisy view of it."""
+    count = min(1000, len(dataset.y_test), len(dataset.y_train))
+    inside = torch.randperm(len(dataset.y_train), generator=torch.Generator().manual_seed(seed))[:count]
+    x = torch.cat([dataset.x_train[inside], dataset.x_test[:count]])
+    y = torch.cat([dataset.y_train[inside], dataset.y_test[:count]])
+    is_member = np.arange(2 * count) < count
+    tell("membership: shadow models")
+    trained = membership.shadows(make, x, y, shadows, LocalTraining(lr=0.05, epochs=10, batch_size=20), seed)
+    findings = []
+    for seat, what, judged in (("anyone", "final model", model), ("client", "a client's view of it", view)):
+        target = membership.confidences(judged, x, y)
+        attacks = {
+            "loss threshold": ("naive", membership.loss_threshold(target)),
+            "LiRA": ("adaptive", membership.lira(target, trained.inside, trained.outside)),
+        }
+        for name, (kind, scores) in attacks.items():
+            result = membership.judge(scores, is_member)
+            named: dict[str, Any] = {
+                "attack": f"{name} on the {what}" if seat == "anyone" else f"{name} on {what}",
+                "seat": seat, "attacker": kind, "target": "membership",
+                "budget": {"members": count, "non-members": count, "shadow models": shadows},
+            }  # fmt: skip
+            curve = Curve(named["attack"], *result.roc)
+            axes = ("false positive rate", "true positive rate")
+            findings += [
+                Finding(**named, measure="membership auc", value=result.auc, chance=0.5, curves=(curve,), axes=axes),
+                Finding(**named, measure="tpr at 1 % fpr", value=result.tpr_at_1_percent, chance=0.01),
+                Finding(**named, measure="tpr at 0.1 % fpr", value=result.tpr_at_01_percent, chance=0.001),
+            ]
+    return findings
+
+
+def _double(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.double() for name, tensor in tensors.items()}
+
+
+def _lifted_view(broadcast: Any) -> dict[str, Tensor]:
+    """The naive client's guess of W: every V lifted."""
+    return _double(lift(broadcast.plan, broadcast.tensors))
