@@ -422,16 +422,16 @@ def audit(
     write_atomic(page, report.page(found).encode())
     write_atomic(page.with_suffix(".json"), found.json().encode())
     table = Table(title=f"what leaked from {found.name}: the worst naive and the worst adaptive attack")
-    for heading in ("what", "who", "measure", "guessing", "naive", "adaptive"):
+    for heading in ("what", "who", "guessing", "naive", "adaptive"):
         table.add_column(heading, overflow="fold")
     for row in report.risk_rows(found):
         if row.measure not in MAIN_MEASURES:
             continue
         naive, adaptive = (
-            "\n".join(filter(None, (*value.rsplit(", ", 1), f"[bold]{word}")))
+            f"{value.split(' (')[0].split(',')[0]}\n[bold]{word.split(',')[0]}" if word else "–"
             for value, word in ((row.naive, row.naive_word), (row.adaptive, row.adaptive_word))
         )
-        table.add_row(row.target, row.seat, row.measure, row.guessing, naive, adaptive)
+        table.add_row(f"{row.target}\n{row.measure}", row.seat, row.guessing, naive, adaptive)
     console.print(table)
     console.print("An attack that failed proves nothing: a better one may not.")
     console.print(f"page     {page}", soft_wrap=True)

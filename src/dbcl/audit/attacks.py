@@ -13,7 +13,16 @@ from torch import Tensor
 from dbcl.audit import estimate, membership, pictures, properties
 from dbcl.audit.estimate import View, believed
 from dbcl.audit.findings import Curve, Finding
-from dbcl.audit.recover import Matching, Recovered, as_gradient, clear_label, gradients, recover
+from dbcl.audit.recover import (
+    FirstLayer,
+    Matching,
+    Recovered,
+    as_gradient,
+    clear_label,
+    first_layer,
+    gradients,
+    recover,
+)
 from dbcl.audit.rehearsal import VICTIM, Rehearsal, guess
 from dbcl.audit.score import Scores, others, score
 from dbcl.audit.theory import veil_cosine
@@ -22,7 +31,8 @@ from dbcl.blind import lift
 from dbcl.data import Dataset
 from dbcl.engines import LocalTraining
 from dbcl.errors import AuditError, ConfigError
-from dbcl.protocol import blinded
+from dbcl.protocol import Broadcast, blinded
+from dbcl.sketch import Identity
 
 OLD = 40
 """Rounds with so many after them are old: an attacker that goes backward has forgotten its first guess by then."""
@@ -148,6 +158,21 @@ def images(
             result = str(error).split("\n")[0]
         seats.setdefault(key, []).append(result)
 
+    def solve(seat: str, gradient: Mapping[str, Tensor], broadcast: Broadcast) -> None:
+        layer = dense_first_layer(broadcast, dataset.shape)
+        if layer is None:
+            return
+        began = perf_counter()
+        sketch = broadcast.sketches().get(f"{layer}weight") or Identity(int(np.prod(dataset.shape)))
+        shown = FirstLayer(gradient[f"{layer}weight"], gradient[f"{layer}bias"], sketch)
+        try:
+            image = first_layer([shown], dataset.shape, box=box).reshape(1, *dataset.shape)
+            label = clear_label(None, gradient[[name for name in gradient if name.endswith("bias")][-1]])
+            result: Recovered | str = Recovered(image, label, 0.0, (), (), perf_counter() - began)
+        except (ConfigError, ValueError) as error:
+            result = str(error)
+        seats.setdefault(("solving the first layer", seat, "adaptive"), []).append(result)
+
     for number, round in enumerate(rounds):
         seen, own = server[round], attacker[round]
         client = blinded(template, own.broadcast)
@@ -157,6 +182,7 @@ def images(
         plain = guess(template, dict(seen.weights))
         attempt(("matching the lifted update", "server", "naive"), plain, as_gradient(_double(lifted), lr), number)
         attempt(("matching through the sketch", "server", "adaptive"), client, as_gradient(_double(sent), lr), number)
+        solve("server", as_gradient(_double(sent), lr), own.broadcast)
         place = views[next(iter(views))].rounds.index(round)
         for name, changes in found.items():
             kind = ESTIMATORS[name][0]
@@ -167,10 +193,21 @@ def images(
             else:
                 target = _shaped(compact_changes(views, changes, place, setting.chosen), own.broadcast.tensors)
                 model = client
+                if name != "rewind" or setting.veil == 0:
+                    solve("client", as_gradient(target, lr), own.broadcast)
             attempt((f"matching on {name}", "client", kind), model, as_gradient(target, lr), number)
     return [
         finding for key, results in seats.items() for finding in _picture_findings(key, results, truth, labels, box)
     ]
+
+
+def dense_first_layer(broadcast: Broadcast, shape: Sequence[int]) -> str | None:
+    """The prefix of a first layer that is dense, has a bias and takes the whole picture; None where there is none."""
+    first = broadcast.plan.parts[0]
+    prefix = first.name.removesuffix("weight")
+    biased = any(part.name == f"{prefix}bias" for part in broadcast.plan.parts)
+    whole = len(first.shape) == 2 and first.shape[1] == int(np.prod(shape))
+    return prefix if first.name.endswith("weight") and biased and whole else None
 
 
 def _picture_findings(
@@ -390,6 +427,6 @@ def _double(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.double() for name, tensor in tensors.items()}
 
 
-def _lifted_view(broadcast: Any) -> dict[str, Tensor]:
+def _lifted_view(broadcast: Broadcast) -> dict[str, Tensor]:
     """The naive client's guess of W: every V lifted."""
     return _double(lift(broadcast.plan, broadcast.tensors))

@@ -349,8 +349,8 @@ class _Filter:
     ) -> tuple[Tensor, Tensor]:
         own = self.view.sketches[t].lift(self.view.own[t].to(self.dtype))
         state = (state + error @ gain.T).reshape(len(state), self.blocks, -1)
-        state = torch.einsum("ij,mjd->mid", self._steps(t), state) + self.enter[:, None] * own[:, None]
-        return state.flatten(1), self._spread(t, spread, gain, factor)
+        moved: Tensor = torch.einsum("ij,mjd->mid", self._steps(t), state) + self.enter[:, None] * own[:, None]
+        return moved.flatten(1), self._spread(t, spread, gain, factor)
 
     def _spread(self, t: int, spread: Tensor, gain: Tensor, factor: Tensor) -> Tensor:
         half = torch.linalg.solve_triangular(factor, gain.T, upper=False)
@@ -375,7 +375,8 @@ class _Filter:
                 spread = self._spread(t, spread, gain, factor)
 
     def _steps(self, t: int) -> Tensor:
-        return torch.linalg.matrix_power(self.step, self.view.gaps[t])
+        power: Tensor = torch.linalg.matrix_power(self.step, self.view.gaps[t])
+        return power
 
     def _transposed_step(self, t: int, r: Tensor) -> Tensor:
         back: Tensor = torch.einsum("ij,mid->mjd", self._steps(t), r.reshape(len(r), self.blocks, -1))
