@@ -91,6 +91,12 @@ def train(
     ] = None,
     momentum: Annotated[float | None, _option("Local momentum. Default 0.", CLIENT)] = None,
     proximal: Annotated[float | None, _option("FedProx's pull to what was sent. Default 0.1.", CLIENT)] = None,
+    update_clip: Annotated[
+        float | None, _option("Clients shorten their updates to this length. Default: they do not.", CLIENT)
+    ] = None,
+    update_noise: Annotated[
+        float | None, _option("Clients add normal noise, relative to --update-clip. Default 0.", CLIENT)
+    ] = None,
     cover: Annotated[
         str | None,
         _option(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dbcl.data import LOADERS
-from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine
+from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine, UpdateNoise
 from dbcl.errors import ConfigError
 from dbcl.protocol import Door, ServerOptimizer, adam, momentum, plain
 from dbcl.protocol.codec import WIRE_DTYPES
@@ -49,6 +49,9 @@ class RunConfig:
     lr_decay: float = 1.0
     momentum: float = 0.0
     proximal: float = 0.1
+    update_clip: float | None = None
+    update_noise: float = 0.0
+    """Noise that clients add to their updates, relative to `update_clip`, the length that they shorten them to."""
     # what hides
     cover: str | tuple[str, ...] = "hidden"
     sketch: str = "count-v1"
@@ -99,8 +102,11 @@ class RunConfig:
             raise ConfigError(f"server_lr must be above 0, got {self.server_lr}")
         if not 0 <= self.server_momentum < 1:
             raise ConfigError(f"server_momentum must be between 0 and 1, got {self.server_momentum}")
+        if self.update_noise and self.update_clip is None:
+            raise ConfigError("update_noise is relative to update_clip: set that, too")
         self.training()
         self.door()
+        self.noise()
 
     @property
     def per_round(self) -> int:
@@ -118,6 +124,10 @@ class RunConfig:
             momentum=self.momentum,
             proximal=self.proximal if self.algorithm == "fedprox" else 0.0,
         )
+
+    def noise(self) -> UpdateNoise | None:
+        """What a client does to its update before it sends it."""
+        return None if self.update_clip is None else UpdateNoise(self.update_clip, self.update_noise)
 
     def optimizer(self) -> ServerOptimizer:
         """What the server does with the average update."""

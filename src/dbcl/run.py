@@ -221,6 +221,7 @@ def _assemble(config: RunConfig, dataset: Dataset) -> tuple[Server, Engine]:
         fraction=config.fraction,
         seed=seed,
     )
+    engine.noise = config.noise()
     if isinstance(engine, StackedEngine):
         engine.precision = config.precision
     return server, engine

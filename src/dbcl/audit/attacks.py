@@ -45,6 +45,10 @@ ESTIMATORS: dict[str, tuple[str, Callable[[View, float], list[Tensor]]]] = {
     "option II": ("naive", lambda view, rho: list(estimate.option_2(view))),
     "rewind": ("adaptive", lambda view, rho: estimate.rewind(view)),
     "smoother": ("adaptive", lambda view, rho: estimate.smoother(view, believed(view, rho))),
+    "smoother, sizes fitted": (
+        "adaptive",
+        lambda view, rho: estimate.smoother(view, estimate.fitted(view, believed(view, max(rho, 1e-3)))),
+    ),
     "shaped smoother": ("adaptive", lambda view, rho: estimate.shaped_smoother(view, believed(view, rho))),
 }
 
@@ -85,7 +89,7 @@ def updates(transcript: Transcript, truth: Truth, found: Mapping[str, Changes], 
         findings.append(
             Finding(
                 name, "client", attacker, "update", "cosine", scores[worst].typical(oldest), low, high, 0.0, budget,
-                note=note, curves=curves, axes=("rounds seen after it", "cosine with the others' update"),
+                note=note, curves=curves, axes=("rounds seen after it", "cosine with the update"),
             )
         )  # fmt: skip
         error = scores[worst].typical_error(oldest)
@@ -139,21 +143,27 @@ def images(
     rounds: Sequence[int],
     settings: Matching,
     tell: Tell,
+    *,
+    inverting: Matching | None = None,
 ) -> list[Finding]:
-    """Bring back the victim's single pictures, from the server's seat and from the attacker's, naive and adaptive."""
+    """Bring back the victim's single pictures, from the server's seat and from the attacker's, naive and adaptive.
+
+    With `inverting` the server also tries these settings, such as those of Inverting Gradients.
+    """
     attacker, server = rehearsal.attacker, rehearsal.server
     setting, template = attacker.setting, attacker.setting.template().double()
     views, lr = estimate.views(attacker), setting.local.lr
     victims = [int(rehearsal.script[round, VICTIM, 0]) for round in rounds]
     truth, labels = dataset.x_train[victims].double(), dataset.y_train[victims]
     box = pictures.span(dataset)
-    settings = replace(settings, box=box)
     seats: dict[tuple[str, str, str], list[Recovered | str]] = {}
 
-    def attempt(key: tuple[str, str, str], model: Any, target: Mapping[str, Tensor], number: int) -> None:
+    def attempt(
+        key: tuple[str, str, str], model: Any, target: Mapping[str, Tensor], number: int, how: Matching = settings
+    ) -> None:
         tell(f"pictures, {key[1]}'s seat, {key[0]}: {number + 1} of {len(rounds)}")
         try:
-            result: Recovered | str = recover(model, target, dataset.shape, None, 1, settings, seed=number)
+            result: Recovered | str = recover(model, target, dataset.shape, None, 1, replace(how, box=box), seed=number)
         except (ConfigError, ValueError, RuntimeError) as error:
             result = str(error).split("\n")[0]
         seats.setdefault(key, []).append(result)
@@ -182,6 +192,9 @@ def images(
         plain = guess(template, dict(seen.weights))
         attempt(("matching the lifted update", "server", "naive"), plain, as_gradient(_double(lifted), lr), number)
         attempt(("matching through the sketch", "server", "adaptive"), client, as_gradient(_double(sent), lr), number)
+        if inverting is not None:
+            key = ("inverting gradients through the sketch", "server", "adaptive")
+            attempt(key, client, as_gradient(_double(sent), lr), number, inverting)
         solve("server", as_gradient(_double(sent), lr), own.broadcast)
         place = views[next(iter(views))].rounds.index(round)
         for name, changes in found.items():
@@ -331,8 +344,12 @@ def _detect(
     sizes = np.concatenate([np.full(own[0][n].numel(), i) for i, n in enumerate(names)])
     extra = [max(0.0, float(noisy[:, sizes == i].var() - clean[:, sizes == i].var())) for i in range(len(names))]
     train = properties.Samples(clean, labels)
+    sizes_of = properties.magnitudes
     learners: dict[str, Callable[[], NDArray[np.float64]]] = {
         "matched filter": lambda: properties.matched_filter(train, noisy, np.array(extra)[sizes]),
+        "matched filter (magnitudes)": lambda: properties.matched_filter(
+            properties.Samples(sizes_of(clean), labels), sizes_of(noisy), 0.0
+        ),
         "random forest": lambda: properties.forest(
             properties.Samples(np.stack([properties.melis(row, vectors=True) for row in own_only(own, names)]), labels),
             np.stack([properties.melis(row, vectors=True) for row in test]),
@@ -343,11 +360,10 @@ def _detect(
     for learner, run in learners.items():
         began = perf_counter()
         result = properties.judge(run(), truth, seed)
-        curve = Curve(f"{learner} on {name}", *result.roc)
-        attacker = "naive" if learner == "random forest" and kind == "naive" else kind
+        curve = Curve("", *result.roc)
         findings.append(
             Finding(
-                f"{learner} on {name}", seat, attacker, "property", "auc", result.auc, result.low, result.high, 0.5,
+                f"{learner} on {name}", seat, kind, "property", "auc", result.auc, result.low, result.high, 0.5,
                 {"own batches": len(own), "tested rounds": len(truth), "seconds": round(perf_counter() - began, 1)},
                 curves=(curve,), axes=("false positive rate", "true positive rate"),
             )
@@ -413,7 +429,7 @@ def members(
                 "seat": seat, "attacker": kind, "target": "membership",
                 "budget": {"members": count, "non-members": count, "shadow models": shadows},
             }  # fmt: skip
-            curve = Curve(named["attack"], *result.roc)
+            curve = Curve("", *result.roc)
             axes = ("false positive rate", "true positive rate")
             findings += [
                 Finding(**named, measure="membership auc", value=result.auc, chance=0.5, curves=(curve,), axes=axes),

@@ -90,6 +90,7 @@ def rehearse(
         Scripted(lr=config.lr, batch_size=batch, steps=1, script=script),
         seed=seeds.fresh(),
     )
+    engine.noise = config.noise()
     engine.watch = Recorder(folder, [str(ATTACKER), "server"], server, known)
     for number in range(rounds):
         engine.play_round()

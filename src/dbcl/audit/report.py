@@ -617,7 +617,8 @@ def _plot(target: str, labels: tuple[str, str], group: Sequence[Finding]) -> str
         points = _points(curve, 1e-4 if log else -math.inf)
         axes.plot(*points, color=colour, linestyle=style, linewidth=1.7, marker="o" if len(points[0]) == 1 else None)
         sign = f"<span class='sign'><i style='border-top-color:{colour};border-top-style:{style}'></i></span>"
-        keys.append(f"<li>{sign}{_e(f'{finding.attack} ({finding.seat}, {finding.attacker}): {curve.label}')}</li>")
+        named = f"{finding.attack} ({finding.seat}, {finding.attacker})"
+        keys.append(f"<li>{sign}{_e(f'{named}: {curve.label}' if curve.label else named)}</li>")
     if roc:
         ends = [10 ** (-4 + 4 * step / 50) for step in range(51)] if log else [0.0, 1.0]
         axes.plot(ends, ends, color=MUTED, linewidth=1, linestyle="dotted")

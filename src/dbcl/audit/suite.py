@@ -45,7 +45,10 @@ class Budget:
 
 
 QUICK = Budget(60, 16, 2, 200, 80, 4, ("option I", "rewind", "smoother"))
-FULL = Budget(200, 32, 5, 600, 400, 16, ("option I", "option II", "rewind", "smoother", "shaped smoother"))
+FULL = Budget(
+    200, 32, 5, 600, 400, 16,
+    ("option I", "option II", "rewind", "smoother", "smoother, sizes fitted", "shaped smoother"),
+)  # fmt: skip
 
 
 def audit(
@@ -158,7 +161,8 @@ def pictures_part(
     found = attacks.estimates(rehearsal.attacker, names, tell)
     matching = Matching(steps=budget.steps, restarts=1 if budget is QUICK else 3, tv=1e-3 if config.veil else 0.0)
     picked = list(range(budget.pictures))
-    findings = attacks.images(rehearsal, dataset, found, picked, matching, tell)
+    inverting = None if budget is QUICK else Matching("cosine", steps=4 * budget.steps, restarts=1, tv=0.1)
+    findings = attacks.images(rehearsal, dataset, found, picked, matching, tell, inverting=inverting)
     return [*findings, attacks.clear_labels(rehearsal, dataset, list(range(rounds - 1)))]
 
 

@@ -2,19 +2,49 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dbcl import seeds
 from dbcl.engines.training import LocalTraining
 from dbcl.errors import ConfigError
-from dbcl.protocol import Broadcast, RoundReport, Server, Update, encoded_size
+from dbcl.protocol import Broadcast, RoundReport, Server, Update, decode_update, encoded_size
 
 Watch = Callable[[Broadcast, Sequence[int], Sequence[Update | bytes]], None]
 """Is told of every closed round: what was sent, who took part, what they answered."""
+
+
+@dataclass(frozen=True)
+class UpdateNoise:
+    """What a client may do to its update before it sends it: shorten it to `clip`, and add normal noise.
+
+    Each number gets noise of the deviation `multiplier` * `clip`: the Gaussian mechanism of differential privacy.
+    Nothing is accounted here, so this states no guarantee; it is there to be measured.
+
+    >>> UpdateNoise(clip=1.0, multiplier=0.01)(Update(0, "ab", {"w": torch.ones(4)}, 1), seed=bytes(32)).tensors["w"]
+    tensor([0.4968, 0.5031, 0.4780, 0.5274])
+    """
+
+    clip: float
+    multiplier: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.clip > 0 or not self.multiplier >= 0:
+            raise ConfigError(f"update_clip must be above 0 and update_noise 0 or more, got {self}")
+
+    def __call__(self, answer: Update | bytes, *, seed: bytes) -> Update:
+        update = decode_update(answer) if isinstance(answer, bytes) else answer
+        length = float(torch.stack([tensor.double().square().sum() for tensor in update.tensors.values()]).sum().sqrt())
+        scale = min(1.0, self.clip / length) if length > 0 else 1.0
+        tensors = {}
+        for name, tensor in update.tensors.items():
+            drawn = torch.from_numpy(seeds.normals(seed, "update-noise-v1", name, n=tensor.numel())).to(tensor)
+            tensors[name] = tensor * scale + self.multiplier * self.clip * drawn.reshape(tensor.shape)
+        return replace(update, tensors=tensors)
 
 
 @dataclass(frozen=True)
@@ -43,10 +73,12 @@ class Engine(ABC):
 
     `template` is a client's own copy of the network; its weights are replaced by what the server sends. `shards` says
     which of the examples `x`, `y` each client holds. An engine decides only how the chosen clients are trained. `watch`
-    may be set to something that records the rounds, such as `dbcl.audit.transcript.Recorder`.
+    may be set to something that records the rounds, such as `dbcl.audit.transcript.Recorder`, and `noise` to what
+    clients do to their updates before they send them.
     """
 
     watch: Watch | None = None
+    noise: UpdateNoise | None = None
 
     def __init__(
         self,
@@ -68,7 +100,10 @@ class Engine(ABC):
         """Play one round: broadcast, train the chosen clients, collect, step."""
         broadcast = self.server.open_round()
         chosen = participants(len(self.shards), self.fraction, seed=self.seed, round=broadcast.round)
-        answers = self.answers(broadcast, chosen)
+        answers: Sequence[Update | bytes] = self.answers(broadcast, chosen)
+        if self.noise is not None:
+            keys = [seeds.derive(self.seed, "noise", broadcast.round, client) for client in chosen]
+            answers = [self.noise(answer, seed=key) for answer, key in zip(answers, keys, strict=True)]
         report = self.server.close_round(answers)
         if self.watch is not None:
             self.watch(broadcast, chosen, answers)

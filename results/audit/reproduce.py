@@ -1,0 +1,254 @@
+"""The figures of docs/threat-model.md, from the library's own attacks.
+
+    python results/audit/reproduce.py updates       options, rewind and smoother on the paper's setting (MNIST)
+    python results/audit/reproduce.py pictures      one picture, from the server's and a client's seat (MNIST, CIFAR-10)
+    python results/audit/reproduce.py properties    a property of a batch (LFW)
+    python results/audit/reproduce.py theory        the paper's theorems and the veil's formula, against simulation
+    python results/audit/reproduce.py veil          all of it against the size of the veil (embedded digits)
+
+Each writes a JSON file beside this one and prints its table. DBCL_DATA says where the datasets lie.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from dbcl import blinded, data, models
+from dbcl.audit import attacks, estimate, pictures, theory
+from dbcl.audit.recover import Matching, as_gradient, gradients, recover
+from dbcl.audit.rehearsal import Rehearsal, drawn, rehearse
+from dbcl.audit.score import score
+from dbcl.audit.suite import FULL, property_script
+from dbcl.blind import lift
+from dbcl.config import RunConfig, preset
+from dbcl.protocol import Server
+from dbcl.run import Run
+
+HERE = Path(__file__).parent
+
+
+def quiet(text: str) -> None:
+    """Say what is being done, on one line."""
+    print(f"\r{text:<90}", end="", file=sys.stderr, flush=True)
+
+
+def write(name: str, rows: Any, began: float) -> None:
+    """Write one table."""
+    facts = {"command": f"python results/audit/reproduce.py {name}", "torch": torch.__version__}
+    body = {**facts, "seconds": round(perf_counter() - began), "results": rows}
+    (HERE / f"{name}.json").write_text(json.dumps(body, indent=1) + "\n")
+    print(f"\n{json.dumps(rows, indent=1)}")
+
+
+def cosines(rehearsal: Rehearsal, names: list[str], oldest: int) -> tuple[dict[str, Any], dict[str, attacks.Changes]]:
+    """Median cosine and error of every estimator, for each sketched tensor."""
+    views = estimate.views(rehearsal.attacker)
+    found = attacks.estimates(rehearsal.attacker, names, quiet)
+    table: dict[str, Any] = {}
+    for name, changes in found.items():
+        for tensor, guesses in changes.items():
+            view = views[tensor]
+            if view.sketches[0].width < view.dim:
+                each = score(rehearsal.truth, view, guesses)
+                cosine, error = each.typical(oldest), each.typical_error(oldest)
+                table.setdefault(name, {})[tensor] = {"cosine": round(cosine, 4), "error": float(f"{error:.3g}")}
+    return table, found
+
+
+def updates(scratch: Path) -> Any:
+    dataset = data.load("mnist")
+    config = preset("paper", data="mnist", lr=0.01)
+    script = drawn(np.arange(len(dataset.y_train)), (150, 2, 32), 0)
+    rehearsal = rehearse(config, dataset, script, scratch)
+    return cosines(rehearsal, ["option I", "option II", "rewind", "smoother"], 40)[0]
+
+
+def one_picture(name: str, index: int, number: int, steps: int, tv: float) -> dict[str, float]:
+    """A single picture from the server's seat: no sketch, the paper's attacker, and one that knows the sketch."""
+    dataset = data.load(name)
+    x, y = dataset.x_test[index : index + 1].double(), dataset.y_test[index : index + 1]
+    box, shape = pictures.span(dataset), dataset.shape
+    model, template = (models.build("dlg-lenet", shape=shape, seed=seed).double() for seed in (number, 99))
+    broadcast = Server(model, veil=0, ratio=2).open_round()
+    client = blinded(template, broadcast)
+    plain, sketched = gradients(model, x, y), gradients(client, x, y)
+    sketched = {key: value.detach() for key, value in sketched.items()}
+    adaptive = Matching(steps=steps, box=box, tv=tv, restarts=3 if tv == 0 else 1)
+    sides = {
+        "no sketch": (model, plain, adaptive),
+        "the paper's attacker": (model, lift(broadcast.plan, sketched), Matching(steps=600, restarts=1, box=box)),
+        "adaptive": (client, sketched, adaptive),
+    }
+    found = {}
+    for side, (attacked, target, settings) in sides.items():
+        quiet(f"{name}, picture {number}: {side}")
+        result = recover(attacked, target, shape, None, 1, settings, seed=number)
+        found[side] = float(pictures.psnr(result.images, x, box)[0])
+    return found
+
+
+def client_pictures(config: RunConfig, dataset: data.Dataset, scratch: Path, estimator: str, count: int) -> list[float]:
+    """A victim's single pictures from a client's seat, through an estimator."""
+    script = drawn(np.arange(len(dataset.y_train)), (48 + count, 2, 1), 5)
+    rehearsal = rehearse(config, dataset, script, scratch)
+    found = attacks.estimates(rehearsal.attacker, [estimator], quiet)[estimator]
+    views = estimate.views(rehearsal.attacker)
+    template, box, values = rehearsal.attacker.setting.template().double(), pictures.span(dataset), []
+    for number in range(count):
+        quiet(f"a client's seat, {estimator}, veil {config.veil}: picture {number}")
+        broadcast = rehearsal.attacker[number].broadcast
+        changes = attacks.compact_changes(views, found, number, 2)
+        target = {name: change.reshape(broadcast.tensors[name].shape) for name, change in changes.items()}
+        noisy = config.veil > 0
+        settings = Matching(steps=600, box=box, tv=0.1 if noisy else 0.0, fade=not noisy, restarts=1 if noisy else 3)
+        client = blinded(template, broadcast)
+        result = recover(client, as_gradient(target, config.lr), dataset.shape, None, 1, settings, seed=number)
+        truth = dataset.x_train[script[number, 1]].double()
+        values.append(float(pictures.psnr(result.images, truth, box)[0]))
+    return values
+
+
+def batch(count: int) -> list[dict[str, float]]:
+    """Several pictures at once, from the server's seat."""
+    dataset = data.load("mnist")
+    x, y = dataset.x_test[:count].double(), dataset.y_test[:count]
+    model, template = (models.build("dlg-lenet", shape=dataset.shape, seed=seed).double() for seed in (0, 99))
+    broadcast = Server(model, veil=0, ratio=2).open_round()
+    client = blinded(template, broadcast)
+    target = {key: value.detach() for key, value in gradients(client, x, y).items()}
+    quiet(f"{count} pictures at once")
+    settings = Matching(steps=2000, box=pictures.span(dataset), restarts=1, label="known")
+    result = recover(client, target, dataset.shape, y, count, settings, seed=0)
+    return [{"adaptive": float(value)} for value in pictures.psnr(result.images, x, pictures.span(dataset))]
+
+
+def pictures_(scratch: Path) -> Any:
+    rows = [one_picture("mnist", 37 * number, number, 1000, 0.0) for number in range(5)]
+    table: dict[str, Any] = {"MNIST, server's seat": summary(rows)}
+    rows = [one_picture("cifar10", 37 * number, number, 2000, 1.0) for number in range(3)]
+    table["CIFAR-10, server's seat, with a prior"] = summary(rows)
+    for count in (2, 4):
+        table[f"MNIST, server's seat, {count} pictures at once, labels known"] = summary(batch(count))
+    config = preset("paper", data="mnist", model="dlg-lenet", lr=0.1)
+    values = client_pictures(config, data.load("mnist"), scratch, "rewind", 3)
+    table["MNIST, a client's seat on top of rewind"] = summary([{"adaptive": value} for value in values])
+    return table
+
+
+def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
+    table = {}
+    for side in rows[0]:
+        each = [round(row[side], 1) for row in rows]
+        table[side] = {"median dB": float(np.median(each)), "each": each}
+    return table
+
+
+def aucs(
+    rehearsal: Rehearsal, dataset: data.Dataset, holds: Any, spare: Any, found: Any, batches: int
+) -> dict[str, str]:
+    rows = attacks.property_findings(rehearsal, dataset, holds, spare, found, batches=batches, seed=0, tell=quiet)
+    return {f"{row.attack}, {row.seat}'s seat": f"{row.value:.3f} ({row.low:.2f} to {row.high:.2f})" for row in rows}
+
+
+def properties(scratch: Path) -> Any:
+    dataset = data.load("lfw")
+    holds, spare, script = property_script("lfw", dataset, FULL, 2, 0, None)
+    table: dict[str, Any] = {}
+    for name, names in (("plain", ["option I"]), ("paper", ["option I", "rewind", "smoother"])):
+        config = preset(name, data="lfw", model="lfw-cnn", lr=0.01)
+        quiet(f"{name}: rehearsal")
+        rehearsal = rehearse(config, dataset, script, scratch / name)
+        found = attacks.estimates(rehearsal.attacker, names, quiet)
+        table[name] = aucs(rehearsal, dataset, holds, spare, found, 240)
+    return table
+
+
+def veil(scratch: Path) -> Any:
+    dataset = data.load("digits")
+    table: dict[str, Any] = {}
+    for rho in (0.0, 0.05, 0.2, 0.5):
+        config = preset("paper", lr=0.01, veil=rho)
+        row: dict[str, Any] = {}
+        for clients in (2, 10):
+            holds, spare, script = property_script("digits", dataset, FULL, clients, 0, None)
+            rehearsal = rehearse(config, dataset, script, scratch / f"{rho}-{clients}")
+            names = ["smoother", "shaped smoother"] if clients == 2 else ["smoother"]
+            scores, found = cosines(rehearsal, names, 40)
+            if clients == 2:
+                views = estimate.views(rehearsal.attacker)
+                row["cosine"] = {name: {t: s["cosine"] for t, s in each.items()} for name, each in scores.items()}
+                row["formula"] = {
+                    tensor: round(attacks.predicted(rehearsal.attacker, rehearsal.truth, views[tensor]), 4)
+                    for tensor in scores["smoother"]
+                }
+            row[f"property AUC, {clients} clients"] = aucs(rehearsal, dataset, holds, spare, found, 400)
+        picture = preset("paper", model="dlg-lenet", lr=0.1, veil=rho)
+        values = client_pictures(picture, dataset, scratch / f"{rho}-p", "rewind" if rho == 0 else "smoother", 3)
+        row["client's picture, dB"] = summary([{"each": value} for value in values])["each"]
+        quiet(f"veil {rho}: accuracy")
+        run = Run.start(preset("paper", veil=rho, rounds=200, fixed_secrets=True), scratch / f"{rho}-run")
+        row["accuracy after 200 rounds"] = [metrics.accuracy for metrics in run.play()][-1]
+        table[str(rho)] = row
+        draw(table)
+    return table
+
+
+def theory_(scratch: Path) -> Any:
+    checks = [theory.simulate_veil(kappa, rounds=20_000, seed=8) for kappa in (0.3, 1.0, 3.0, 10.0)]
+    for scheme in ("count-v1", "count-hashed-v1", "sampling-v1"):
+        checks.append(theory.simulate_option_one(scheme, dout=6, dim=24, width=12, draws=4000, seed=1))
+        checks.append(theory.simulate_linear(scheme, dout=6, dim=24, width=12, draws=4000, seed=2))
+        checks += theory.simulate_unbiased(scheme, dim=6, width=3, draws=20_000, seed=3)[:1]
+    checks.append(theory.simulate_listing(dim=5, ratio=2, draws=4000, seed=4))
+    return {check.name: f"{check.measured:.4g} +- {check.error:.2g}, formula {check.predicted:.4g}" for check in checks}
+
+
+def draw(table: dict[str, Any]) -> None:
+    """The trade-off as one picture: what leaks against the size of the veil."""
+    rhos = [float(rho) for rho in table]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    first = next(iter(next(iter(table.values()))["formula"]))
+    lines = {
+        "smoother": [row["cosine"]["smoother"][first] for row in table.values()],
+        "shaped smoother": [row["cosine"]["shaped smoother"][first] for row in table.values()],
+        "formula": [row["formula"][first] for row in table.values()],
+    }
+    for name, values in lines.items():
+        left.plot(rhos, values, "o--" if name == "formula" else "o-", label=name)
+    left.set(xlabel="veil, relative to the weights", ylabel=f"cosine with the other's update, {first}", ylim=(0, 1.03))
+    for clients in (2, 10):
+        for learner in ("matched filter", "random forest"):
+            key = f"{learner} on smoother, client's seat"
+            values = [float(row[f"property AUC, {clients} clients"][key].split()[0]) for row in table.values()]
+            right.plot(
+                rhos, values, "o-" if learner == "matched filter" else "o:", label=f"{learner}, {clients} clients"
+            )
+    right.plot(rhos, [row["accuracy after 200 rounds"] for row in table.values()], "k.-", label="accuracy")
+    right.set(xlabel="veil, relative to the weights", ylabel="AUC of the property; accuracy", ylim=(0.4, 1.03))
+    for axes in (left, right):
+        axes.legend(fontsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(HERE / "veil.png", dpi=110)
+
+
+PARTS = {"updates": updates, "pictures": pictures_, "properties": properties, "theory": theory_, "veil": veil}
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or sys.argv[1] not in PARTS:
+        raise SystemExit(__doc__)
+    began = perf_counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        write(sys.argv[1], PARTS[sys.argv[1]](Path(scratch)), began)
+
+
+if __name__ == "__main__":
+    main()

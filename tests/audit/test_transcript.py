@@ -1,0 +1,381 @@
+"""A transcript holds what crossed the wire to and from one party, byte for byte, and nothing that it could not see."""
+
+import copy
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from contracts.secrecy import leaks
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import dbcl
+from dbcl import cli
+from dbcl.audit import attacks, estimate
+from dbcl.audit.score import score
+from dbcl.audit.transcript import Recorder, Setting, Transcript, Truth, summed
+from dbcl.engines import LocalEngine, LocalTraining, StackedEngine
+from dbcl.engines.engine import Engine, participants
+from dbcl.errors import AuditError, ConfigError
+from dbcl.protocol import Broadcast, Update, momentum
+
+SEED = bytes(range(32))
+CLIENTS = 4
+TRAINING = LocalTraining(lr=0.1, batch_size=4)
+EVERYBODY = ("0", "1", "2", "3", "server", "server-sum")
+COVERED = "0.weight"
+
+
+class Recording:
+    """A small run that is recorded, with a second pair of eyes: `crossed` is (round, broadcast, {client: answer})."""
+
+    def __init__(
+        self,
+        folder: Path,
+        kind: type[Engine] = LocalEngine,
+        *,
+        fraction: float = 1.0,
+        parties: Sequence[str] = EVERYBODY,
+        dtype: torch.dtype = torch.float64,
+        **settings: Any,
+    ) -> None:
+        self.folder, self.parties = folder, parties
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
+            x, y = torch.randn(40, 12, dtype=dtype), torch.arange(40) % 3
+        self.server = dbcl.Server(net, experiment_seed=0, **settings)
+        shards = [np.arange(0, 12), np.arange(12, 20), np.arange(20, 32), np.arange(32, 40)]
+        self.engine = kind(self.server, copy.deepcopy(net), x, y, shards, TRAINING, fraction=fraction, seed=SEED)
+        chosen = len(participants(CLIENTS, fraction, seed=SEED, round=0))
+        self.setting = Setting("net", (1, 1, 12), 3, asdict(TRAINING), CLIENTS, chosen, veil=settings.get("veil", 0.2))
+        self.crossed: dict[int, tuple[bytes, dict[int, bytes]]] = {}
+        self.before: list[dict[str, Tensor]] = []
+        self.record()
+
+    def record(self) -> None:
+        recorder = Recorder(self.folder, self.parties, self.server, self.setting)
+
+        def watch(broadcast: Broadcast, chosen: Sequence[int], answers: Sequence[Update | bytes]) -> None:
+            sent = [answer if isinstance(answer, bytes) else dbcl.encode(answer) for answer in answers]
+            self.crossed[broadcast.round] = dbcl.encode(broadcast), dict(zip(chosen, sent, strict=True))
+            recorder(broadcast, chosen, answers)
+
+        self.engine.watch = watch
+
+    def play(self, rounds: int) -> "Recording":
+        for _ in range(rounds):
+            weights = self.server.model.state_dict()
+            self.before.append({name: tensor.detach().clone() for name, tensor in weights.items()})
+            self.engine.play_round()
+        return self
+
+    def of(self, party: str) -> Transcript:
+        return Transcript(self.folder / party)
+
+
+def raw(transcript: Transcript, round: int) -> dict[str, Any]:
+    """A round's file as it is: messages as bytes, weights as tensors."""
+    held = safetensors.torch.load_file(transcript.folder / f"{round:06d}.safetensors")
+    return {name: t if name.startswith("weights/") else t.numpy().tobytes() for name, t in held.items()}
+
+
+ENGINES = pytest.mark.parametrize("kind", [LocalEngine, StackedEngine])
+
+
+@ENGINES
+@pytest.mark.parametrize("veil", [0.0, 0.2])
+def test_a_client_has_the_broadcasts_and_its_own_updates_byte_for_byte(
+    tmp_path: Path, kind: type[Engine], veil: float
+) -> None:
+    run = Recording(tmp_path, kind, veil=veil, dtype=torch.float32).play(3)
+    for client in range(CLIENTS):
+        transcript = run.of(f"client-{client}")
+        assert transcript.client == str(client)
+        assert transcript.rounds == [0, 1, 2]
+        assert len(transcript) == 3
+        assert transcript.setting == run.setting
+        for round, (broadcast, answers) in run.crossed.items():
+            assert raw(transcript, round) == {"broadcast": broadcast, f"update/{client}": answers[client]}
+            seen = transcript[round]
+            assert dbcl.encode(seen.broadcast) == broadcast
+            assert {who: dbcl.encode(each) for who, each in seen.updates.items()} == {str(client): answers[client]}
+            assert seen.weights is None
+            assert seen.round == round
+        assert [seen.round for seen in transcript] == [0, 1, 2]
+
+
+@ENGINES
+def test_the_server_has_everybodys_update_and_its_own_weights(tmp_path: Path, kind: type[Engine]) -> None:
+    run = Recording(tmp_path, kind).play(2)
+    transcript = run.of("server")
+    assert transcript.client is None
+    for round, (broadcast, answers) in run.crossed.items():
+        seen = transcript[round]
+        assert dbcl.encode(seen.broadcast) == broadcast
+        assert {who: dbcl.encode(each) for who, each in seen.updates.items()} == {
+            str(client): answer for client, answer in answers.items()
+        }
+        assert seen.weights is not None
+        assert seen.weights.keys() == run.before[round].keys()
+        assert all(torch.equal(tensor, run.before[round][name]) for name, tensor in seen.weights.items())
+
+
+@ENGINES
+def test_under_secure_aggregation_the_server_has_only_the_average(tmp_path: Path, kind: type[Engine]) -> None:
+    run = Recording(tmp_path, kind).play(2)
+    for round, (_, answers) in run.crossed.items():
+        seen = run.of("server-sum")[round]
+        assert list(seen.updates) == ["sum"]
+        decoded = [dbcl.decode_update(answer) for answer in answers.values()]
+        examples = torch.tensor([float(each.examples) for each in decoded], dtype=torch.float64)
+        assert len(set(examples.tolist())) > 1
+        total = seen.updates["sum"]
+        assert total.examples == examples.sum()
+        assert total.round == round
+        for name, tensor in total.tensors.items():
+            every = torch.stack([each.tensors[name] for each in decoded])
+            torch.testing.assert_close(tensor, torch.tensordot(examples / examples.sum(), every, dims=1))
+        parts = {bytes(tensor.numpy().tobytes()) for each in decoded for tensor in each.tensors.values()}
+        whole = (run.folder / "server-sum" / f"{round:06d}.safetensors").read_bytes()
+        assert not any(part in whole for part in parts)
+
+
+def test_a_client_that_is_not_chosen_sees_nothing_of_the_round(tmp_path: Path) -> None:
+    run = Recording(tmp_path, fraction=0.5).play(14)
+    chosen = {round: sorted(answers) for round, (_, answers) in run.crossed.items()}
+    assert all(len(clients) == 2 for clients in chosen.values())
+    truth = Truth(tmp_path)
+    assert {round: truth.chosen(round) for round in range(14)} == chosen
+    for client in range(CLIENTS):
+        transcript = run.of(f"client-{client}")
+        assert transcript.rounds == [round for round, clients in chosen.items() if client in clients]
+        assert 0 < len(transcript) < 14
+        missed = next(round for round in range(14) if round not in transcript.rounds)
+        with pytest.raises(AuditError, match=f"round {missed} cannot be read"):
+            transcript[missed]
+        view = estimate.views(transcript)[COVERED]
+        assert view.rounds == tuple(transcript.rounds)
+        assert [a + gap for a, gap in zip(view.rounds, view.gaps, strict=True)][:-1] == list(view.rounds[1:])
+    assert run.of("server").rounds == list(range(14))
+    assert all(sorted(seen.updates) == [str(c) for c in chosen[seen.round]] for seen in run.of("server"))
+
+
+def test_both_engines_record_the_same(tmp_path: Path) -> None:
+    one, two = (
+        Recording(tmp_path / kind.__name__, kind, fraction=0.5).play(5) for kind in (LocalEngine, StackedEngine)
+    )
+    for party in ("client-0", "client-1", "client-2", "client-3", "server", "server-sum"):
+        first, second = one.of(party), two.of(party)
+        assert first.rounds == second.rounds
+        for a, b in zip(first, second, strict=True):
+            assert a.broadcast.plan == b.broadcast.plan
+            assert a.updates.keys() == b.updates.keys()
+            pairs = [(a.broadcast.tensors, b.broadcast.tensors), (a.weights or {}, b.weights or {})]
+            pairs += [(a.updates[who].tensors, b.updates[who].tensors) for who in a.updates]
+            for mine, other in pairs:
+                torch.testing.assert_close(dict(mine), dict(other), rtol=0, atol=1e-10)
+            assert [u.examples for u in a.updates.values()] == [u.examples for u in b.updates.values()]
+
+
+def test_the_truth_is_what_happened(tmp_path: Path) -> None:
+    run = Recording(tmp_path).play(4)
+    truth = Truth(tmp_path)
+    for round in range(4):
+        assert all(torch.equal(tensor, run.before[round][name]) for name, tensor in truth.weights(round).items())
+    now = run.server.model.state_dict()
+    assert all(torch.equal(tensor, now[name]) for name, tensor in truth.weights(4).items())
+    assert torch.equal(truth.change(1, 3)[COVERED], run.before[3][COVERED] - run.before[1][COVERED])
+
+
+@pytest.mark.parametrize("veil", [0.0, 0.2])
+def test_estimates_meet_the_truth_as_scored(tmp_path: Path, veil: float) -> None:
+    """Equal shares, so that a client's part is one in all chosen; with momentum, what the round put in counts."""
+    run = Recording(tmp_path, veil=veil, optimizer=momentum(0.5))
+    run.engine.shards = np.array_split(np.arange(40), CLIENTS)
+    run.setting = Setting(**{**asdict(run.setting), "momentum": 0.5})
+    run.record()
+    run.play(4)
+    view = estimate.views(run.of("client-1"))[COVERED]
+    sketch, answers = view.sketches[2], run.crossed[2][1]
+    others = sum(dbcl.decode_update(answer).tensors[COVERED] for who, answer in answers.items() if who != 1)
+    real = [torch.zeros(8, 12, dtype=torch.float64)] * 2 + [sketch.lift(others / CLIENTS)]
+    scores = score(Truth(tmp_path), view, real)
+    assert scores.cosines[2] == pytest.approx(1.0, abs=1e-9)
+    assert scores.errors[2] == pytest.approx(0.0, abs=1e-6)
+    assert scores.errors[0] == pytest.approx(1.0)
+    assert (scores.rounds, scores.lags) == ((0, 1, 2), (3, 2, 1))
+
+
+# --- going on with a recording --------------------------------------------------------------------------------------
+
+
+def test_a_resumed_recording_drops_later_rounds_and_goes_on(tmp_path: Path) -> None:
+    whole = Recording(tmp_path / "whole", fraction=0.75).play(7)
+    run = Recording(tmp_path / "parts", fraction=0.75).play(3)
+    saved = copy.deepcopy(run.server.state())
+    run.play(2)  # recorded, and then lost with the process
+    crossed = run.crossed
+    again = Recording(tmp_path / "other", fraction=0.75)
+    again.server.load_state(*saved)
+    again.folder = tmp_path / "parts"
+    again.record()
+    truth = Truth(again.folder)
+    assert again.of("server").rounds == [0, 1, 2]
+    for client in range(CLIENTS):
+        assert again.of(f"client-{client}").rounds == [r for r in range(3) if client in crossed[r][1]]
+    assert len(truth.weights(3)) == 4
+    with pytest.raises(AuditError, match="round 4 cannot be read"):
+        truth.weights(4)
+    again.play(4)
+    for party in ("client-0", "client-1", "client-2", "client-3", "server", "server-sum", "truth"):
+        left, right = (
+            {path.name: path.read_bytes() for path in (folder / party).iterdir()}
+            for folder in (whole.folder, again.folder)
+        )
+        assert left.keys() == right.keys()
+        assert [name for name in left if left[name] != right[name]] == []
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parties", "named"), [(["4"], "4"), (["0", "peer", "-1"], "peer, -1"), ([""], ""), ([], "none was named")]
+)
+def test_unknown_parties_are_refused_before_anything_is_written(tmp_path: Path, parties: list[str], named: str) -> None:
+    with pytest.raises(AuditError, match=f"no such party: {named}.*server, server-sum and of clients 0 to 3"):
+        Recording(tmp_path / "new", parties=parties)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_without_a_transcript_says_so(tmp_path: Path) -> None:
+    with pytest.raises(AuditError, match=r"holds no transcript: it has no setting\.json"):
+        Transcript(tmp_path)
+    Recording(tmp_path)
+    with pytest.raises(AuditError, match="client-0 holds no rounds"):
+        Transcript(tmp_path / "client-0")
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "gone"])
+def test_a_damaged_round_says_which(tmp_path: Path, damage: str) -> None:
+    run = Recording(tmp_path, parties=["0"]).play(3)
+    for party, read in (("client-0", run.of("client-0").__getitem__), ("truth", Truth(tmp_path).weights)):
+        path = tmp_path / party / "000001.safetensors"
+        data = path.read_bytes()
+        if damage == "gone":
+            path.unlink()
+        else:
+            path.write_bytes({"cut": data[: len(data) // 2], "empty": b"", "noise": bytes(range(256)) * 8}[damage])
+        with pytest.raises(AuditError, match=f"{party}: round 1 cannot be read"):
+            read(1)
+        read(0)
+        read(2)
+
+
+def test_only_a_client_that_saw_three_rounds_estimates(tmp_path: Path) -> None:
+    run = Recording(tmp_path).play(2)
+    with pytest.raises(AuditError, match="server: updates are estimated from a client's seat"):
+        estimate.views(run.of("server"))
+    with pytest.raises(AuditError, match="client-0 saw 2 rounds; estimating takes 3 or more"):
+        estimate.views(run.of("client-0"))
+    run.play(1)
+    assert set(estimate.views(run.of("client-0"))) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert list(estimate.views(run.of("client-0"), [COVERED])) == [COVERED]
+
+
+# --- secrecy --------------------------------------------------------------------------------------------------------
+
+
+def secrets(folder: Path, rounds: int) -> dict[str, Tensor]:
+    """W before every round, and how it changed in each."""
+    truth = Truth(folder)
+    found = {f"W before round {t}": truth.weights(t)[COVERED] for t in range(rounds + 1)}
+    return found | {f"change in round {t}": truth.change(t, t + 1)[COVERED] for t in range(rounds)}
+
+
+@pytest.mark.parametrize("veil", [0.0, 0.2])
+def test_a_clients_transcript_holds_no_covered_weight(tmp_path: Path, veil: float) -> None:
+    run = Recording(tmp_path, StackedEngine, veil=veil).play(4)
+    hidden = secrets(tmp_path, 4)
+    for client in range(CLIENTS):
+        transcript = run.of(f"client-{client}")
+        kept = [transcript, list(transcript), estimate.views(transcript)]
+        assert leaks(kept, hidden) == []
+        files = [path.read_bytes() for path in transcript.folder.rglob("*") if path.is_file()]
+        assert len(files) == 5
+        assert leaks(files, hidden) == []
+    assert len(leaks(list(run.of("server")), hidden)) >= 4  # the walk finds them where they are
+    assert leaks([path.read_bytes() for path in (tmp_path / "truth").iterdir()], hidden) != []
+
+
+NAMES = list(attacks.ESTIMATORS)
+
+
+@pytest.mark.parametrize("veil", [0.0, 0.2])
+def test_estimators_need_a_clients_own_folder_and_nothing_else(tmp_path: Path, veil: float) -> None:
+    run = Recording(tmp_path / "run", StackedEngine, veil=veil).play(6)
+    found = attacks.estimates(run.of("client-0"), NAMES)
+    scored = attacks.updates(run.of("client-0"), Truth(run.folder), found, lambda text: None)
+    assert {finding.attack for finding in scored} >= set(NAMES)
+    shutil.copytree(run.folder / "client-0", tmp_path / "alone" / "client-0")
+    shutil.rmtree(run.folder)
+    alone = Transcript(tmp_path / "alone" / "client-0")
+    again = attacks.estimates(alone, NAMES)
+    for name in NAMES:
+        for tensor, changes in found[name].items():
+            assert len(changes) == 5
+            assert all(torch.equal(a, b) for a, b in zip(changes, again[name][tensor], strict=True))
+    with pytest.raises(AuditError, match="truth: round 0 cannot be read"):
+        attacks.updates(alone, Truth(tmp_path / "alone"), again, lambda text: None)
+
+
+def test_a_sum_is_weighted_by_examples_and_reads_bytes() -> None:
+    one = Update(0, "ab", {"w": torch.ones(2)}, examples=1)
+    two = Update(0, "ab", {"w": torch.full((2,), 5.0)}, examples=3)
+    assert summed([dbcl.encode(one), two]).tensors["w"].tolist() == [4.0, 4.0]
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "160"})
+    if result.exception:
+        raise result.exception
+    return result.output
+
+
+def test_train_records_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small_net_to_record.py").write_text(
+        "from torch import nn\n"
+        "def make():\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.ReLU(), nn.Linear(8, 10))\n"
+    )
+    fresh = ["train", "--clients", "20", "--fraction", "0.5", "--model", "small_net_to_record:make", "--seed", "1"]
+    invoke(*fresh, "--rounds", "6", "--transcripts", "0,server", "--out", "whole")
+    invoke(*fresh, "--rounds", "4", "--transcripts", "0,server", "--out", "parts")
+    folder = Path("parts/transcripts")
+    assert {path.name for path in folder.iterdir()} == {"client-0", "server", "truth"}
+    assert Transcript(folder / "server").rounds == [0, 1, 2, 3]
+    invoke("train", "--resume", "parts", "--rounds", "6")
+    transcript = Transcript(folder / "client-0")
+    assert transcript.setting.clients == 20
+    assert transcript.setting.chosen == 10
+    assert (transcript.setting.momentum, transcript.setting.veil) == (0.5, 0.2)
+    taking_part = json.loads((folder / "truth" / "chosen.json").read_text())
+    assert transcript.rounds == [int(round) for round, clients in taking_part.items() if 0 in clients]
+    for path in Path("whole/transcripts").rglob("*.*"):
+        assert path.read_bytes() == (folder / path.relative_to("whole/transcripts")).read_bytes()
+    with pytest.raises(ConfigError, match="only --rounds and --target may change, not transcripts"):
+        invoke("train", "--resume", "parts", "--transcripts", "1")
+    with pytest.raises(AuditError, match="no such party: 20; transcripts can be of .* clients 0 to 19"):
+        invoke(*fresh, "--rounds", "1", "--transcripts", "20", "--out", "wrong")
