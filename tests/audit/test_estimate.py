@@ -91,7 +91,7 @@ def all_(rounds: int) -> tuple[int, ...]:
 
 
 def posterior(view: View, noise: Noise, *, known_range: bool = True, shape: tuple[Array, Array] | None = None) -> Array:
-    """E[changes | all that was seen] from the joint normal of W_0 and every round's unknown update: (seen - 1, rows, dim).
+    """E[changes | all that was seen] from the joint normal of W_0 and every round's update: (seen - 1, rows, dim).
 
     Every round is there on its own, those between two seen ones too. `shape` is (A, C): vec(U) ~ N(0, A x C) by rows.
     """
