@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ SMALL = suite.Budget(
     rounds=44, batch=8, pictures=1, steps=3, own_batches=24, shadows=4, estimators=("option I", "rewind", "smoother")
 )
 NET = "small_net_to_audit"
-TRAIN = """
+SOURCE = """
 from torch import nn
 
 def make():
@@ -33,12 +34,14 @@ def make():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_net(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A network that a configuration can name."""
+def small_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A network that a configuration can name, rounds that are old sooner, and no waiting for the disk."""
     folder = tmp_path_factory.mktemp("nets")
-    (folder / f"{NET}.py").write_text(TRAIN)
+    (folder / f"{NET}.py").write_text(SOURCE)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
+        patch.setattr(attacks, "OLD", 22)
+        patch.setattr("os.fsync", lambda descriptor: None)
         yield
 
 

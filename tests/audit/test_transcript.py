@@ -33,6 +33,11 @@ EVERYBODY = ("0", "1", "2", "3", "server", "server-sum")
 COVERED = "0.weight"
 
 
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
 class Recording:
     """A small run that is recorded, with a second pair of eyes: `crossed` is (round, broadcast, {client: answer})."""
 
