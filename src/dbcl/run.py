@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dbcl import data, models, seeds
-from dbcl.audit.transcript import Recorder, Setting
+from dbcl.audit.transcript import Recorder, Setting, check_parties
 from dbcl.config import ENGINES, RunConfig, from_toml
 from dbcl.data import Dataset
 from dbcl.engines import Engine, StackedEngine, evaluate
@@ -67,6 +67,8 @@ class Run:
         """Make a new run; the folder must not hold one already."""
         if (folder / "config.toml").exists():
             raise ConfigError(f"{folder} holds a run already; go on with --resume {folder}, or choose another --out")
+        if config.transcripts:
+            check_parties(config.transcripts, config.clients)
         run = cls(config, folder, data_dir)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "plan.txt", f"{run.server.plan}\n".encode())
@@ -167,6 +169,7 @@ def setting(config: RunConfig, dataset: Dataset) -> Setting:
         training=asdict(config.training()),
         clients=config.clients,
         chosen=config.per_round,
+        optimizer=config.server_optimizer,
         momentum=config.server_momentum if config.server_optimizer == "momentum" else 0.0,
         server_lr=config.server_lr or 1.0,
         veil=config.veil,

@@ -144,6 +144,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "server's step": {"lr": 0.5},
     "momentum": {"momentum": 0.6},
     "momentum and the server's step": {"momentum": 0.6, "lr": 0.5},
+    "gaps and momentum": {"seen": (0, 1, 4, 6, 7), "momentum": 0.6},
     "uneven buckets": {"dim": 7},
     "hashed": {"scheme": "count-hashed-v1"},
     "sampling": {"scheme": "sampling-v1"},

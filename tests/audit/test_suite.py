@@ -22,7 +22,7 @@ from dbcl.errors import AuditError, ConfigError
 from dbcl.run import Run
 
 SMALL = suite.Budget(
-    rounds=44, batch=8, pictures=1, steps=3, own_batches=24, shadows=4, estimators=("option I", "rewind", "smoother")
+    rounds=44, batch=8, pictures=1, steps=3, own_batches=1, shadows=4, estimators=("option I", "rewind", "smoother")
 )
 NET = "small_net_to_audit"
 SOURCE = """

@@ -1,7 +1,7 @@
 """The attacks of an audit, from transcripts to findings: updates, pictures, properties, membership."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -168,7 +168,7 @@ def images(
             result = str(error).split("\n")[0]
         seats.setdefault(key, []).append(result)
 
-    def solve(seat: str, gradient: Mapping[str, Tensor], broadcast: Broadcast) -> None:
+    def solve(seat: str, gradient: Mapping[str, Tensor], broadcast: Broadcast, what: str = "") -> None:
         layer = dense_first_layer(broadcast, dataset.shape)
         if layer is None:
             return
@@ -181,7 +181,7 @@ def images(
             result: Recovered | str = Recovered(image, label, 0.0, (), (), perf_counter() - began)
         except (ConfigError, ValueError) as error:
             result = str(error)
-        seats.setdefault(("solving the first layer", seat, "adaptive"), []).append(result)
+        seats.setdefault((f"solving the first layer{what}", seat, "adaptive"), []).append(result)
 
     for number, round in enumerate(rounds):
         seen, own = server[round], attacker[round]
@@ -207,7 +207,7 @@ def images(
                 target = _shaped(compact_changes(views, changes, place, setting.chosen), own.broadcast.tensors)
                 model = client
                 if name != "rewind" or setting.veil == 0:
-                    solve("client", as_gradient(target, lr), own.broadcast)
+                    solve("client", as_gradient(target, lr), own.broadcast, f" on {name}")
             attempt((f"matching on {name}", "client", kind), model, as_gradient(target, lr), number)
     return [
         finding for key, results in seats.items() for finding in _picture_findings(key, results, truth, labels, box)
@@ -285,7 +285,8 @@ def property_findings(
 ) -> list[Finding]:
     """Tell whether the victim's batch had a property, from each seat and by forest and matched filter.
 
-    The attacker learns from batches of its own spare examples, at the models that it received.
+    The attacker learns from batches of its own spare examples, so many of each kind in each round, at the models that
+    it received.
     """
     attacker, server = rehearsal.attacker, rehearsal.server
     views, setting = estimate.views(attacker), attacker.setting
@@ -296,84 +297,105 @@ def property_findings(
     if min(truth.sum(), (~truth).sum()) < 5:
         raise AuditError(f"only {truth.sum()} of {len(truth)} tested rounds have the property")
     tell("property: the attacker's own updates")
-    own, labels = _own_updates(rehearsal, dataset, holds, spare, tested, batches, seed)
+    own = _own_updates(rehearsal, dataset, holds, spare, tested, batches, seed)
     parts = attacker[tested[0]].broadcast.plan.parts
     shapes = {part.name: torch.empty(part.shape) for part in parts}
     clear = [part.name for part in parts if not part.sketched]
     lr = setting.local.lr
 
-    def of_server(round: int) -> dict[str, Tensor]:
-        each = server[round]
-        return lift(each.broadcast.plan, each.updates[str(VICTIM)].tensors)
-
     sources: dict[tuple[str, str, str], list[dict[str, Tensor]]] = {
-        ("the update itself", "server", "adaptive"): [of_server(round) for round in tested]
+        ("the update itself", "server", "adaptive"): [
+            _double(server[round].updates[str(VICTIM)].tensors) for round in tested
+        ]
     }
     for name, changes in found.items():
-        sources[(name, "client", ESTIMATORS[name][0])] = [
-            _shaped({n: c * setting.chosen for n, c in lifted_changes(changes, place, 1).items()}, shapes)
-            for place in range(len(tested))
-        ]
+        sources[(name, "client", ESTIMATORS[name][0])] = _sums(views, changes, len(tested), setting.chosen)
     if clear:
         plain: Changes = {name: list(estimate.option_2(views[name])) for name in clear}
-        sources[("unsketched tensors only", "client", "naive")] = [
-            _shaped({n: c[place] * setting.chosen for n, c in plain.items()}, shapes) for place in range(len(tested))
-        ]
+        sources[("unsketched tensors only", "client", "naive")] = _sums(views, plain, len(tested), setting.chosen)
     findings = []
     for (name, seat, kind), rows in sources.items():
         tell(f"property from {name}, {seat}'s seat")
-        test = [as_gradient({n: t.float() for n, t in row.items()}, lr) for row in rows]
-        findings += _detect(name, seat, kind, own, labels, test, truth, seed)
+        lifted = [
+            _lift_some(attacker[round].broadcast, as_gradient(row, lr), shapes)
+            for round, row in zip(tested, rows, strict=True)
+        ]
+        findings += _detect(name, seat, kind, own, lifted, truth, seed)
     return findings
+
+
+def _sums(views: Mapping[str, View], changes: Changes, count: int, chosen: int) -> list[dict[str, Tensor]]:
+    """The estimated sum of the others' updates in V's space, round by round."""
+    return [
+        {name: views[name].sketches[place].apply(guesses[place]) * chosen for name, guesses in changes.items()}
+        for place in range(count)
+    ]
+
+
+def _lift_some(broadcast: Broadcast, rows: Mapping[str, Tensor], shapes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    sketches = broadcast.sketches()
+    lifted = {name: sketches[name].lift(row) if name in sketches else row for name, row in rows.items()}
+    return {name: tensor.float() for name, tensor in _shaped(lifted, shapes).items()}
+
+
+@dataclass(frozen=True, eq=False)
+class _Own:
+    """The attacker's own updates: lifted gradients, whether their batch had the property, and in which tested round."""
+
+    rows: list[dict[str, Tensor]]
+    labels: NDArray[np.bool_]
+    places: NDArray[np.int64]
+
+    def centred(
+        self, features: Callable[[dict[str, Tensor]], properties.Features], test: list[dict[str, Tensor]]
+    ) -> tuple[properties.Features, properties.Features]:
+        """Features of own and tested updates, both less the mean of the own ones of the same round.
+
+        The sketch changes from round to round and all gradients with it; what is left tells batches of a round apart.
+        """
+        names = list(test[0])  # a message's tensors may come in another order in each round
+        clean, noisy = (
+            np.stack([features({name: row[name] for name in names}) for row in rows]) for rows in (self.rows, test)
+        )
+        for place in range(len(test)):
+            mean = clean[self.places == place].mean(axis=0)
+            clean[self.places == place] -= mean
+            noisy[place] -= mean
+        return clean, noisy
 
 
 def _detect(
-    name: str,
-    seat: str,
-    kind: str,
-    own: list[dict[str, Tensor]],
-    labels: NDArray[np.bool_],
-    test: list[dict[str, Tensor]],
-    truth: NDArray[np.bool_],
-    seed: int,
+    name: str, seat: str, kind: str, own: _Own, test: list[dict[str, Tensor]], truth: NDArray[np.bool_], seed: int
 ) -> list[Finding]:
-    names = list(test[0])
-    clean = np.stack([properties.flatten(row, names) for row in own])
-    noisy = np.stack([properties.flatten(row, names) for row in test])
-    # What the estimates have more of than clean updates is noise: the attacker sees that without any truth.
-    sizes = np.concatenate([np.full(own[0][n].numel(), i) for i, n in enumerate(names)])
-    extra = [max(0.0, float(noisy[:, sizes == i].var() - clean[:, sizes == i].var())) for i in range(len(names))]
-    train = properties.Samples(clean, labels)
-    sizes_of = properties.magnitudes
-    learners: dict[str, Callable[[], NDArray[np.float64]]] = {
-        "matched filter": lambda: properties.matched_filter(train, noisy, np.array(extra)[sizes]),
-        "matched filter (magnitudes)": lambda: properties.matched_filter(
-            properties.Samples(sizes_of(clean), labels), sizes_of(noisy), 0.0
-        ),
-        "random forest": lambda: properties.forest(
-            properties.Samples(np.stack([properties.melis(row, vectors=True) for row in own_only(own, names)]), labels),
-            np.stack([properties.melis(row, vectors=True) for row in test]),
-            seed,
-        ),
-    }
+    def raw() -> NDArray[np.float64]:
+        clean, noisy = own.centred(properties.flatten, test)
+        # What the estimates have more of than clean updates is noise: the attacker sees that without any truth.
+        sizes = np.concatenate([np.full(tensor.numel(), i) for i, tensor in enumerate(test[0].values())])
+        extra = [max(0.0, float(noisy[:, sizes == i].var() - clean[:, sizes == i].var())) for i in range(len(test[0]))]
+        return properties.matched_filter(properties.Samples(clean, own.labels), noisy, np.array(extra)[sizes])
+
+    def magnitudes() -> NDArray[np.float64]:
+        clean, noisy = own.centred(lambda row: properties.magnitudes(properties.flatten(row)[None])[0], test)
+        return properties.matched_filter(properties.Samples(clean, own.labels), noisy, 0.0)
+
+    def forest() -> NDArray[np.float64]:
+        clean, noisy = own.centred(lambda row: properties.melis(row, vectors=True), test)
+        return properties.forest(properties.Samples(clean, own.labels), noisy, seed)
+
     findings = []
+    learners = {"matched filter": raw, "matched filter (magnitudes)": magnitudes, "random forest": forest}
     for learner, run in learners.items():
         began = perf_counter()
         result = properties.judge(run(), truth, seed)
-        curve = Curve("", *result.roc)
+        budget = {"own batches": len(own.rows), "tested rounds": len(truth)}
         findings.append(
             Finding(
                 f"{learner} on {name}", seat, kind, "property", "auc", result.auc, result.low, result.high, 0.5,
-                {"own batches": len(own), "tested rounds": len(truth), "seconds": round(perf_counter() - began, 1)},
-                curves=(curve,), axes=("false positive rate", "true positive rate"),
+                {**budget, "seconds": round(perf_counter() - began, 1)},
+                curves=(Curve("", *result.roc),), axes=("false positive rate", "true positive rate"),
             )
         )  # fmt: skip
     return findings
-
-
-def own_only(own: list[dict[str, Tensor]], names: Sequence[str]) -> list[dict[str, Tensor]]:
-    """The same updates with some tensors only."""
-    return [{name: row[name] for name in names} for row in own]
 
 
 def _own_updates(
@@ -384,24 +406,24 @@ def _own_updates(
     rounds: Sequence[int],
     batches: int,
     seed: int,
-) -> tuple[list[dict[str, Tensor]], NDArray[np.bool_]]:
-    """Lifted gradients of the attacker's own batches with and without the property, at models that it received."""
+) -> _Own:
+    """Gradients of the attacker's own batches with and without the property, at the models that it received."""
     rng = np.random.default_rng(seed)
     transcript = rehearsal.attacker
     size = rehearsal.script.shape[2]
     kinds = {True: spare[holds[spare]], False: spare[~holds[spare]]}
     template = transcript.setting.template()
-    found, labels = [], []
-    picked = sorted(rng.choice(rounds, size=min(len(rounds), max(1, batches // 4)), replace=False).tolist())
-    for round in picked:
+    found, labels, places = [], [], []
+    for place, round in enumerate(rounds):
         broadcast = transcript[round].broadcast
         model = blinded(template, broadcast)
-        for kind in (True, False) * (batches // len(picked) // 2):
+        for kind in (True, False) * batches:
             index = torch.from_numpy(rng.choice(kinds[kind], size=size, replace=size > len(kinds[kind])))
             grads = gradients(model, dataset.x_train[index], dataset.y_train[index])
             found.append(lift(broadcast.plan, {name: grad.detach() for name, grad in grads.items()}))
             labels.append(kind)
-    return found, np.array(labels)
+            places.append(place)
+    return _Own(found, np.array(labels), np.array(places))
 
 
 def members(

@@ -66,6 +66,10 @@ def views(transcript: Transcript, names: Sequence[str] | None = None) -> dict[st
     if len(transcript) < 3:
         raise AuditError(f"{transcript.party} saw {len(transcript)} rounds; estimating takes 3 or more")
     setting, client = transcript.setting, transcript.client
+    if setting.optimizer == "adam":
+        raise AuditError(
+            "the server's optimiser is Adam: its steps are no sums of updates, and no attack here undoes it"
+        )
     gathered: dict[str, list[tuple[Sketch, Tensor, Tensor]]] = {}
     for each in transcript:
         sketches = each.broadcast.sketches()
@@ -194,33 +198,40 @@ def shaped_smoother(view: View, noise: Noise, *, groups: int = 4, progress: Prog
 
 
 class _White:
-    """Unknown changes that are white in the range of R_t: variance^2 R R^T, and gaps that are white everywhere."""
+    """Unknown updates that are white in the range of R_t, variance R R^T, and in missed rounds white everywhere."""
 
     def __init__(self, view: View, update: float, *, known_range: bool = True) -> None:
         self.view, self.variance, self.known_range = view, update**2, known_range
 
-    def _parts(self, t: int) -> tuple[float, float]:
-        """The share inside the range of R_t, and the share everywhere."""
-        sketch, rounds = self.view.sketches[t], self.view.gaps[t]
-        inside = 1.0 if self.known_range else 0.0
-        return self.variance * inside, self.variance * (rounds - inside) * sketch.width / sketch.dim
+    def everywhere(self, t: int) -> float:
+        """The variance of one missed round's update: as large as another's, in a range that nobody told."""
+        return self.variance * self.view.sketches[t].width / self.view.dim
 
     def add(self, t: int, spread: Tensor, factor: float) -> None:
-        """Add it to a covariance."""
-        inside, everywhere = self._parts(t)
-        if inside:
-            for rows, columns, values in _range(self.view.sketches[t], spread):
-                spread[rows, columns] += factor * inside * values
-        spread.diagonal().add_(factor * everywhere)
+        """Add the covariance of a seen round's update to another."""
+        if not self.known_range:
+            return self.add_missed(t, spread, factor)
+        for rows, columns, values in _range(self.view.sketches[t], spread):
+            spread[rows, columns] += factor * self.variance * values
+        return None
+
+    def add_missed(self, t: int, spread: Tensor, factor: float) -> None:
+        """Add the covariance of one missed round's update after the t-th seen one."""
+        spread.diagonal().add_(factor * self.everywhere(t))
 
     def times(self, t: int, x: Tensor) -> Tensor:
-        """x times it."""
-        inside, everywhere = self._parts(t)
-        return inside * self.view.sketches[t].lift(self.view.sketches[t].apply(x)) + everywhere * x
+        """x times the covariance of a seen round's update."""
+        if not self.known_range:
+            return self.times_missed(t, x)
+        return self.variance * self.view.sketches[t].lift(self.view.sketches[t].apply(x))
+
+    def times_missed(self, t: int, x: Tensor) -> Tensor:
+        """x times the covariance of a missed round's update."""
+        return self.everywhere(t) * x
 
 
 class _Shaped(_White):
-    """Changes whose columns vary together as a matrix C over W's columns says, seen through R_t."""
+    """Updates whose columns vary together as a matrix C over W's columns says, seen through R_t."""
 
     def __init__(self, view: View, update: float, columns: Tensor) -> None:
         super().__init__(view, update)
@@ -229,15 +240,19 @@ class _Shaped(_White):
     def _dense(self, t: int) -> Tensor:
         sketch = self.view.sketches[t]
         compact = sketch.apply(sketch.apply(self.columns).T)
-        compact = compact / compact.diagonal().mean()
-        inside, everywhere = self._parts(t)
-        return inside * sketch.lift(sketch.lift(compact).T) + everywhere * self.columns
+        return self.variance / compact.diagonal().mean() * sketch.lift(sketch.lift(compact).T)
 
     def add(self, t: int, spread: Tensor, factor: float) -> None:
         spread.add_(self._dense(t).to(spread), alpha=factor)
 
+    def add_missed(self, t: int, spread: Tensor, factor: float) -> None:
+        spread.add_(self.columns.to(spread), alpha=factor * self.everywhere(t))
+
     def times(self, t: int, x: Tensor) -> Tensor:
         return x @ self._dense(t).to(x)
+
+    def times_missed(self, t: int, x: Tensor) -> Tensor:
+        return self.everywhere(t) * (x @ self.columns.to(x))
 
 
 def _range(sketch: Sketch, like: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -312,10 +327,13 @@ class _Filter:
         for start in sorted(kept, reverse=True):
             steps = list(self._again(kept[start], start, min(start + SEGMENT, self.total)))
             for t, gain, factor in reversed(steps):
+                change = torch.zeros(len(r), self.view.dim, dtype=self.dtype)
+                for _ in range(self.view.gaps[t] - 1):
+                    change += self.changes.times_missed(t, self._pull(r))
+                    r = self._transposed_step(r)
                 if t < self.total - 1:
-                    pull = torch.einsum("i,mid->md", self.enter, r.reshape(len(r), self.blocks, -1))
-                    found.append((self.view.lr * self.changes.times(t, pull)).double())
-                back = self._transposed_step(t, r)
+                    found.append((self.view.lr * (change + self.changes.times(t, self._pull(r)))).double())
+                back = self._transposed_step(r)
                 lifted = self.view.sketches[t].lift(errors[t] - torch.cholesky_solve((back @ gain).T, factor).T)
                 back.reshape(len(r), self.blocks, -1)[:, 0] += lifted
                 r = back
@@ -348,22 +366,31 @@ class _Filter:
         self, t: int, state: Tensor, spread: Tensor, gain: Tensor, factor: Tensor, error: Tensor
     ) -> tuple[Tensor, Tensor]:
         own = self.view.sketches[t].lift(self.view.own[t].to(self.dtype))
-        state = (state + error @ gain.T).reshape(len(state), self.blocks, -1)
-        moved: Tensor = torch.einsum("ij,mjd->mid", self._steps(t), state) + self.enter[:, None] * own[:, None]
+        parts = (state + error @ gain.T).reshape(len(state), self.blocks, -1)
+        moved: Tensor = torch.einsum("ij,mjd->mid", self.step, parts) + self.enter[:, None] * own[:, None]
+        for _ in range(self.view.gaps[t] - 1):
+            moved = torch.einsum("ij,mjd->mid", self.step, moved)
         return moved.flatten(1), self._spread(t, spread, gain, factor)
 
     def _spread(self, t: int, spread: Tensor, gain: Tensor, factor: Tensor) -> Tensor:
         half = torch.linalg.solve_triangular(factor, gain.T, upper=False)
         spread = torch.addmm(spread, half.T, half, alpha=-1)
+        spread = self._predict(t, spread, self.changes.add)
+        for _ in range(self.view.gaps[t] - 1):
+            spread = self._predict(t, spread, self.changes.add_missed)
+        return spread
+
+    def _predict(self, t: int, spread: Tensor, add: Callable[[int, Tensor, float], None]) -> Tensor:
+        """The covariance one round later."""
         if self.blocks == 1:
-            self.changes.add(t, spread, self.view.lr**2)
+            add(t, spread, self.view.lr**2)
             return spread
-        dim, step = self.view.dim, self._steps(t)
+        dim, step = self.view.dim, self.step
         parts: Tensor = torch.einsum("ij,jakb,lk->ialb", step, spread.reshape(2, dim, 2, dim), step).contiguous()
         for i in range(2):
             for j in range(2):
                 block = parts[i, :, j].contiguous()
-                self.changes.add(t, block, float(self.enter[i] * self.enter[j]))
+                add(t, block, float(self.enter[i] * self.enter[j]))
                 parts[i, :, j] = block
         return parts.reshape(2 * dim, 2 * dim)
 
@@ -374,12 +401,13 @@ class _Filter:
             if t + 1 < end:
                 spread = self._spread(t, spread, gain, factor)
 
-    def _steps(self, t: int) -> Tensor:
-        power: Tensor = torch.linalg.matrix_power(self.step, self.view.gaps[t])
-        return power
+    def _pull(self, r: Tensor) -> Tensor:
+        """How the rest of the rounds pulls at what enters the state."""
+        pull: Tensor = torch.einsum("i,mid->md", self.enter, r.reshape(len(r), self.blocks, -1))
+        return pull
 
-    def _transposed_step(self, t: int, r: Tensor) -> Tensor:
-        back: Tensor = torch.einsum("ij,mid->mjd", self._steps(t), r.reshape(len(r), self.blocks, -1))
+    def _transposed_step(self, r: Tensor) -> Tensor:
+        back: Tensor = torch.einsum("ij,mid->mjd", self.step, r.reshape(len(r), self.blocks, -1))
         return back.flatten(1)
 
     def _tell(self, done: int) -> None:

@@ -93,8 +93,7 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
     """
     found = {}
     for full, parameter in model.named_parameters():
-        head, mark, tail = full.rpartition("parametrizations.")
-        name = head + tail.removesuffix(".original") if mark else full
+        name = _plan_name(full)
         home, last = owner(model, name)
         found[name] = compact_parameter(home, last) if is_parametrized(home, last) else parameter
     return found
@@ -116,6 +115,12 @@ def gradients(model: nn.Module, images: Tensor, labels: Tensor, *, create_graph:
     else:
         loss = F.cross_entropy(logits, labels)
     return dict(zip(held, torch.autograd.grad(loss, list(held.values()), create_graph=create_graph), strict=True))
+
+
+def _plan_name(full: str) -> str:
+    """A parameter's name in the plan, whether it is parametrized or not."""
+    head, mark, tail = full.rpartition("parametrizations.")
+    return head + tail.removesuffix(".original") if mark else full
 
 
 def as_gradient(changes: Mapping[str, Tensor], lr: float, steps: int = 1) -> dict[str, Tensor]:

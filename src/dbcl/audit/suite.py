@@ -44,9 +44,9 @@ class Budget:
     estimators: tuple[str, ...]
 
 
-QUICK = Budget(60, 16, 2, 200, 80, 4, ("option I", "rewind", "smoother"))
+QUICK = Budget(60, 16, 2, 200, 2, 4, ("option I", "smoother"))
 FULL = Budget(
-    200, 32, 5, 600, 400, 16,
+    200, 32, 5, 600, 3, 16,
     ("option I", "option II", "rewind", "smoother", "smoother, sizes fitted", "shaped smoother"),
 )  # fmt: skip
 
@@ -89,12 +89,12 @@ def audit(
 
 def recorded(place: Path, budget: Budget, tell: Tell) -> list[Finding]:
     """What a client of the run itself could estimate from what it saw there."""
-    transcript = Transcript(place)
     try:
+        transcript = Transcript(place)
         found = attacks.estimates(transcript, budget.estimators, tell)
         each = attacks.updates(transcript, Truth(place.parent), found, tell)
     except DbclError as error:
-        return [_failed(f"updates from {transcript.party}", error)]
+        return [_failed(f"updates from {place.name}", error)]
     return [replace(finding, attack=f"{finding.attack} ({transcript.party} of the run)") for finding in each]
 
 
@@ -117,7 +117,14 @@ def properties_part(
     if holds is None:
         return findings
     return findings + attacks.property_findings(
-        rehearsal, dataset, holds, spare, found, batches=budget.own_batches, seed=seed, tell=tell
+        rehearsal,
+        dataset,
+        holds,
+        spare,
+        found,
+        batches=budget.own_batches,
+        seed=seed,
+        tell=tell,
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dbcl import models
 from dbcl.cover import leaving
 from dbcl.engines import LocalTraining
-from dbcl.errors import AuditError
+from dbcl.errors import AuditError, ProtocolError
 from dbcl.files import write_atomic
 from dbcl.protocol import Broadcast, Server, Update, decode_broadcast, decode_update, encode
 
@@ -42,6 +42,7 @@ class Setting:
     training: Mapping[str, float | int | None]
     clients: int
     chosen: int
+    optimizer: str = "plain"
     momentum: float = 0.0
     server_lr: float = 1.0
     veil: float = 0.0
@@ -85,10 +86,12 @@ class Transcript:
         self.folder, self.party = folder, folder.name
         try:
             read = json.loads((folder / "setting.json").read_text())
+            self.setting = Setting(**{**read, "shape": tuple(read["shape"])})
         except OSError:
             raise AuditError(f"{folder} holds no transcript: it has no setting.json") from None
-        self.setting = Setting(**{**read, "shape": tuple(read["shape"])})
-        self.rounds = sorted(int(path.stem) for path in folder.glob("*.safetensors"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise AuditError(f"{folder}: setting.json is damaged ({error!r})") from None
+        self.rounds = _rounds(folder)
         if not self.rounds:
             raise AuditError(f"{folder} holds no rounds")
 
@@ -103,15 +106,11 @@ class Transcript:
     def __getitem__(self, round: int) -> Seen:
         try:
             held = safetensors.torch.load_file(_path(self.folder, round))
-        except (OSError, safetensors.SafetensorError) as error:
+            sent = decode_broadcast(_bytes(held["broadcast"]))
+            updates = {who: decode_update(_bytes(tensor)) for who, tensor in _under(held, "update/").items()}
+        except (OSError, safetensors.SafetensorError, ProtocolError, KeyError) as error:
             raise AuditError(f"{self.folder}: round {round} cannot be read ({error})") from None
-        updates = {
-            name.removeprefix("update/"): decode_update(_bytes(tensor))
-            for name, tensor in held.items()
-            if name.startswith("update/")
-        }
-        weights = _under(held, "weights/")
-        return Seen(decode_broadcast(_bytes(held["broadcast"])), updates, weights or None)
+        return Seen(sent, updates, _under(held, "weights/") or None)
 
     def __iter__(self) -> Iterator[Seen]:
         return (self[round] for round in self.rounds)
@@ -136,7 +135,7 @@ class Truth:
 
     def chosen(self, round: int) -> list[int]:
         """Which clients took part in a round."""
-        return [int(client) for client in json.loads((self.folder / "chosen.json").read_text())[str(round)]]
+        return _chosen(self.folder)[str(round)]
 
 
 class Recorder:
@@ -161,12 +160,7 @@ class Recorder:
     """
 
     def __init__(self, folder: Path, parties: Sequence[str], server: Server, setting: Setting) -> None:
-        unknown = [party for party in parties if not _known(party, setting.clients)]
-        if unknown or not parties:
-            raise AuditError(
-                f"no such party: {', '.join(unknown) or 'none was named'}; transcripts can be of server, server-sum "
-                f"and of clients 0 to {setting.clients - 1}"
-            )
+        check_parties(parties, setting.clients)
         self.server = server
         self.folders = {party: folder / (f"client-{party}" if party.isdigit() else party) for party in parties}
         for place in self.folders.values():
@@ -175,11 +169,10 @@ class Recorder:
         self.truth = folder / "truth"
         self.truth.mkdir(parents=True, exist_ok=True)
         for place in (*self.folders.values(), self.truth):  # rounds that a crash recorded and resume plays again
-            for path in place.glob("*.safetensors"):
-                if int(path.stem) >= server.round:
-                    path.unlink()
-        chosen = self.truth / "chosen.json"
-        read = json.loads(chosen.read_text()) if chosen.exists() else {}
+            for round in _rounds(place):
+                if round >= server.round:
+                    _path(place, round).unlink()
+        read = _chosen(self.truth) if server.round else {}
         self.chosen: dict[str, list[int]] = {key: value for key, value in read.items() if int(key) < server.round}
         self.before = self._weights()
         self._save(self.truth, server.round, self.before)
@@ -226,8 +219,30 @@ def summed(answers: Sequence[Update | bytes]) -> Update:
     return Update(updates[0].round, updates[0].plan, tensors, total)
 
 
-def _known(party: str, clients: int) -> bool:
-    return party in ("server", "server-sum") or (party.isdigit() and int(party) < clients)
+def check_parties(parties: Sequence[str], clients: int) -> None:
+    """Refuse parties that a run of so many clients does not have.
+
+    >>> check_parties(["0", "server"], clients=2)
+    """
+    known = {"server", "server-sum", *map(str, range(clients))}
+    unknown = [party for party in parties if party not in known]
+    if unknown or not parties:
+        raise AuditError(
+            f"no such party: {', '.join(unknown) or 'none was named'}; transcripts can be of server, server-sum "
+            f"and of clients 0 to {clients - 1}"
+        )
+
+
+def _rounds(folder: Path) -> list[int]:
+    return sorted(int(path.stem) for path in folder.glob("*.safetensors") if path.stem.isdecimal())
+
+
+def _chosen(truth: Path) -> dict[str, list[int]]:
+    try:
+        read: dict[str, list[int]] = json.loads((truth / "chosen.json").read_text())
+    except (OSError, ValueError) as error:
+        raise AuditError(f"{truth}: chosen.json cannot be read ({error})") from None
+    return read
 
 
 def _path(folder: Path, round: int) -> Path:
