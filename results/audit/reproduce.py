@@ -153,9 +153,7 @@ def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
 def aucs(
     rehearsal: Rehearsal, dataset: data.Dataset, holds: Any, spare: Any, found: Any, batches: int
 ) -> dict[str, str]:
-    rows = attacks.property_findings(
-        rehearsal, dataset, holds, spare, found, batches=batches, examples=96, seed=0, tell=quiet
-    )
+    rows = attacks.property_findings(rehearsal, dataset, holds, spare, found, batches=batches, seed=0, tell=quiet)
     return {f"{row.attack}, {row.seat}'s seat": f"{row.value:.3f} ({row.low:.2f} to {row.high:.2f})" for row in rows}
 
 
