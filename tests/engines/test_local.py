@@ -5,9 +5,10 @@ import torch
 from contracts.engine import EngineContract
 from torch import nn
 
-from dbcl.engines import LocalEngine, LocalTraining, evaluate
+from dbcl.engines import LocalEngine, LocalTraining, UpdateNoise, evaluate
 from dbcl.engines.engine import participants
 from dbcl.errors import ConfigError
+from dbcl.protocol import Update, encode
 
 
 class TestLocalEngine(EngineContract):
@@ -81,3 +82,20 @@ def test_evaluation_leaves_the_mode_alone() -> None:
     model.train()
     assert evaluate(model, torch.eye(4), torch.arange(4)).accuracy == 1.0
     assert model.training
+
+
+def test_clients_may_shorten_their_updates_and_add_noise() -> None:
+    sent = Update(0, "ab", {"w": torch.ones(30, 40), "b": torch.zeros(800)}, examples=5)
+    quiet = UpdateNoise(clip=2.0)(sent, seed=bytes(range(32)))
+    assert torch.linalg.vector_norm(quiet.tensors["w"]).item() == pytest.approx(2.0)
+    assert UpdateNoise(clip=1e6)(sent, seed=bytes(range(32))).tensors["w"].equal(sent.tensors["w"])
+    noisy = UpdateNoise(clip=2.0, multiplier=0.5)(encode(sent), seed=bytes(range(32)))
+    added = torch.cat([(noisy.tensors[name] - quiet.tensors[name]).flatten() for name in ("w", "b")])
+    assert added.std().item() == pytest.approx(1.0, rel=0.05)
+    assert not noisy.tensors["w"].equal(UpdateNoise(2.0, 0.5)(sent, seed=bytes(32)).tensors["w"])
+
+
+@pytest.mark.parametrize(("clip", "multiplier"), [(0.0, 1.0), (1.0, -1.0)])
+def test_noise_that_makes_no_sense_is_refused(clip: float, multiplier: float) -> None:
+    with pytest.raises(ConfigError, match="update_clip must be above 0"):
+        UpdateNoise(clip, multiplier)
