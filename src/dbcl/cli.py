@@ -404,12 +404,12 @@ def audit(
       dbcl audit runs/001-blind-digits --parties 10 --fail-above cosine=0.3,psnr=15,auc=0.65
     """
     try:
-        from dbcl.audit import report, suite
+        from dbcl.audit import report, suite, words
     except ImportError as error:
         raise ConfigError(
             f"an audit needs more packages ({error.name} is missing): pip install 'dbcl[audit]'"
         ) from None
-    limits = report.parse_limits(fail_above) if fail_above else {}
+    limits = words.parse_limits(fail_above) if fail_above else {}
     if parties < 2:
         raise ConfigError(f"parties must be 2 or more, an attacker and a victim, got {parties}")
     columns = (TextColumn("[bold]auditing"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -430,7 +430,7 @@ def audit(
     table = Table(title=f"what leaked from {found.name}: the worst naive and the worst adaptive attack")
     for heading in ("what", "who", "guessing", "naive", "adaptive"):
         table.add_column(heading, overflow="fold")
-    for row in report.risk_rows(found):
+    for row in words.risk_rows(found):
         if row.measure not in MAIN_MEASURES:
             continue
         naive, adaptive = (
@@ -441,7 +441,7 @@ def audit(
     console.print(table)
     console.print("An attack that failed proves nothing: a better one may not.")
     console.print(f"page     {page}", soft_wrap=True)
-    broken = report.exceeded(found, limits)
+    broken = words.exceeded(found, limits)
     for sentence in broken:
         console.print(f"[red]{sentence}")
     if broken:

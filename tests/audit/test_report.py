@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from dbcl.audit import report
+from dbcl.audit import drawings, report, words
 from dbcl.audit.findings import Audit, Curve, Finding
 from dbcl.errors import ConfigError
 
@@ -166,14 +166,14 @@ def test_page_survives_json():
 
 
 def test_page_without_findings_says_that_nothing_is_known():
-    assert report.HEADS[0] in report.page(Audit("empty", {}, {}, (), (), 0.0))
+    assert words.HEADS[0] in report.page(Audit("empty", {}, {}, (), (), 0.0))
 
 
 def test_headline_is_about_the_worst(page):
-    assert report.HEADS[4] in page
+    assert words.HEADS[4] in page
     calm = replace(made_up(), findings=made_up().findings[:2])
-    assert report.HEADS[1] in report.page(calm)
-    assert report.NO_PROOF in Reader(report.page(calm)).text
+    assert words.HEADS[1] in report.page(calm)
+    assert words.NO_PROOF in Reader(report.page(calm)).text
 
 
 @pytest.mark.parametrize(
@@ -194,46 +194,46 @@ def test_headline_is_about_the_worst(page):
     ],
 )
 def test_words(measure, chance, values):
-    words = [report.word(Finding("a", "client", "naive", "x", measure, v, chance=chance)) for v in values]
-    assert words == [report.GUESS, report.LEAKS, report.BAD]
+    rated = [words.word(Finding("a", "client", "naive", "x", measure, v, chance=chance)) for v in values]
+    assert rated == [words.GUESS, words.LEAKS, words.BAD]
 
 
 def test_words_for_what_cannot_be_rated():
-    assert report.word(Finding("a", "client", "naive", "x", "auc", math.nan)) == report.FAILED
-    assert report.word(Finding("a", "client", "naive", "x", "colour", 3.0)) == report.UNRATED
-    assert report.word(Finding("a", "client", "naive", "x", "auc", 0.5, 0.3, 0.51)) == report.WIDE
+    assert words.word(Finding("a", "client", "naive", "x", "auc", math.nan)) == words.FAILED
+    assert words.word(Finding("a", "client", "naive", "x", "colour", 3.0)) == words.UNRATED
+    assert words.word(Finding("a", "client", "naive", "x", "auc", 0.5, 0.3, 0.51)) == words.WIDE
 
 
 def test_risk_rows_set_naive_and_adaptive_side_by_side(page):
-    rows = report.risk_rows(made_up())
+    rows = words.risk_rows(made_up())
     update = next(row for row in rows if row[:3] == ("update", "client", "cosine"))
     assert update.naive == "0.002 (-0.010 to 0.012), option I"
-    assert update[5:] == (report.GUESS, "1.000 (0.990 to 1.000), rewind", report.BAD)
+    assert update[5:] == (words.GUESS, "1.000 (0.990 to 1.000), rewind", words.BAD)
     text = Reader(page).text
     assert all(cell in text for row in rows for cell in row)
 
 
 def test_worst_error_is_the_smallest():
     findings = [Finding(str(v), "client", "adaptive", "update", "error", v) for v in (300.0, 0.2, math.nan, 0.8)]
-    (row,) = report.risk_rows(Audit("a", {}, {}, (), tuple(findings), 0.0))
+    (row,) = words.risk_rows(Audit("a", {}, {}, (), tuple(findings), 0.0))
     assert row.adaptive == "0.2 ×, 0.2"
 
 
 def test_advice_follows_from_settings_and_findings():
-    notes = " ".join(report.advice(made_up()))
+    notes = " ".join(words.advice(made_up()))
     for part in ("with a memory", "fc3.weight, fc3.bias", "About 2 clients", "from its seed", "The server is trusted"):
         assert part in notes
     assert "Published attacks fail on update, image, property while" in notes
     safer = {"veil": 0.2, "sketch": "identity-v1", "clients": 100, "fraction": 0.5, "secure_aggregation": True}
-    assert len(report.advice(Audit("a", safer, {}, (), (), 0.0))) == 1
+    assert len(words.advice(Audit("a", safer, {}, (), (), 0.0))) == 1
     naive = Audit("a", safer, {}, (), (Finding("forest", "client", "naive", "property", "auc", 0.5),), 0.0)
-    assert "No attack that knows the defence gave a result on property" in " ".join(report.advice(naive))
+    assert "No attack that knows the defence gave a result on property" in " ".join(words.advice(naive))
 
 
 def test_limits():
-    limits = report.parse_limits("cosine=0.3, psnr=15,auc=0.85")
+    limits = words.parse_limits("cosine=0.3, psnr=15,auc=0.85")
     assert limits == {"cosine": 0.3, "psnr": 15.0, "auc": 0.85}
-    broken = report.exceeded(made_up(), limits)
+    broken = words.exceeded(made_up(), limits)
     assert len(broken) == 2
     assert broken[0] == "cosine: rewind (client, adaptive) reached 1.000 on the update, above the limit 0.3"
     assert "reached exact on the image" in broken[1]
@@ -241,14 +241,12 @@ def test_limits():
 
 def test_limit_without_a_value_is_not_kept():
     audit = Audit("a", {}, {}, (), (Finding("a", "client", "naive", "x", "auc", math.nan),), 0.0)
-    assert report.exceeded(audit, {"auc": 0.6}) == [
-        "auc: no attack gave a value, so the limit 0.6 could not be checked"
-    ]
+    assert words.exceeded(audit, {"auc": 0.6}) == ["auc: no attack gave a value, so the limit 0.6 could not be checked"]
 
 
 def test_limit_sees_an_attack_that_is_always_wrong():
     audit = Audit("a", {}, {}, (), (Finding("a", "client", "naive", "x", "auc", 0.1),), 0.0)
-    assert "0.100 on the x, which turned round is 0.900, above" in report.exceeded(audit, {"auc": 0.6})[0]
+    assert "0.100 on the x, which turned round is 0.900, above" in words.exceeded(audit, {"auc": 0.6})[0]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +263,7 @@ def test_limit_sees_an_attack_that_is_always_wrong():
 )
 def test_nonsense_limits_are_refused(text, message):
     with pytest.raises(ConfigError, match=message):
-        report.parse_limits(text)
+        words.parse_limits(text)
 
 
 def test_comparison_holds_each_run(compared):
@@ -283,7 +281,7 @@ def test_thinned_curves_keep_the_low_rates():
     curve = Curve(
         "roc", tuple(i / 100_000 for i in range(100_001)), tuple((i / 100_000) ** 0.5 for i in range(100_001))
     )
-    x, y = report._points(curve, 1e-4)  # four decades, so that a step of a 400th is 0.01 decades
+    x, y = drawings._points(curve, 1e-4)  # four decades, so that a step of a 400th is 0.01 decades
     assert len(x) < 1000
     assert sum(rate <= 1e-3 for rate in x) > 50
     assert (x[-1], y[-1]) == (1.0, 1.0)
@@ -292,12 +290,12 @@ def test_thinned_curves_keep_the_low_rates():
 
 
 def test_labels_keep_their_distance():
-    places = report._spread([0.0, 0.5, 0.5, 0.5, 0.99, 1.0], gap=0.15)
+    places = drawings._spread([0.0, 0.5, 0.5, 0.5, 0.99, 1.0], gap=0.15)
     assert min(b - a for a, b in pairwise(places)) > 0.1499
     assert places[0] > -1e-9
     assert places[-1] <= 1
 
 
 def test_log_axis_starts_at_the_first_rate_above_zero():
-    x, y = report._points(Curve("roc", (0.0, 0.0, 0.01, 1.0), (0.0, 0.02, 0.1, 1.0)), 1e-4)
+    x, y = drawings._points(Curve("roc", (0.0, 0.0, 0.01, 1.0), (0.0, 0.02, 0.1, 1.0)), 1e-4)
     assert (x, y) == ([1e-4, 0.01, 1.0], [0.02, 0.1, 1.0])

@@ -237,7 +237,7 @@ def _picture_findings(
     chance = float(pictures.psnr(mean, truth, box, ordered=True).median())
     seconds = sum(r.seconds for r in results if isinstance(r, Recovered))
     budget = {"pictures": len(results), "seconds": round(seconds, 1)}
-    grid = pictures.grid_png([("truth", truth), (attack, got)], box)
+    grid = pictures.grid_png([("truth", truth), ("rebuilt", got)], box)
     right = [isinstance(r, Recovered) and int(r.labels[0]) == int(y) for r, y in zip(results, labels, strict=True)]
     named: dict[str, Any] = {"attack": attack, "seat": seat, "attacker": kind, "budget": budget, "failures": failures}
     low, high = float(values.min()), float(values.max())
@@ -245,7 +245,7 @@ def _picture_findings(
     return [
         Finding(**named, target="image", measure="psnr", value=float(values.median()), low=low, high=high,
                 chance=chance, note="median; interval: worst and best picture. Guessing: the mean of these pictures",
-                images=((f"{attack} ({seat}'s seat)", grid),)),
+                images=(("the true pictures, and below them what the attacker rebuilt", grid),)),
         Finding(**named, target="image", measure="ssim", value=similar, note="median"),
         Finding(**named, target="image", measure="share above 20 dB", value=pictures.share_above(values), chance=0.0),
         Finding(**named, target="label", measure="accuracy", value=float(np.mean(right)), chance=0.1),

@@ -1,0 +1,152 @@
+"""The drawings of a page: curves, and the trade-off between several audits, as SVG that needs nothing else."""
+
+import base64
+import html
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dbcl.audit.findings import Audit, Curve, Finding
+from dbcl.audit.words import accuracy_text, kind, plain_text
+from dbcl.plots import GRID, INK, MUTED
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#56B4E9", "#000000")
+EXACT = 100.0  # dB at which an exact copy is drawn
+LIMIT = 400  # steps that the eye can tell along an axis; a ROC curve may come with a point for each example
+
+
+def figures(findings: Sequence[Finding]) -> str:
+    groups: dict[tuple[str, tuple[str, str]], list[Finding]] = {}
+    for finding in findings:
+        if finding.curves:
+            groups.setdefault((finding.target, finding.axes), []).append(finding)
+    return f"<div class='plots'>{''.join(_plot(*key, group) for key, group in groups.items())}</div>" if groups else ""
+
+
+def _plot(target: str, labels: tuple[str, str], group: Sequence[Finding]) -> str:
+    from matplotlib.figure import Figure  # here, so that an audit without pictures needs no matplotlib
+
+    figure = Figure(figsize=(5.4, 3.5), layout="constrained")
+    axes = figure.subplots()
+    keys = []
+    roc = "false positive" in labels[0].lower() or all(kind(f.measure) in ("auc", "tpr") for f in group)
+    log = roc and target == "membership"
+    lines = [(finding, curve) for finding in group for curve in finding.curves]
+    for index, (finding, curve) in enumerate(lines):
+        colour, style = COLOURS[index % len(COLOURS)], "solid" if finding.attacker == "adaptive" else "dashed"
+        points = _points(curve, 1e-4 if log else -math.inf)
+        axes.plot(*points, color=colour, linestyle=style, linewidth=1.7, marker="o" if len(points[0]) == 1 else None)
+        sign = f"<span class='sign'><i style='border-top-color:{colour};border-top-style:{style}'></i></span>"
+        named = f"{finding.attack} ({finding.seat}, {finding.attacker})"
+        keys.append(f"<li>{sign}{escape(f'{named}: {curve.label}' if curve.label else named)}</li>")
+    if roc:
+        ends = [10 ** (-4 + 4 * step / 50) for step in range(51)] if log else [0.0, 1.0]
+        axes.plot(ends, ends, color=MUTED, linewidth=1, linestyle="dotted")
+        axes.set(xlim=(1e-4 if log else 0, 1), ylim=(1e-4 if log else 0, 1.02))
+        keys.append("<li class='muted'>dotted: guessing</li>")
+    if log:
+        axes.set(xscale="log", yscale="log")
+    names = [name or fallback for name, fallback in zip(labels, ("", group[0].measure), strict=True)]
+    _dress(axes, names[0], names[1])
+    title = f"{target}: {names[1]}" + (f" by {names[0]}" if names[0] else "")
+    image = f"<img src='{_svg(figure)}' alt='{escape(title)}'>"
+    key = f"<ul class='key'>{''.join(keys)}</ul>"
+    return f"<figure class='plot'><figcaption>{escape(title)}</figcaption>{image}{key}</figure>"
+
+
+def _points(curve: Curve, least: float) -> tuple[list[float], list[float]]:
+    whole = (pair for pair in zip(curve.x, curve.y, strict=False) if None not in pair)  # what JSON makes of NaN
+    pairs = [(x, y) for x, y in whole if math.isfinite(x) and math.isfinite(y)]
+    shown = [(max(x, least), max(y, least)) for x, y in pairs if y > 0 or least <= 0]  # no log of a rate of zero
+    if len(shown) > LIMIT:
+        shown = _thin(shown, math.log10 if least > 0 else float)
+    return [x for x, _ in shown], [y for _, y in shown]
+
+
+def _thin(points: Sequence[tuple[float, float]], scale: Callable[[float], float]) -> list[tuple[float, float]]:
+    """Leave out points that the eye could not tell from the one before; low rates stay on a log axis."""
+    spans = [(max(map(scale, axis)) - min(map(scale, axis))) or 1.0 for axis in zip(*points, strict=True)]
+    kept = [points[0]]
+    for point in points[1:-1]:
+        moved = [abs(scale(new) - scale(old)) for new, old in zip(point, kept[-1], strict=True)]
+        if max(moved[0] / spans[0], moved[1] / spans[1]) * LIMIT >= 1:
+            kept.append(point)
+    return [*kept, points[-1]]
+
+
+def trade_off(audits: Sequence[Audit]) -> str:
+    """Worst leak against accuracy, a panel for each measure; names stand in a column at the right and never collide."""
+    from matplotlib.figure import Figure
+
+    panels = []
+    for measure, name in (
+        ("cosine", "worst cosine"),
+        ("psnr", f"worst PSNR, dB (to {EXACT:.0f})"),
+        ("auc", "worst AUC"),
+    ):
+        points = [
+            (audit.run["accuracy"], min(leak, EXACT), f"{number}  {_printable(audit.name)}")
+            for number, audit in enumerate(audits, 1)
+            if accuracy_text(audit) != "—" and (leak := audit.worst(measure)) is not None
+        ]
+        if points:
+            panels.append((name, sorted(points, key=lambda point: (point[1], -point[0]))))
+    if not panels:
+        return ""
+    height = sum(max(2.4, 0.9 + 0.24 * len(points)) for _, points in panels)
+    figure = Figure(figsize=(6.6, height), layout="constrained")
+    ratios = [max(2.4, 0.9 + 0.24 * len(points)) for _, points in panels]
+    grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=ratios)
+    for (name, points), axes in zip(panels, grid[:, 0], strict=True):
+        axes.margins(0.08, 0.12)
+        axes.scatter([100 * x for x, _, _ in points], [y for _, y, _ in points], color=COLOURS[0], s=28, zorder=3)
+        low, high = axes.get_ylim()
+        places = _spread([(y - low) / (high - low) for _, y, _ in points], gap=1 / max(7, len(points)))
+        for place, (x, y, label) in zip(places, points, strict=True):
+            at = (1.06, place)
+            arrow = {"arrowstyle": "-", "color": "#b8c2cb", "linewidth": 0.8, "shrinkB": 3}
+            where = {"xy": (100 * x, y), "xytext": at, "textcoords": "axes fraction", "arrowprops": arrow}
+            axes.annotate(label, **where, va="center", color=INK, fontsize=9, parse_math=False)
+        _dress(axes, "accuracy, %", name)
+    return _svg(figure)
+
+
+def _spread(places: Sequence[float], gap: float) -> list[float]:
+    """Move sorted places in [0, 1] apart until neighbours keep a gap."""
+    apart: list[float] = []
+    for place in places:
+        apart.append(max(place, apart[-1] + gap) if apart else place)
+    over = 1.0
+    for index in reversed(range(len(apart))):
+        apart[index] = min(apart[index], over)
+        over = apart[index] - gap
+    return apart
+
+
+def _dress(axes: Any, across: str, up: str) -> None:
+    axes.set_xlabel(_printable(across), color=MUTED, parse_math=False)
+    axes.set_ylabel(_printable(up), color=MUTED, parse_math=False)
+    axes.grid(color=GRID)
+    axes.tick_params(colors=MUTED)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#b8c2cb")
+
+
+def _printable(text: str) -> str:
+    """Text that the built-in font has, of a length that fits a figure."""
+    kept = "".join(letter if letter.isprintable() and ord(letter) < 0x500 else "?" for letter in text)
+    return kept if len(kept) <= 28 else kept[:27] + "…"
+
+
+def _svg(figure: Any) -> str:
+    import matplotlib
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "dbcl"}):  # the same audit gives the same page
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def escape(value: Any) -> str:
+    return html.escape(plain_text(value), quote=True)
