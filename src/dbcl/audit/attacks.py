@@ -177,7 +177,8 @@ def images(
         shown = FirstLayer(gradient[f"{layer}weight"], gradient[f"{layer}bias"], sketch)
         try:
             image = first_layer([shown], dataset.shape, box=box).reshape(1, *dataset.shape)
-            label = clear_label(None, gradient[[name for name in gradient if name.endswith("bias")][-1]])
+            biases = [part.name for part in broadcast.plan.parts if part.name.endswith("bias")]
+            label = clear_label(None, gradient[biases[-1]])
             result: Recovered | str = Recovered(image, label, 0.0, (), (), perf_counter() - began)
         except (ConfigError, ValueError) as error:
             result = str(error)
@@ -234,16 +235,16 @@ def _picture_findings(
     got = torch.cat([r.images if isinstance(r, Recovered) else blank for r in results])
     values = pictures.psnr(got, truth, box, ordered=True)
     mean = truth.mean(dim=0, keepdim=True).expand_as(truth)
-    chance = float(pictures.psnr(mean, truth, box, ordered=True).median())
+    chance = float(np.median(pictures.psnr(mean, truth, box, ordered=True)))
     seconds = sum(r.seconds for r in results if isinstance(r, Recovered))
     budget = {"pictures": len(results), "seconds": round(seconds, 1)}
     grid = pictures.grid_png([("truth", truth), ("rebuilt", got)], box)
     right = [isinstance(r, Recovered) and int(r.labels[0]) == int(y) for r, y in zip(results, labels, strict=True)]
     named: dict[str, Any] = {"attack": attack, "seat": seat, "attacker": kind, "budget": budget, "failures": failures}
     low, high = float(values.min()), float(values.max())
-    similar = float(pictures.ssim(got, truth, box, ordered=True).median())
+    similar = float(np.median(pictures.ssim(got, truth, box, ordered=True)))
     return [
-        Finding(**named, target="image", measure="psnr", value=float(values.median()), low=low, high=high,
+        Finding(**named, target="image", measure="psnr", value=float(np.median(values)), low=low, high=high,
                 chance=chance, note="median; interval: worst and best picture. Guessing: the mean of these pictures",
                 images=(("the true pictures, and below them what the attacker rebuilt", grid),)),
         Finding(**named, target="image", measure="ssim", value=similar, note="median"),
