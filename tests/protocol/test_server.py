@@ -274,3 +274,41 @@ def test_local_adam_and_any_loop_will_do(server: dbcl.Server) -> None:
         optimizer.step()
     assert losses[-1] < 0.8 * losses[0]
     assert server.close_round([dbcl.update(local, broadcast, examples=32)]).accepted == 1
+
+
+@pytest.mark.parametrize("norm_bound", [None, 3.0])
+def test_whoever_averages_the_lifted_weights_gets_what_close_round_gives(norm_bound: float | None) -> None:
+    torch.manual_seed(0)
+    door = dbcl.Door(norm_bound=norm_bound)
+    one = dbcl.Server(net(), experiment_seed=0, door=door)
+    torch.manual_seed(0)
+    other = dbcl.Server(net(), experiment_seed=0, door=door)
+    broadcast = one.open_round()
+    other.open_round()
+    answers = [answer(broadcast, 0.1, examples=10), answer(broadcast, 4.0, examples=30), b"garbage"]
+    report = one.close_round(answers)
+    admission = other.admit((f"update {number}", each) for number, each in enumerate(answers))
+    lifted = [(each.update.examples, other.lifted(each)) for each in admission.accepted.values()]
+    mean = {name: sum(n / 40 * tensors[name].double() for n, tensors in lifted) for name in broadcast.tensors}
+    same_report = other.close_with(admission, mean)
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(weights(other)[name], tensor, rtol=1e-5, atol=1e-6)
+    assert same_report.norm == pytest.approx(report.norm, rel=1e-5)
+    assert dataclasses.replace(same_report, norm=0) == dataclasses.replace(report, norm=0)
+    assert (one.round, other.round) == (1, 1)
+    assert same(one.open_round().tensors, one.open_round().tensors)
+
+
+def test_new_weights_that_are_no_weights_leave_the_round_open(server: dbcl.Server) -> None:
+    before = weights(server)
+    broadcast = server.open_round()
+    admission = server.admit([("me", answer(broadcast))])
+    bad = {**before, "2.bias": torch.tensor([1.0, math.nan])}
+    for new, reason in ((bad, "2.bias is not finite"), ({}, "0.weight is missing")):
+        with pytest.raises(ProtocolError, match=reason):
+            server.close_with(admission, new)
+    assert same(weights(server), before)
+    assert server.open_round() is broadcast
+    server.close_round([answer(broadcast)])
+    with pytest.raises(ProtocolError, match="no round is open"):
+        server.close_with(admission, before)

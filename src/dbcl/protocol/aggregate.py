@@ -119,6 +119,33 @@ class Admitted:
     scale: float
 
 
+@dataclass(frozen=True)
+class Admission:
+    """The answers to a round by who sent them: those that passed the door, and why the others did not.
+
+    >>> Admission(3, {}, {"update 0": "bias holds NaN"}).require(1)
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ProtocolError: round 3 has 0 updates and needs 1
+      - update 0: bias holds NaN
+    """
+
+    round: int
+    accepted: Mapping[str, Admitted]
+    refused: Mapping[str, str]
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Who was refused, and why."""
+        return tuple(f"{who}: {reason}" for who, reason in self.refused.items())
+
+    def require(self, count: int) -> None:
+        """Complain, with all the reasons, where fewer than `count` updates were accepted."""
+        if len(self.accepted) < count:
+            needed = f"round {self.round} has {len(self.accepted)} updates and needs {count}"
+            raise ProtocolError("\n  - ".join([needed, *self.reasons]))
+
+
 def average(admitted: Sequence[Admitted], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The mean of the updates, each weighted by its examples, still in the sketched space.
 

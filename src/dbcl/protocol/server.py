@@ -12,9 +12,9 @@ from dbcl.blind import blind, lift, veil_sizes
 from dbcl.cover import Cover, leaving
 from dbcl.errors import PlanError, ProtocolError
 from dbcl.plan import Ratio, SketchPlan
-from dbcl.protocol.aggregate import Door, ServerOptimizer, average, average_metrics, norm, plain
+from dbcl.protocol.aggregate import Admission, Admitted, Door, ServerOptimizer, average, average_metrics, norm, plain
 from dbcl.protocol.codec import WIRE_DTYPES
-from dbcl.protocol.messages import Broadcast, RoundReport, Update
+from dbcl.protocol.messages import Broadcast, RoundReport, Update, mismatches
 
 
 class Server:
@@ -99,32 +99,90 @@ class Server:
         An answer may be an `Update` or its bytes. One that does not pass is refused with a reason in the report. Where
         fewer than `min_updates` are left, that is a `ProtocolError`, nothing has changed and the round stays open.
         """
+        admission = self.admit((f"update {number}", answer) for number, answer in enumerate(updates))
+        admission.require(self.door.min_updates)
+        weights = leaving(self.model)
+        mean = average(list(admission.accepted.values()), weights)
+        changes = lift(self._opened().plan, mean)
+        if not all(torch.isfinite(weights[name] + change).all() for name, change in changes.items()):
+            raise ProtocolError(f"round {self.round}: the average update leaves the range of the weights' dtype")
+        self._step(weights, changes)
+        return self._close(admission, norm(mean))
+
+    def admit(self, answers: Iterable[tuple[str, Update | bytes]]) -> Admission:
+        """Let the answers to the open round through the door, each with the name of who sent it; nothing changes yet.
+
+        With `lifted` and `close_with` this is `close_round` for somebody who brings an aggregation of their own.
+        """
+        broadcast = self._opened()
+        accepted, refused = {}, {}
+        for who, answer in answers:
+            try:
+                accepted[who] = self.door.admit(answer, broadcast)
+            except ProtocolError as error:
+                refused[who] = str(error)
+        return Admission(broadcast.round, accepted, refused)
+
+    def lifted(self, admitted: Admitted) -> dict[str, Tensor]:
+        """The weights that one client would have made of W: W + dV R^T, clipped as the door says.
+
+        >>> import dbcl
+        >>> server = Server(nn.Linear(6, 2), cover="all")
+        >>> broadcast = server.open_round()
+        >>> answer = dbcl.update(dbcl.blinded(nn.Linear(6, 2), broadcast), broadcast, examples=1)
+        >>> same = server.lifted(server.admit([("me", answer)]).accepted["me"])
+        >>> torch.equal(same["weight"], server.model.weight)
+        True
+        """
+        weights = leaving(self.model)
+        changes = {name: admitted.update.tensors[name].to(weight) for name, weight in weights.items()}
+        lifted = lift(self._opened().plan, changes)
+        return {name: torch.add(W.detach(), lifted[name], alpha=admitted.scale) for name, W in weights.items()}
+
+    def close_with(self, admission: Admission, weights: Mapping[str, Tensor]) -> RoundReport:
+        """Close the round with new weights that somebody else made of what was admitted.
+
+        The server's own optimiser takes no part. Weights are cast to the dtypes of the model; where one is missing, has
+        another shape or is not finite, that is a `ProtocolError`, nothing has changed and the round stays open.
+
+        >>> server = Server(nn.Linear(6, 2), cover="all")
+        >>> broadcast = server.open_round()
+        >>> server.close_with(Admission(0, {}, {}), {"weight": torch.ones(2, 6), "bias": torch.ones(2)}).round
+        0
+        """
+        self._opened()
+        own = leaving(self.model)
+        problems = mismatches({name: tuple(tensor.shape) for name, tensor in own.items()}, weights)
+        new = {} if problems else {name: weights[name].to(tensor) for name, tensor in own.items()}
+        problems += [f"{name} is not finite" for name, tensor in new.items() if not torch.isfinite(tensor).all()]
+        if problems:
+            raise ProtocolError("\n  - ".join([f"round {self.round}: the new weights are no good", *problems]))
+        changes = {name: new[name] - tensor.detach() for name, tensor in own.items()}
+        trained = {id(parameter) for parameter in self._trained}
+        with torch.no_grad():
+            for name, tensor in own.items():
+                if id(tensor) in trained:
+                    tensor.copy_(new[name])
+                elif not isinstance(tensor, nn.Parameter):
+                    _set_buffer(tensor, new[name])
+        return self._close(admission, norm(changes))
+
+    def _opened(self) -> Broadcast:
         if self._open is None:
             raise ProtocolError("no round is open: call open_round first")
-        broadcast, refused, admitted = self._open, [], []
-        for number, answer in enumerate(updates):
-            try:
-                admitted.append(self.door.admit(answer, broadcast))
-            except ProtocolError as error:
-                refused.append(f"update {number}: {error}")
-        if len(admitted) < self.door.min_updates:
-            needed = f"round {broadcast.round} has {len(admitted)} updates and needs {self.door.min_updates}"
-            raise ProtocolError("\n  - ".join([needed, *refused]))
-        weights = leaving(self.model)
-        mean = average(admitted, weights)
-        changes = lift(broadcast.plan, mean)
-        if not all(torch.isfinite(weights[name] + change).all() for name, change in changes.items()):
-            raise ProtocolError(f"round {broadcast.round}: the average update leaves the range of the weights' dtype")
+        return self._open
+
+    def _close(self, admission: Admission, length: float) -> RoundReport:
+        admitted = list(admission.accepted.values())
         report = RoundReport(
-            round=broadcast.round,
+            round=admission.round,
             accepted=len(admitted),
-            refused=tuple(refused),
+            refused=admission.reasons,
             clipped=sum(each.scale != 1.0 for each in admitted),
             examples=sum(each.update.examples for each in admitted),
-            norm=norm(mean),
+            norm=length,
             metrics=average_metrics([each.update for each in admitted]),
         )
-        self._step(weights, changes)
         self.round += 1
         self._average()
         self._key = self._new_key()
@@ -205,12 +263,16 @@ class Server:
                 if id(tensor) in trained:
                     tensor.grad = -changes[name]
                 elif not isinstance(tensor, nn.Parameter):
-                    positive = bool(tensor.numel()) and bool(tensor.min() >= 0)
-                    tensor.add_(changes[name])
-                    if positive:
-                        tensor.clamp_(min=0)  # a running variance must not turn negative
+                    _set_buffer(tensor, tensor + changes[name])
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+
+def _set_buffer(buffer: Tensor, value: Tensor) -> None:
+    positive = bool(buffer.numel()) and bool(buffer.min() >= 0)
+    buffer.copy_(value)
+    if positive:
+        buffer.clamp_(min=0)  # a running variance must not turn negative
 
 
 def _everything(model: nn.Module) -> dict[str, Tensor]:
