@@ -1,0 +1,52 @@
+"""What runs on the server: Flower's own FedAvg inside dbcl's wrapper."""
+
+import json
+import logging
+from pathlib import Path
+
+import safetensors.torch
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+import dbcl.flower
+from dbcl_app.task import load_test, measure, net
+
+app = ServerApp()
+log = logging.getLogger("flwr")  # its lines appear in `flwr log`
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Play the rounds, or those that are left, and keep the model."""
+    config = context.run_config
+    x, y = load_test(str(config["data"]))
+    folder = Path(str(config["checkpoint"])).expanduser().absolute() if config["checkpoint"] else None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        log.info("Checkpoints in %s", folder)
+
+    def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
+        """Measure W itself, which only the server can."""
+        model = net()
+        model.load_state_dict(arrays.to_torch_state_dict())
+        loss, accuracy = measure(model, x, y)
+        if folder is not None:
+            with open(folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"round": number, "accuracy": accuracy, "loss": loss}) + "\n")
+        return MetricRecord({"accuracy": accuracy, "loss": loss})
+
+    nodes = int(config["min-nodes"])
+    strategy = dbcl.flower.DoubleBlind(
+        # Only the server can measure W, so no client is asked to evaluate.
+        FedAvg(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes),
+        net(),
+        ratio=float(config["ratio"]),
+        veil=float(config["veil"]),
+        checkpoint=folder,
+        round_timeout=float(config["round-timeout"]),
+    )
+    result = strategy.start(grid=grid, num_rounds=int(config["rounds"]), evaluate_fn=evaluate)
+    if folder is not None:
+        safetensors.torch.save_file(result.arrays.to_torch_state_dict(), folder / "model.safetensors")
+        log.info("The model is in %s", folder / "model.safetensors")
