@@ -112,3 +112,6 @@ class Engine(ABC):
     @abstractmethod
     def answers(self, broadcast: Broadcast, chosen: list[int]) -> Sequence[Update | bytes]:
         """Train the chosen clients and give their answers, in the same order."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of what the engine has started elsewhere; most start nothing."""

@@ -1,0 +1,203 @@
+"""The experiments of the other engines, carried by Flower: on a grid in this process, or through its Ray simulation."""
+
+import logging
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dbcl.engines.engine import Engine
+from dbcl.engines.flower.grid import LocalGrid
+from dbcl.engines.flower.records import RECORD, blinded, reply, update_of
+from dbcl.engines.training import LocalTraining
+from dbcl.errors import ConfigError, ProtocolError
+from dbcl.protocol import Broadcast, Server, encode
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Examples in a file: what travels to another process is the name of the file."""
+
+    path: str
+
+    @classmethod
+    def of(cls, path: Path, x: Tensor, y: Tensor) -> "Shelf":
+        safetensors.torch.save_file({"x": x.contiguous(), "y": y.contiguous()}, path)
+        return cls(str(path))
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        return _shelved(self.path)
+
+
+@lru_cache(maxsize=1)
+def _shelved(path: str) -> tuple[Tensor, Tensor]:
+    tensors = safetensors.torch.load_file(path)
+    return tensors["x"], tensors["y"]
+
+
+@dataclass(frozen=True)
+class Clients:
+    """What the nodes do. It holds nothing of the server's, since it goes to wherever the nodes are."""
+
+    template: nn.Module
+    examples: tuple[Tensor, Tensor] | Shelf
+    shards: Sequence[NDArray[np.int64]]
+    training: LocalTraining
+    seed: bytes
+
+    def train(self, message: Message, context: Context) -> Message:
+        record: Any = message.content[RECORD]
+        client, round = int(record["client"]), int(record["round"])
+        x, y = self.examples.read() if isinstance(self.examples, Shelf) else self.examples
+        local = blinded(self.template, message)
+        index = torch.from_numpy(self.shards[client]).to(x.device)
+        metrics = self.training.train(local, x[index], y[index], seed=self.seed, round=round, client=client)
+        return reply(local, message, examples=self.training.counted(len(index)), metrics=metrics)
+
+    def app(self) -> ClientApp:
+        app = ClientApp()
+        app.train()(self.train)
+        return app
+
+
+class FlowerEngine(Engine):
+    """Trains the chosen clients as nodes of a Flower grid in this process, over Flower's messages.
+
+    >>> import copy, dbcl
+    >>> x, y = torch.randn(40, 8), torch.arange(40) % 2
+    >>> net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> shards = np.array_split(np.arange(40), 4)
+    >>> engine = FlowerEngine(dbcl.Server(net), copy.deepcopy(net), x, y, shards, LocalTraining(), seed=bytes(32))
+    >>> engine.play_round().report.accepted
+    4
+    """
+
+    round_timeout = 600.0
+
+    def __init__(
+        self,
+        server: Server,
+        template: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        shards: Sequence[NDArray[np.int64]],
+        training: LocalTraining,
+        *,
+        fraction: float = 1.0,
+        seed: bytes,
+    ) -> None:
+        super().__init__(server, template, x, y, shards, training, fraction=fraction, seed=seed)
+        self._grid: Grid | None = None
+
+    def answers(self, broadcast: Broadcast, chosen: list[int]) -> list[bytes]:
+        if self._grid is None:
+            self._grid = self._connect()
+        nodes = sorted(self._grid.get_node_ids())
+        data = encode(broadcast)
+        messages = []
+        for client in chosen:
+            # Every client's examples are here, so a message says which client its node is.
+            record = ConfigRecord({"broadcast": data, "client": client, "round": broadcast.round})
+            messages.append(Message(RecordDict({RECORD: record}), nodes[client], "train", ttl=self.round_timeout))
+        replies = self._grid.send_and_receive(messages, timeout=self.round_timeout)
+        came = {message.metadata.src_node_id: message for message in replies}
+        for client in chosen:
+            message = came.get(nodes[client])
+            if message is None or message.has_error():
+                reason = f"did not answer within {self.round_timeout:g} s" if message is None else message.error.reason
+                raise ProtocolError(f"round {broadcast.round}: client {client} failed: {reason}")
+        return [update_of(came[nodes[client]]) for client in chosen]
+
+    def _connect(self) -> Grid:
+        clients = Clients(self.template, (self.x, self.y), self.shards, self.training, self.seed)
+        return LocalGrid(clients.app(), len(self.shards))
+
+
+class SimulationEngine(FlowerEngine):
+    """The same through Flower's simulation, whose nodes are Ray workers: a process for each core of the machine.
+
+    Ray starts with the first round, which takes some ten seconds, and stops with `close`.
+
+    >>> issubclass(SimulationEngine, Engine)
+    True
+    """
+
+    def _connect(self) -> Grid:
+        if find_spec("ray") is None:
+            raise ConfigError("Flower's simulation needs Ray, which is not installed: pip install 'flwr[simulation]'")
+        if self.x.is_cuda:
+            raise ConfigError("the engine flower trains on the CPU; on a GPU use --engine stacked")
+        # The app is sent to a worker with every message, so the examples stay in a file.
+        self._folder = tempfile.TemporaryDirectory(prefix="dbcl-")
+        shelf = Shelf.of(Path(self._folder.name, "examples.safetensors"), self.x, self.y)
+        clients = Clients(self.template, shelf, self.shards, self.training, self.seed)
+        self._simulation = Simulation(clients.app(), len(self.shards))
+        return self._simulation.grid()
+
+    def close(self) -> None:
+        if self._grid is not None:
+            self._grid = None
+            self._simulation.stop()
+            self._folder.cleanup()
+
+
+class Simulation:
+    """Flower's Ray simulation in the background, as a grid to play rounds on."""
+
+    def __init__(self, app: ClientApp, nodes: int) -> None:
+        self.app, self.nodes = app, nodes
+        self._handed: queue.Queue[Grid | BaseException] = queue.Queue()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="flower simulation", daemon=True)
+        self._thread.start()
+
+    def grid(self, patience: float = 120.0) -> Grid:
+        """The grid, once all its nodes are there."""
+        deadline = time.monotonic() + patience
+        try:
+            grid = self._handed.get(timeout=patience)
+        except queue.Empty:
+            raise ProtocolError(f"Flower's simulation did not start within {patience:g} s") from None
+        if isinstance(grid, BaseException):
+            raise ProtocolError(f"Flower's simulation did not start: {grid}") from grid
+        while len(list(grid.get_node_ids())) < self.nodes:
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                raise ProtocolError(f"Flower's simulation did not bring up its {self.nodes} nodes")
+            time.sleep(0.05)
+        return grid
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        from flwr.simulation import run_simulation
+
+        # Flower talks to the console itself; what matters is in errors that we raise.
+        logging.getLogger("flwr").setLevel(logging.ERROR)
+        server = ServerApp()
+
+        @server.main()
+        def main(grid: Grid, context: Context) -> None:
+            self._handed.put(grid)
+            self._over.wait()
+
+        try:
+            run_simulation(server, self.app, self.nodes, backend_config={"client_resources": {"num_cpus": 1}})
+        except BaseException as error:
+            self._handed.put(error)

@@ -1,0 +1,194 @@
+"""Two grids: one whose nodes live in this process, and one that does not wait for ever."""
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+from uuid import uuid4
+
+from flwr.app import Context, Error, Message, RecordDict, UserConfig
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+
+from dbcl.errors import ConfigError, ProtocolError
+
+FIRST_NODE = 1000  # any number but 1, which Flower gives to the server
+
+
+class LocalGrid(Grid):
+    """A grid whose nodes run a `ClientApp` in this process: no Ray, no ports, nothing to start.
+
+    Each of the `nodes` has a context of its own with `partition-id` and `num-partitions`, as in Flower's simulation;
+    `node_config` adds to it, `run_config` is what the app finds as the run's configuration. A client that raises is
+    answered for with Flower's error reply. `hook` is called with every message before it is delivered, in both
+    directions. Clients run one after another; with a timeout each gets an equal share of what is left of it, and one
+    that takes longer goes on in the background while the others have their turn.
+
+    >>> from flwr.app import RecordDict
+    >>> app = ClientApp()
+    >>> @app.query()
+    ... def answer(message, context):
+    ...     return Message(RecordDict(), reply_to=message)
+    >>> grid = LocalGrid(app, nodes=2)
+    >>> questions = [Message(RecordDict(), node, "query") for node in grid.get_node_ids()]
+    >>> [reply.has_error() for reply in grid.send_and_receive(questions)]
+    [False, False]
+    """
+
+    def __init__(
+        self,
+        client_app: ClientApp,
+        nodes: int,
+        *,
+        run_config: UserConfig | None = None,
+        node_config: UserConfig | None = None,
+        hook: Callable[[Message], None] | None = None,
+    ) -> None:
+        if nodes < 1:
+            raise ConfigError(f"a grid needs one node or more, got {nodes}")
+        self.client_app, self.hook = client_app, hook
+        self._run: Any = None
+        self._replies: dict[str, Message] = {}
+        _introduce()
+        self.contexts = {
+            FIRST_NODE + number: Context(
+                run_id=0,
+                node_id=FIRST_NODE + number,
+                node_config={**(node_config or {}), "partition-id": number, "num-partitions": nodes},
+                state=RecordDict(),
+                run_config=dict(run_config or {}),
+            )
+            for number in range(nodes)
+        }
+
+    def set_run(self, run: Any) -> None:
+        """Keep what Flower says of the run."""
+        self._run = run
+
+    @property
+    def run(self) -> Any:
+        """What `set_run` was given."""
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Make a message; Flower itself advises to use its constructor."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> list[int]:
+        """The nodes that are there."""
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Deliver messages and keep the answers for `pull_messages`."""
+        sent = [self._stamp(message) for message in messages]
+        for message in sent:
+            self._replies[message.metadata.message_id] = self._answer(message)
+        return [message.metadata.message_id for message in sent]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Give the answers that are there, each once."""
+        return [self._replies.pop(key) for key in list(message_ids) if key in self._replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Deliver messages and give the answers that came in time, in the order of the messages."""
+        if timeout is None:
+            return self.pull_messages(self.push_messages(messages))
+        sent = [self._stamp(message) for message in messages]
+        deadline = time.monotonic() + timeout
+        answers: dict[int, Message] = {}
+        threads = []
+        for number, message in enumerate(sent):
+
+            def turn(number: int = number, message: Message = message) -> None:
+                answers[number] = self._answer(message)
+
+            threads.append(threading.Thread(target=turn, daemon=True))
+            threads[-1].start()
+            threads[-1].join(max(0.0, deadline - time.monotonic()) / (len(sent) - number))
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        in_time = dict(answers)
+        return [in_time[number] for number in sorted(in_time)]
+
+    def _stamp(self, message: Message) -> Message:
+        message.metadata.__dict__["_message_id"] = str(uuid4())  # as Flower's own grids do
+        return message
+
+    def _answer(self, message: Message) -> Message:
+        # Copies, as a wire makes them: neither side may reach into the other's records.
+        message = copy.deepcopy(message)
+        if self.hook is not None:
+            self.hook(message)
+        try:
+            context = self.contexts.get(message.metadata.dst_node_id)
+            if context is None:
+                raise ProtocolError(f"no node {message.metadata.dst_node_id} in this grid")
+            reply = copy.deepcopy(self.client_app(message, context))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+        if self.hook is not None:
+            self.hook(reply)
+        return reply
+
+
+class PatientGrid(Grid):
+    """Another grid, with an end to the waiting: strategies ask for nodes again and again until enough are there.
+
+    `needed` says what the error is to say of how many are waited for.
+    """
+
+    def __init__(self, grid: Grid, patience: float, needed: str) -> None:
+        self.grid, self.patience, self.needed = grid, patience, needed
+        self._deadline: float | None = None
+
+    def set_run(self, run: Any) -> None:
+        self.grid.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        return self.grid.run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return self.grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def get_node_ids(self) -> list[int]:
+        """The nodes that are there, always in the same order; an error where somebody still asks after the patience."""
+        nodes = sorted(self.grid.get_node_ids())
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self.patience
+        elif now > self._deadline:
+            raise ProtocolError(
+                f"waited {self.patience:g} s for nodes: {len(nodes)} are there and {self.needed} are needed; start "
+                "more nodes and run the same command again, or lower min_available_nodes and min_train_nodes"
+            )
+        return nodes
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return self.grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self.grid.pull_messages(message_ids)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self.grid.send_and_receive(messages, timeout=self.patience if timeout is None else timeout)
+
+
+def _introduce() -> None:
+    """Say who we are, where nobody has: recent Flower refuses to make a message in a process without an identity."""
+    try:
+        from flwr.supercore.task_identity import TaskIdentity
+    except ImportError:
+        return
+    for name, number in (("run_id", 0), ("node_id", 1), ("task_id", 1)):
+        try:
+            getattr(TaskIdentity, name)
+        except RuntimeError:
+            setattr(TaskIdentity, name, number)

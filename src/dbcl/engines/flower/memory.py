@@ -1,0 +1,142 @@
+"""What a Flower strategy remembers between rounds, as plain values and tensors for a checkpoint: nothing is pickled."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor
+
+from dbcl.errors import ProtocolError
+
+_PREFIX = "strategy."
+
+
+class Memory:
+    """Watches the attributes of a strategy, and of the strategies that it wraps, and tells what has changed.
+
+    Arrays, numbers, texts, Flower's records, and lists, tuples and dicts of these can be kept. What a strategy was
+    built with is not stored: it comes from the constructor again, so that a setting may change when a run goes on.
+
+    >>> from flwr.serverapp.strategy import FedAdam
+    >>> strategy = FedAdam()
+    >>> memory = Memory(strategy)
+    >>> strategy.m_t = {"w": np.ones(2)}
+    >>> values, tensors = memory.state()
+    >>> Memory(again := FedAdam()).load_state(values, tensors)
+    >>> again.m_t
+    {'w': array([1., 1.])}
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategies = chain(strategy)
+        self._first = [self._texts(each) for each in self.strategies]
+
+    @property
+    def names(self) -> list[str]:
+        return [type(strategy).__name__ for strategy in self.strategies]
+
+    def forgotten(self) -> list[str]:
+        """The attributes that a checkpoint cannot hold; functions are settings and do not count."""
+        found = []
+        for strategy in self.strategies:
+            for name, value in vars(strategy).items():
+                if not callable(value) and not isinstance(value, Strategy) and not _storable(value):
+                    found.append(f"{type(strategy).__name__}.{name} (a {type(value).__name__})")
+        return found
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What has changed since the strategy was built."""
+        tensors: dict[str, Tensor] = {}
+        told = []
+        for number, (strategy, first) in enumerate(zip(self.strategies, self._first, strict=True)):
+            values = {}
+            for name, value in vars(strategy).items():
+                if not _storable(value) or (name in first and first[name] == _text(value)):
+                    continue
+                values[name] = _put(value, f"{_PREFIX}{number}.{name}", tensors)
+            told.append(values)
+        return {"names": self.names, "attributes": told}, tensors
+
+    def load_state(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go back to what `state` returned; refuses the state of other strategies."""
+        if values["names"] != self.names:
+            raise ProtocolError(
+                f"the checkpoint is of {' around '.join(values['names'])} and the strategy is "
+                f"{' around '.join(self.names)}; use the same, or another checkpoint folder"
+            )
+        for strategy, attributes in zip(self.strategies, values["attributes"], strict=True):
+            for name, told in attributes.items():
+                setattr(strategy, name, _get(told, tensors))
+
+    @staticmethod
+    def _texts(strategy: Strategy) -> dict[str, str | None]:
+        return {name: _text(value) for name, value in vars(strategy).items() if _storable(value)}
+
+
+def chain(strategy: Strategy) -> list[Strategy]:
+    """A strategy and those that it wraps, outermost first.
+
+    >>> from flwr.serverapp.strategy import FedAvg, DifferentialPrivacyServerSideFixedClipping as Clipping
+    >>> [type(each).__name__ for each in chain(Clipping(FedAvg(), 1.0, 1.0, 2))]
+    ['DifferentialPrivacyServerSideFixedClipping', 'FedAvg']
+    """
+    found = [strategy]
+    while isinstance(inner := getattr(found[-1], "strategy", None), Strategy):
+        found.append(inner)
+    return found
+
+
+def _storable(value: Any) -> bool:
+    if isinstance(value, dict | ConfigRecord | MetricRecord):
+        return all(isinstance(key, str | int) for key in value) and all(map(_storable, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_storable, value))
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "fiub"
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return plain or isinstance(value, bytes | np.generic | Tensor | ArrayRecord)
+
+
+def _text(value: Any) -> str | None:
+    """A value without tensors as a text to compare by; None where it has some."""
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_put(value, "", tensors))
+    return None if tensors else text
+
+
+def _put(value: Any, path: str, tensors: dict[str, Tensor]) -> list[Any]:
+    """A value as JSON that says its own kind; its arrays go to `tensors`."""
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach().clone()
+        return ["tensor", path]
+    if isinstance(value, np.ndarray | np.generic):
+        tensors[path] = torch.from_numpy(np.array(value))
+        return ["array" if isinstance(value, np.ndarray) else "number", path]
+    if isinstance(value, ArrayRecord):
+        return ["arrays", [[key, _put(array.numpy(), f"{path}.{key}", tensors)] for key, array in value.items()]]
+    for kind, kept in (("config", ConfigRecord), ("metrics", MetricRecord), ("dict", dict)):
+        if isinstance(value, kept):
+            return [kind, [[key, _put(item, f"{path}.{key}", tensors)] for key, item in value.items()]]
+    if isinstance(value, list | tuple):
+        items = [_put(item, f"{path}.{number}", tensors) for number, item in enumerate(value)]
+        return ["list" if isinstance(value, list) else "tuple", items]
+    return ["bytes", value.hex()] if isinstance(value, bytes) else ["plain", value]
+
+
+def _get(told: list[Any], tensors: Mapping[str, Tensor]) -> Any:
+    kind, value = told
+    if kind in ("tensor", "array", "number"):
+        tensor = tensors[value].clone()
+        return tensor if kind == "tensor" else tensor.numpy() if kind == "array" else tensor.numpy()[()]
+    if kind in ("arrays", "config", "metrics", "dict"):
+        items = {key: _get(item, tensors) for key, item in value}
+        if kind == "arrays":
+            return ArrayRecord({key: Array(array) for key, array in items.items()})
+        return ConfigRecord(items) if kind == "config" else MetricRecord(items) if kind == "metrics" else items
+    if kind in ("list", "tuple"):
+        return [_get(item, tensors) for item in value] if kind == "list" else tuple(_get(i, tensors) for i in value)
+    return bytes.fromhex(value) if kind == "bytes" else value

@@ -1,0 +1,446 @@
+"""Any Flower strategy, double-blind: what goes out is blinded, and what comes back is lifted before it is averaged."""
+
+import contextlib
+import logging
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp import strategy as flower
+from flwr.serverapp.strategy import Result, Strategy
+from torch import nn
+
+from dbcl import seeds
+from dbcl.cover import Cover, leaving
+from dbcl.engines.engine import Watch
+from dbcl.engines.flower.grid import PatientGrid
+from dbcl.engines.flower.memory import Memory, chain
+from dbcl.engines.flower.records import EXAMPLES, RECORD, from_record, to_record, update_of
+from dbcl.errors import ConfigError, ProtocolError
+from dbcl.plan import Ratio, SketchPlan
+from dbcl.protocol import Broadcast, Door, RoundReport, Server, checkpoint, encode
+
+log = logging.getLogger(__name__)
+
+CLIENT_SIDE = (
+    flower.DifferentialPrivacyClientSideFixedClipping,
+    flower.DifferentialPrivacyClientSideAdaptiveClipping,
+)
+TREES = (flower.FedXgbBagging, flower.FedXgbCyclic)
+
+T = TypeVar("T")
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class DoubleBlind(Strategy):
+    """Wraps any strategy of Flower's Message API; clients answer with `dbcl.flower.blinded` and `dbcl.flower.reply`.
+
+    The inner strategy chooses the nodes, sets their configuration and aggregates, and meets full-size weights only:
+    each answer is checked at the `door` and lifted to W + dV R^T before it sees it. Nodes get the round's broadcast, to
+    train and to evaluate; the true weights stay here, in `server.model`, which is `model`. `plan`, `ratio`, `cover`,
+    `veil`, `sketch`, `wire` and `experiment_seed` are those of `dbcl.Server`.
+
+    With a folder as `checkpoint` every finished round is kept there, the strategy's own memory too, and the same
+    program started again goes on after the last of them. No wait is longer than `round_timeout` seconds, for answers or
+    for nodes. `watch` is told of every round, as in the other engines. `reports` has what became of the rounds.
+
+    >>> import torch, dbcl.flower
+    >>> from flwr.clientapp import ClientApp
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> def net():
+    ...     return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> app = ClientApp()
+    >>> @app.train()
+    ... def train(message, context):
+    ...     model = dbcl.flower.blinded(net(), message)
+    ...     model(torch.ones(5, 8)).square().mean().backward()
+    ...     torch.optim.SGD(model.parameters(), lr=0.1).step()
+    ...     return dbcl.flower.reply(model, message, examples=5)
+    >>> strategy = DoubleBlind(FedAvg(fraction_evaluate=0.0), net(), ratio=2)
+    >>> result = strategy.start(dbcl.flower.LocalGrid(app, nodes=3), num_rounds=2)
+    >>> [report.accepted for report in strategy.reports]
+    [3, 3]
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        plan: SketchPlan | None = None,
+        *,
+        ratio: Ratio | None = None,
+        cover: Cover | None = None,
+        veil: float | None = None,
+        sketch: str | None = None,
+        wire: str | None = None,
+        door: Door | None = None,
+        experiment_seed: int | None = None,
+        checkpoint: str | Path | None = None,
+        round_timeout: float = 600.0,
+        watch: Watch | None = None,
+    ) -> None:
+        _refuse(strategy, resumes=checkpoint is not None)
+        if not (math.isfinite(round_timeout) and round_timeout > 0):
+            raise ConfigError(f"round_timeout must be above 0 seconds, got {round_timeout}")
+        self.strategy, self.round_timeout, self.watch = strategy, round_timeout, watch
+        self.server = Server(
+            model,
+            plan,
+            ratio=ratio,
+            cover=cover,
+            veil=veil,
+            sketch=sketch,
+            wire=wire,
+            door=door,
+            experiment_seed=experiment_seed,
+        )
+        self.reports: list[RoundReport] = []
+        self.folder = None if checkpoint is None else Path(checkpoint)
+        self._memory = Memory(strategy)
+        self._fixed = None if experiment_seed is None else seeds.derive(bytes(32), "flower", experiment_seed)
+        self._numbers: dict[int, int] = {}  # of the nodes, in the order in which they were first seen
+        self._asked: list[int] = []
+        self._result = Result()
+        self._evaluated = False
+        self._started = False
+        if self.folder is not None:
+            self._resume(self.folder)
+
+    # The rounds
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 3,
+        timeout: float | None = None,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+    ) -> Result:
+        """Play the rounds that are left of `num_rounds`, and give all their metrics and the final, true weights.
+
+        `initial_arrays` replaces the model's weights where no round has been played yet. `timeout` is `round_timeout`
+        unless given. `evaluate_fn` gets the true weights, here on the server.
+        """
+        if timeout is not None:
+            self.round_timeout = timeout
+        fresh = self.server.round == 0 and not self._evaluated
+        if initial_arrays is not None and fresh:
+            self.server.model.load_state_dict(initial_arrays.to_torch_state_dict())
+        self._started = True
+        self.summary()
+        self._save()  # the first round's secrets are on the disk before anything is sent
+        if evaluate_fn is not None and fresh:
+            self._note(self._result.evaluate_metrics_serverapp, 0, evaluate_fn(0, self._weights()))
+        while self.server.round < num_rounds or (self.server.round and not self._evaluated):
+            if self._evaluated or not self.server.round:
+                self._train(grid, train_config)
+            self._evaluate(grid, evaluate_config, evaluate_fn)
+        self._result.arrays = self._weights()
+        return self._result
+
+    def _train(self, grid: Grid, config: ConfigRecord | None) -> None:
+        number = self.server.round + 1
+        log.info("round %s: train", number)
+        arrays = ArrayRecord()  # the true weights never pass through here
+        messages = self.configure_train(number, arrays, ConfigRecord(dict(config or {})), grid)
+        replies = grid.send_and_receive(messages, timeout=self.round_timeout)
+        _, metrics = self.aggregate_train(number, replies)
+        self._note(self._result.train_metrics_clientapp, number, metrics)
+        self._evaluated = False
+        self._save()
+
+    def _evaluate(self, grid: Grid, config: ConfigRecord | None, own: EvaluateFn | None) -> None:
+        number = self.server.round
+        messages = self.configure_evaluate(number, ArrayRecord(), ConfigRecord(dict(config or {})), grid)
+        if messages:
+            log.info("round %s: evaluate", number)
+            metrics = self.aggregate_evaluate(number, grid.send_and_receive(messages, timeout=self.round_timeout))
+            self._note(self._result.evaluate_metrics_clientapp, number, metrics)
+        if own is not None:
+            self._note(self._result.evaluate_metrics_serverapp, number, own(number, self._weights()))
+        self._evaluated = True
+        self._save()
+
+    # What Flower asks of a strategy
+
+    def summary(self) -> None:
+        """Log what a client will see, and the inner strategy's own summary."""
+        log.info("double-blind around %s:\n%s", " around ".join(self._memory.names), self.server.plan)
+        self.strategy.summary()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Let the inner strategy choose the nodes and their settings; they get the round's broadcast, not `arrays`."""
+        self._check_outermost()
+        broadcast = self.server.open_round()
+        own = to_record(leaving(self.server.model))
+        with self._repeatable("configure", server_round):
+            asked = list(self.strategy.configure_train(server_round, own, config, self._patient(grid, "train")))
+        return self._blind(asked, own, broadcast, grid)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """The same to evaluate: nodes get the broadcast of the round to come, since no weights may be veiled twice."""
+        self._check_outermost()
+        own = to_record(leaving(self.server.model))
+        with self._repeatable("evaluate", server_round):
+            asked = list(self.strategy.configure_evaluate(server_round, own, config, self._patient(grid, "evaluate")))
+        return self._blind(asked, own, self.server.open_round(), grid) if asked else []
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check the answers, lift them, let the inner strategy aggregate, and take its arrays as the new weights."""
+        self._check_outermost()
+        broadcast = self.server.open_round()
+        came = self._by_node(replies)
+        answers = {}
+        refused = self._failures(came)
+        for node, message in came.items():
+            with _noting(refused, node):
+                answers[_name(node)] = update_of(message)
+        admission = self.server.admit(answers.items())
+        accepted, odd = _same_metrics(
+            {who: (each, set(each.update.metrics)) for who, each in admission.accepted.items()}
+        )
+        admission = replace(admission, accepted=accepted, refused={**refused, **admission.refused, **odd})
+        for reason in admission.reasons:
+            log.warning("round %s: refused %s", server_round, reason)
+        admission.require(self.server.door.min_updates)
+
+        nodes = [node for node in came if _name(node) in accepted]
+        lifted = []
+        for node in nodes:
+            admitted = accepted[_name(node)]
+            arrays = to_record(self.server.lifted(admitted))
+            metrics: dict[str, Any] = {self._weight_key: admitted.update.examples, **admitted.update.metrics}
+            came[node].content = RecordDict({self._array_key: arrays, "metrics": MetricRecord(metrics)})
+            lifted.append(came[node])
+        with self._repeatable("aggregate", server_round):
+            new, summary = self.strategy.aggregate_train(server_round, lifted)
+        if not new:
+            raise ProtocolError(
+                f"round {admission.round}: {self._memory.names[0]} made no weights of {len(lifted)} good answers; "
+                "its log says why, most often that it needs more of them"
+            )
+        report = self.server.close_with(admission, from_record(new))
+        self.reports.append(report)
+        if self.watch is not None:
+            self.watch(broadcast, [self._numbers[node] for node in nodes], [answers[_name(node)] for node in nodes])
+        told = MetricRecord() if summary is None else summary
+        told["dbcl-accepted"], told["dbcl-refused"] = report.accepted, len(report.refused)
+        return None, told
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Check the nodes' metrics, which are those of the blinded model, and let the inner strategy aggregate them."""
+        came = self._by_node(replies)
+        refused = self._failures(came)
+        good: dict[str, tuple[Message, set[str]]] = {}
+        for node, message in came.items():
+            with _noting(refused, node):
+                metrics = _metrics_of(message, self.server.door.max_examples)
+                good[_name(node)] = message, set(metrics)
+                count = metrics.pop(EXAMPLES)
+                message.content = RecordDict({"metrics": MetricRecord({self._weight_key: count, **metrics})})
+        messages, odd = _same_metrics(good)
+        for who, reason in {**refused, **odd}.items():
+            log.warning("round %s: no evaluation by %s: %s", server_round, who, reason)
+        return self.strategy.aggregate_evaluate(server_round, list(messages.values())) if messages else None
+
+    # Their parts
+
+    def _blind(self, asked: list[Message], own: ArrayRecord, broadcast: Broadcast, grid: Grid) -> list[Message]:
+        data = encode(broadcast)
+        messages = []
+        for message in asked:
+            arrays = list(message.content.array_records.values())
+            if len(arrays) != 1 or set(arrays[0]) != set(own):
+                raise ProtocolError(
+                    f"{self._memory.names[0]} sends other arrays than the model's; only the model can be blinded, so a "
+                    "strategy that sends more (control variates, for example) cannot be inside DoubleBlind"
+                )
+            configs = {key: ConfigRecord(dict(value)) for key, value in message.content.config_records.items()}
+            content = RecordDict({**configs, RECORD: ConfigRecord({"broadcast": data})})
+            meta = message.metadata
+            messages.append(
+                Message(
+                    content,
+                    meta.dst_node_id,
+                    meta.message_type,
+                    ttl=self.round_timeout,  # nobody waits for it longer
+                    group_id=meta.group_id or None,
+                )
+            )
+        self._asked = sorted(message.metadata.dst_node_id for message in messages)
+        for node in sorted({*grid.get_node_ids(), *self._asked}):
+            self._numbers.setdefault(node, len(self._numbers))
+        return messages
+
+    def _by_node(self, replies: Iterable[Message]) -> dict[int, Message]:
+        """The answers in the order of the nodes, so that sums do not depend on who was first."""
+        came = {message.metadata.src_node_id: message for message in replies}
+        return {node: came[node] for node in sorted(came) if node in self._asked}
+
+    def _failures(self, came: dict[int, Message]) -> dict[str, str]:
+        """Take out the error replies, and say who failed and who did not answer."""
+        failed = {_name(node): "did not answer in time; see round_timeout" for node in self._asked if node not in came}
+        for node in [node for node, message in came.items() if message.has_error()]:
+            failed[_name(node)] = f"failed: {came.pop(node).error.reason}"
+        return failed
+
+    def _patient(self, grid: Grid, phase: str) -> PatientGrid:
+        names = ("min_available_nodes", f"min_{phase}_nodes")
+        counts = [getattr(each, name, 0) for each in self._memory.strategies for name in names]
+        return PatientGrid(grid, self.round_timeout, str(max(counts) or "more"))
+
+    @contextlib.contextmanager
+    def _repeatable(self, phase: str, round: int) -> Iterator[None]:
+        """With an experiment seed, whatever the inner strategy draws follows from it; else from fresh randomness."""
+        if self._fixed is None:
+            yield
+            return
+        word = int(seeds.words(self._fixed, phase, round, n=1)[0]) >> 32
+        before, numpy_before = random.getstate(), np.random.get_state()
+        random.seed(word)
+        np.random.seed(word)
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_state(numpy_before)
+
+    @property
+    def _weight_key(self) -> str:
+        return str(getattr(self._memory.strategies[-1], "weighted_by_key", EXAMPLES))
+
+    @property
+    def _array_key(self) -> str:
+        return str(getattr(self._memory.strategies[-1], "arrayrecord_key", "arrays"))
+
+    def _check_outermost(self) -> None:
+        if not self._started:
+            raise ConfigError(
+                "DoubleBlind must be the outermost strategy, and its own start() plays the rounds; put the other "
+                "strategy inside: DoubleBlind(other, model)"
+            )
+
+    def _weights(self) -> ArrayRecord:
+        return to_record(self.server.averaged.state_dict())
+
+    @staticmethod
+    def _note(history: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:
+        if metrics is not None:
+            log.info("round %s: %s", number, dict(metrics))
+            history[number] = metrics
+
+    # Checkpoints
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        values, tensors = self.server.state()
+        remembered, more = self._memory.state()
+        own = {
+            "strategy": remembered,
+            "evaluated": self._evaluated,
+            "nodes": [str(node) for node in self._numbers],
+            "history": [[[n, dict(m)] for n, m in kept.items()] for kept in _histories(self._result)],
+        }
+        checkpoint.save(self.folder, {**values, "flower": own}, {**tensors, **more})
+
+    def _resume(self, folder: Path) -> None:
+        forgotten = self._memory.forgotten()
+        if forgotten:
+            log.warning("not in checkpoints, so a run that goes on starts with it anew: %s", ", ".join(forgotten))
+        if not any(folder.glob("round-*.dbcl")):
+            return
+        values, tensors = checkpoint.load(folder)
+        if "flower" not in values:
+            raise ProtocolError(f"{folder} holds checkpoints of another engine; choose another folder")
+        own: Mapping[str, Any] = values["flower"]
+        self._memory.load_state(own["strategy"], tensors)
+        self.server.load_state(values, tensors)
+        self._evaluated = own["evaluated"]
+        self._numbers = {int(node): number for number, node in enumerate(own["nodes"])}
+        for kept, told in zip(_histories(self._result), own["history"], strict=True):
+            kept.update({number: MetricRecord(metrics) for number, metrics in told})
+        log.info("goes on after round %s, from %s", self.server.round, folder)
+
+
+def _refuse(strategy: Strategy, *, resumes: bool) -> None:
+    """Say what to do instead of a composition that cannot work."""
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(
+            f"{type(strategy).__name__} is no strategy of Flower's Message API; take one of flwr.serverapp.strategy or "
+            "a subclass of its Strategy (those of flwr.server.strategy are the old generation)"
+        )
+    for each in chain(strategy):
+        name = type(each).__name__
+        if isinstance(each, DoubleBlind):
+            raise ConfigError("a DoubleBlind is inside a DoubleBlind; one is enough")
+        if isinstance(each, CLIENT_SIDE):
+            raise ConfigError(
+                f"{name} leaves the clipping to a client mod, which does not see a blinded update; "
+                f"take {name.replace('Client', 'Server')}: lifting keeps lengths, so it clips the same"
+            )
+        if isinstance(each, TREES):
+            raise ConfigError(f"{name} trains trees; only the weights of a PyTorch model can be blinded")
+        if resumes and getattr(each, "accountant", None) is not None:
+            raise ConfigError(
+                f"{name} has a privacy accountant, whose spending a checkpoint cannot keep: a run that goes on would "
+                "count from zero; leave out accountant or checkpoint"
+            )
+
+
+def _same_metrics(answers: Mapping[str, tuple[T, set[str]]]) -> tuple[dict[str, T], dict[str, str]]:
+    """Keep the answers with the metrics that most of them have: Flower would drop the whole round for one other."""
+    if not answers:
+        return {}, {}
+    usual = Counter(frozenset(names) for _, names in answers.values()).most_common(1)[0][0]
+    kept = {who: answer for who, (answer, names) in answers.items() if names == usual}
+    odd = {
+        who: f"has the metrics {sorted(names)}, and most have {sorted(usual)}"
+        for who, (_, names) in answers.items()
+        if names != usual
+    }
+    return kept, odd
+
+
+def _metrics_of(message: Message, most: int) -> dict[str, float]:
+    records = list(message.content.metric_records.values())
+    if len(records) != 1:
+        raise ProtocolError(f"its answer has {len(records)} MetricRecords and must have one; use dbcl.flower.reply")
+    metrics = dict(records[0])
+    for name, value in metrics.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ProtocolError(f"metric {name} is {value!r}")
+    if not 1 <= metrics.get(EXAMPLES, 0) <= most:  # type: ignore[operator]
+        raise ProtocolError(f"{EXAMPLES} must be between 1 and {most}, got {metrics.get(EXAMPLES)}")
+    return metrics  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _noting(refused: dict[str, str], node: int) -> Iterator[None]:
+    try:
+        yield
+    except ProtocolError as error:
+        refused[_name(node)] = str(error)
+
+
+def _name(node: int) -> str:
+    return f"node {node}"
+
+
+def _histories(result: Result) -> list[dict[int, MetricRecord]]:
+    return [result.train_metrics_clientapp, result.evaluate_metrics_clientapp, result.evaluate_metrics_serverapp]
