@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 
 from dbcl import blinded, data, models
 from dbcl.audit import attacks, estimate, pictures, theory
+from dbcl.audit.inference import property_findings
 from dbcl.audit.recover import Matching, as_gradient, gradients, recover
 from dbcl.audit.rehearsal import Rehearsal, drawn, rehearse
 from dbcl.audit.score import score
@@ -152,9 +153,11 @@ def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def aucs(
-    rehearsal: Rehearsal, dataset: data.Dataset, holds: Any, spare: Any, found: Any, batches: int
+    rehearsal: Rehearsal, dataset: data.Dataset, holds: Any, spare: Any, found: Any, batches: int, examples: int
 ) -> dict[str, str]:
-    rows = attacks.property_findings(rehearsal, dataset, holds, spare, found, batches=batches, seed=0, tell=quiet)
+    rows = property_findings(
+        rehearsal, dataset, holds, spare, found, batches=batches, examples=examples, seed=0, tell=quiet
+    )
     return {f"{row.attack}, {row.seat}'s seat": f"{row.value:.3f} ({row.low:.2f} to {row.high:.2f})" for row in rows}
 
 
@@ -167,7 +170,7 @@ def properties(scratch: Path) -> Any:
         quiet(f"{name}: rehearsal")
         rehearsal = rehearse(config, dataset, script, scratch / name)
         found = attacks.estimates(rehearsal.attacker, names, quiet)
-        table[name] = aucs(rehearsal, dataset, holds, spare, found, 6)
+        table[name] = aucs(rehearsal, dataset, holds, spare, found, 6, 200)
     return table
 
 
@@ -189,7 +192,7 @@ def veil(scratch: Path) -> Any:
                     tensor: round(attacks.predicted(rehearsal.attacker, rehearsal.truth, views[tensor]), 4)
                     for tensor in scores["smoother"]
                 }
-            row[f"property AUC, {clients} clients"] = aucs(rehearsal, dataset, holds, spare, found, 3)
+            row[f"property AUC, {clients} clients"] = aucs(rehearsal, dataset, holds, spare, found, 3, 150)
         picture = preset("paper", model="dlg-lenet", lr=0.1, veil=rho)
         values = client_pictures(picture, dataset, scratch / f"{rho}-p", "rewind" if rho == 0 else "smoother", 3)
         row["client's picture, dB"] = summary([{"each": value} for value in values])["each"]

@@ -12,24 +12,43 @@ from dbcl.audit.properties import Samples
 from dbcl.errors import DataError
 
 
-def dense_filter(train: Samples, noise: np.ndarray, penalty: float) -> np.ndarray:
+def dense_filter(train: Samples, noise: np.ndarray, penalty: float, batch: int) -> np.ndarray:
     with_, without = train.x[train.y], train.x[~train.y]
     centred = np.concatenate([with_ - with_.mean(0), without - without.mean(0)])
-    covariance = centred.T @ centred / (len(centred) - 2) + np.diag(noise) + penalty * np.eye(len(noise))
+    covariance = centred.T @ centred / (len(centred) - 2) / batch + np.diag(noise) + penalty * np.eye(len(noise))
     return np.linalg.solve(covariance, with_.mean(0) - without.mean(0))
 
 
-@pytest.mark.parametrize("noise", [0.5, 0.0, np.repeat([0.0, 0.1, 2.0], 5)])
-def test_the_dual_form_is_the_formula(noise: float | np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("batch", [1, 7])
+@pytest.mark.parametrize("noise", [[0.5, 0.5, 0.5], [0.0, 0.0, 0.0], [0.0, 0.1, 2.0]])
+def test_the_dual_form_is_the_formula(noise: list[float], batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
-    train = Samples(rng.normal(size=(30, 15)) + 5, np.arange(30) % 3 == 0)
+    y, group = np.arange(30) % 3 == 0, np.repeat(np.arange(3), 5)
+    train = Samples(rng.normal(size=(30, 15)) + 5 + y[:, None], y)
     test = rng.normal(size=(20, 15))
     with_, without = train.x[train.y], train.x[~train.y]
-    total = (np.square(with_ - with_.mean(0)).sum() + np.square(without - without.mean(0)).sum()) / 28
+    total = (np.square(with_ - with_.mean(0)).sum() + np.square(without - without.mean(0)).sum()) / 28 / batch
     monkeypatch.setattr(properties, "PENALTIES", np.array([0.3]))
-    expected = test @ dense_filter(train, np.broadcast_to(noise, 15), 0.3 * total)
-    scores = properties.matched_filter(train, test, noise)
-    np.testing.assert_allclose(scores - scores[0], expected - expected[0], rtol=1e-9, atol=1e-12)
+    expected = (test - (with_.mean(0) + without.mean(0)) / 2) @ dense_filter(
+        train, np.array(noise)[group], 0.3 * total, batch
+    )
+    scores = properties.MatchedFilter(train, group, batch)(test, np.array(noise))
+    slope = scores[0] / expected[0]
+    assert slope > 0
+    np.testing.assert_allclose(scores, slope * expected, rtol=1e-9, atol=1e-12)
+    if batch == 1:
+        np.testing.assert_allclose(properties.matched_filter(train, test, np.array(noise)[group]), scores, rtol=1e-9)
+
+
+def test_scores_are_the_log_odds_of_a_mean_of_examples() -> None:
+    """Two normal clouds whose means are 0.5 apart: the odds of a mean of 16 are exp(16 * 0.5 * (x - 0.25))."""
+    rng = np.random.default_rng(0)
+    y = np.arange(4000) % 2 == 0
+    told = properties.MatchedFilter(
+        Samples(rng.normal(size=(4000, 1)) + 0.5 * y[:, None], y), np.zeros(1, dtype=np.int64), batch=16
+    )
+    scores = told(np.array([[0.0], [0.25], [1.0]]), np.zeros(1))
+    np.testing.assert_allclose(scores, [-2.0, 0.0, 6.0], atol=0.5)
 
 
 def spread_signal(seed: int, shift: float = 0.05) -> tuple[Samples, np.ndarray, np.ndarray]:

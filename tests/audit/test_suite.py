@@ -16,13 +16,21 @@ from typer.testing import CliRunner
 from dbcl import cli, config, data
 from dbcl.audit import attacks, rehearsal, suite
 from dbcl.audit.findings import Audit, Finding
+from dbcl.audit.inference import property_findings
 from dbcl.audit.recover import Matching
 from dbcl.audit.transcript import Transcript, Truth
 from dbcl.errors import AuditError, ConfigError
 from dbcl.run import Run
 
 SMALL = suite.Budget(
-    rounds=44, batch=8, pictures=1, steps=3, own_batches=1, shadows=4, estimators=("option I", "rewind", "smoother")
+    rounds=44,
+    batch=8,
+    pictures=1,
+    steps=3,
+    own_batches=1,
+    own_examples=20,
+    shadows=4,
+    estimators=("option I", "rewind", "smoother"),
 )
 NET = "small_net_to_audit"
 SOURCE = """
@@ -161,7 +169,9 @@ def test_no_attack_of_a_rehearsal_opens_the_truth(tmp_path: Path) -> None:
     assert attacks.clear_labels(played, dataset, range(19)).value > 0.8
     holds = np.arange(len(dataset.y_train)) % 2 == 0
     spare = np.arange(400, 800)
-    assert attacks.property_findings(played, dataset, holds, spare, made, batches=8, seed=0, tell=lambda text: None)
+    assert property_findings(
+        played, dataset, holds, spare, made, batches=8, examples=20, seed=0, tell=lambda text: None
+    )
     with pytest.raises(AuditError, match="truth: round 0 cannot be read"):
         attacks.updates(played.attacker, played.truth, made, lambda text: None)
 

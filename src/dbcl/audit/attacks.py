@@ -1,16 +1,15 @@
 """The attacks of an audit, from transcripts to findings: updates, pictures, properties, membership."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from dbcl.audit import estimate, membership, pictures, properties
+from dbcl.audit import estimate, membership, pictures
 from dbcl.audit.estimate import View, believed
 from dbcl.audit.findings import Curve, Finding
 from dbcl.audit.recover import (
@@ -20,7 +19,6 @@ from dbcl.audit.recover import (
     as_gradient,
     clear_label,
     first_layer,
-    gradients,
     recover,
 )
 from dbcl.audit.rehearsal import VICTIM, Rehearsal, guess
@@ -30,7 +28,7 @@ from dbcl.audit.transcript import Transcript, Truth
 from dbcl.blind import lift
 from dbcl.data import Dataset
 from dbcl.engines import LocalTraining
-from dbcl.errors import AuditError, ConfigError
+from dbcl.errors import ConfigError
 from dbcl.protocol import Broadcast, blinded
 from dbcl.sketch import Identity
 
@@ -271,160 +269,6 @@ def clear_labels(rehearsal: Rehearsal, dataset: Dataset, rounds: Sequence[int]) 
         "label from the output layer's bias", "client", "naive", "label", "accuracy", float(np.mean(right)),
         chance=1 / max(2, dataset.outputs), budget={"rounds": len(rounds)}, note=note,
     )  # fmt: skip
-
-
-def property_findings(
-    rehearsal: Rehearsal,
-    dataset: Dataset,
-    holds: NDArray[np.bool_],
-    spare: NDArray[np.int64],
-    found: Mapping[str, Changes],
-    *,
-    batches: int,
-    seed: int,
-    tell: Tell,
-) -> list[Finding]:
-    """Tell whether the victim's batch had a property, from each seat and by forest and matched filter.
-
-    The attacker learns from batches of its own spare examples, so many of each kind in each round, at the models that
-    it received.
-    """
-    attacker, server = rehearsal.attacker, rehearsal.server
-    views, setting = estimate.views(attacker), attacker.setting
-    seen_rounds = attacker.rounds[:-1]
-    oldest = min(OLD, len(seen_rounds) // 3)
-    tested = seen_rounds[: len(seen_rounds) - oldest]
-    truth = np.array([bool(holds[rehearsal.script[round, VICTIM]].mean() > 0.5) for round in tested])
-    if min(truth.sum(), (~truth).sum()) < 5:
-        raise AuditError(f"only {truth.sum()} of {len(truth)} tested rounds have the property")
-    tell("property: the attacker's own updates")
-    own = _own_updates(rehearsal, dataset, holds, spare, tested, batches, seed)
-    parts = attacker[tested[0]].broadcast.plan.parts
-    shapes = {part.name: torch.empty(part.shape) for part in parts}
-    clear = [part.name for part in parts if not part.sketched]
-    lr = setting.local.lr
-
-    sources: dict[tuple[str, str, str], list[dict[str, Tensor]]] = {
-        ("the update itself", "server", "adaptive"): [
-            _double(server[round].updates[str(VICTIM)].tensors) for round in tested
-        ]
-    }
-    for name, changes in found.items():
-        sources[(name, "client", ESTIMATORS[name][0])] = _sums(views, changes, len(tested), setting.chosen)
-    if clear:
-        plain: Changes = {name: list(estimate.option_2(views[name])) for name in clear}
-        sources[("unsketched tensors only", "client", "naive")] = _sums(views, plain, len(tested), setting.chosen)
-    findings = []
-    for (name, seat, kind), rows in sources.items():
-        tell(f"property from {name}, {seat}'s seat")
-        lifted = [
-            _lift_some(attacker[round].broadcast, as_gradient(row, lr), shapes)
-            for round, row in zip(tested, rows, strict=True)
-        ]
-        findings += _detect(name, seat, kind, own, lifted, truth, seed)
-    return findings
-
-
-def _sums(views: Mapping[str, View], changes: Changes, count: int, chosen: int) -> list[dict[str, Tensor]]:
-    """The estimated sum of the others' updates in V's space, round by round."""
-    return [
-        {name: views[name].sketches[place].apply(guesses[place]) * chosen for name, guesses in changes.items()}
-        for place in range(count)
-    ]
-
-
-def _lift_some(broadcast: Broadcast, rows: Mapping[str, Tensor], shapes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    sketches = broadcast.sketches()
-    lifted = {name: sketches[name].lift(row) if name in sketches else row for name, row in rows.items()}
-    return {name: tensor.float() for name, tensor in _shaped(lifted, shapes).items()}
-
-
-@dataclass(frozen=True, eq=False)
-class _Own:
-    """The attacker's own updates: lifted gradients, whether their batch had the property, and in which tested round."""
-
-    rows: list[dict[str, Tensor]]
-    labels: NDArray[np.bool_]
-    places: NDArray[np.int64]
-
-    def centred(
-        self, features: Callable[[dict[str, Tensor]], properties.Features], test: list[dict[str, Tensor]]
-    ) -> tuple[properties.Features, properties.Features]:
-        """Features of own and tested updates, both less the mean of the own ones of the same round.
-
-        The sketch changes from round to round and all gradients with it; what is left tells batches of a round apart.
-        """
-        names = list(test[0])  # a message's tensors may come in another order in each round
-        clean, noisy = (
-            np.stack([features({name: row[name] for name in names}) for row in rows]) for rows in (self.rows, test)
-        )
-        for place in range(len(test)):
-            mean = clean[self.places == place].mean(axis=0)
-            clean[self.places == place] -= mean
-            noisy[place] -= mean
-        return clean, noisy
-
-
-def _detect(
-    name: str, seat: str, kind: str, own: _Own, test: list[dict[str, Tensor]], truth: NDArray[np.bool_], seed: int
-) -> list[Finding]:
-    def raw() -> NDArray[np.float64]:
-        clean, noisy = own.centred(properties.flatten, test)
-        # What the estimates have more of than clean updates is noise: the attacker sees that without any truth.
-        sizes = np.concatenate([np.full(tensor.numel(), i) for i, tensor in enumerate(test[0].values())])
-        extra = [max(0.0, float(noisy[:, sizes == i].var() - clean[:, sizes == i].var())) for i in range(len(test[0]))]
-        return properties.matched_filter(properties.Samples(clean, own.labels), noisy, np.array(extra)[sizes])
-
-    def magnitudes() -> NDArray[np.float64]:
-        clean, noisy = own.centred(lambda row: properties.magnitudes(properties.flatten(row)[None])[0], test)
-        return properties.matched_filter(properties.Samples(clean, own.labels), noisy, 0.0)
-
-    def forest() -> NDArray[np.float64]:
-        clean, noisy = own.centred(lambda row: properties.melis(row, vectors=True), test)
-        return properties.forest(properties.Samples(clean, own.labels), noisy, seed)
-
-    findings = []
-    learners = {"matched filter": raw, "matched filter (magnitudes)": magnitudes, "random forest": forest}
-    for learner, run in learners.items():
-        began = perf_counter()
-        result = properties.judge(run(), truth, seed)
-        budget = {"own batches": len(own.rows), "tested rounds": len(truth)}
-        findings.append(
-            Finding(
-                f"{learner} on {name}", seat, kind, "property", "auc", result.auc, result.low, result.high, 0.5,
-                {**budget, "seconds": round(perf_counter() - began, 1)},
-                curves=(Curve("", *result.roc),), axes=("false positive rate", "true positive rate"),
-            )
-        )  # fmt: skip
-    return findings
-
-
-def _own_updates(
-    rehearsal: Rehearsal,
-    dataset: Dataset,
-    holds: NDArray[np.bool_],
-    spare: NDArray[np.int64],
-    rounds: Sequence[int],
-    batches: int,
-    seed: int,
-) -> _Own:
-    """Gradients of the attacker's own batches with and without the property, at the models that it received."""
-    rng = np.random.default_rng(seed)
-    transcript = rehearsal.attacker
-    size = rehearsal.script.shape[2]
-    kinds = {True: spare[holds[spare]], False: spare[~holds[spare]]}
-    template = transcript.setting.template()
-    found, labels, places = [], [], []
-    for place, round in enumerate(rounds):
-        broadcast = transcript[round].broadcast
-        model = blinded(template, broadcast)
-        for kind in (True, False) * batches:
-            index = torch.from_numpy(rng.choice(kinds[kind], size=size, replace=size > len(kinds[kind])))
-            grads = gradients(model, dataset.x_train[index], dataset.y_train[index])
-            found.append(lift(broadcast.plan, {name: grad.detach() for name, grad in grads.items()}))
-            labels.append(kind)
-            places.append(place)
-    return _Own(found, np.array(labels), np.array(places))
 
 
 def members(

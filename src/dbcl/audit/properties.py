@@ -92,19 +92,6 @@ def melis(update: Mapping[str, Tensor], *, vectors: bool) -> Features:
     return row / (float(np.linalg.norm(row)) or 1.0)
 
 
-def magnitudes(rows: Features) -> Features:
-    """Make |x| / |x|_2 of every row, for updates of a trained model, whose signs and sizes change from batch to batch.
-
-    Noise in such features has no fixed variance: they are for updates that carry none.
-
-    >>> magnitudes(np.array([[3.0, -4.0], [0.0, 0.0]]))
-    array([[0.6, 0.8],
-           [0. , 0. ]])
-    """
-    size = np.linalg.norm(rows, axis=1, keepdims=True)
-    return np.asarray(np.abs(rows) / np.where(size > 0, size, 1), dtype=rows.dtype)
-
-
 def forest(train: Samples, test_x: Features, seed: int) -> Array:
     """Score updates with the published learner: standard scaling, 100 trees, 5 or more samples in a leaf.
 
@@ -118,14 +105,51 @@ def forest(train: Samples, test_x: Features, seed: int) -> Array:
     return np.asarray(learner.predict_proba(test_x)[:, 1], dtype=np.float64)
 
 
-def matched_filter(train: Samples, test_x: Features, noise: float | Array) -> Array:
-    """Score updates along the one direction that best tells the two kinds apart under noise of a known size.
+class MatchedFilter:
+    """The one direction that best tells updates of two kinds apart under noise of a known size.
 
-    w = (Sigma + diag(noise) + lambda I)^-1 (mu_1 - mu_0), with the mean and the common covariance of the clean training
-    updates; `noise` is the variance, of all features or of each, that only the tested updates carry. With
-    u = 1 / (noise + lambda), w = u X^T alpha, so that only matrices of the size of the samples are inverted. lambda is
-    the one that best separates left-out training updates with noise, whose share of the scores, w^T diag(noise) w, is
-    known without drawing any. More than 32 different variances are rounded to 32.
+    w = (Sigma / batch + diag(noise) + lambda I)^-1 (mu_1 - mu_0), with the mean and the common covariance of the clean
+    training rows. Each tested update is a mean over `batch` such rows, plus noise that has one variance in each group
+    of features. With u = 1 / (noise + lambda), w = u X^T alpha, so that only matrices of the size of the samples are
+    inverted. lambda is the one that best separates left-out rows with noise, whose share of the scores,
+    w^T diag(noise) w, is known without drawing any. The scores are log odds, so that those of several filters compare.
+
+    >>> rng = np.random.default_rng(0)
+    >>> y = np.arange(100) % 2 == 0
+    >>> told = MatchedFilter(Samples(rng.normal(size=(100, 2)) + 2 * y[:, None], y), np.zeros(2, dtype=np.int64))
+    >>> told(np.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]), np.zeros(1)).round()
+    array([-4., -0.,  4.])
+    """
+
+    def __init__(self, train: Samples, group: NDArray[np.integer[Any]], batch: int = 1) -> None:
+        self.y, self.group, self.batch = train.y, group, batch
+        self.mean = train.x.mean(axis=0, dtype=np.float64).astype(train.x.dtype)
+        self.x, self.fold = train.x - self.mean, _folds(train)
+        self.grams = np.stack([_gram(self.x, np.flatnonzero(group == number)) for number in range(group.max() + 1)])
+
+    def __call__(self, test_x: Features, noise: Array) -> Array:
+        """The log odds that each update has the property; `noise` is the variance in each group of features."""
+        y, batch = self.y, self.batch
+        total = float(np.trace(_within(self.grams.sum(axis=0), y))) / batch or 1.0
+        best, alpha, scale, odds, middle = -np.inf, np.zeros(len(y)), noise, 0.0, 0.0
+        for penalty in total * PENALTIES:
+            u = 1 / (noise + penalty)
+            gram = np.tensordot(u, self.grams, 1)
+            gap, spread = _separation(gram, np.tensordot(noise * u * u, self.grams, 1), y, self.fold, batch)
+            if gap / np.sqrt(spread) > best:
+                best, alpha, scale = gap / np.sqrt(spread), _dual(gram, y, batch), u
+                odds, middle = max(gap, 0.0) / spread, float(_middle(y) @ gram @ alpha)
+        scores = np.zeros(len(test_x))
+        for part in _blocks(np.arange(self.x.shape[1])):
+            w = scale[self.group[part]] * (alpha @ self.x[:, part].astype(np.float64))
+            scores += (test_x[:, part] - self.mean[part]).astype(np.float64) @ w
+        return np.asarray(odds * (scores - middle), dtype=np.float64)
+
+
+def matched_filter(train: Samples, test_x: Features, noise: float | Array) -> Array:
+    """Score updates with the filter for noise of the variance `noise`, one for all features or one for each.
+
+    More than 32 different variances are rounded to 32.
 
     >>> rng = np.random.default_rng(0)
     >>> y = np.arange(100) % 2 == 0
@@ -138,20 +162,7 @@ def matched_filter(train: Samples, test_x: Features, noise: float | Array) -> Ar
     if variance.shape not in ((), train.x.shape[1:]) or not (variance >= 0).all():
         raise ValueError(f"noise must be a variance of 0 or more, or one for each of {train.x.shape[1]} features")
     levels, level = _levels(np.broadcast_to(variance, train.x.shape[1:]))
-    x = train.x - train.x.mean(axis=0, dtype=np.float64).astype(train.x.dtype)
-    grams = np.stack([_gram(x, np.flatnonzero(level == number)) for number in range(len(levels))])
-    total, fold = float(np.trace(_within(grams.sum(axis=0), train.y))) or 1.0, _folds(train)
-    best, alpha, scale = -np.inf, np.zeros(len(x)), levels
-    for penalty in total * PENALTIES:
-        u = 1 / (levels + penalty)
-        gram = np.tensordot(u, grams, 1)
-        found = _separation(gram, np.tensordot(levels * u * u, grams, 1), train.y, fold)
-        if found > best:
-            best, alpha, scale = found, _dual(gram, train.y), u
-    scores = np.zeros(len(test_x))
-    for part in _blocks(np.arange(x.shape[1])):
-        scores += test_x[:, part].astype(np.float64) @ (scale[level[part]] * (alpha @ x[:, part].astype(np.float64)))
-    return scores
+    return MatchedFilter(train, level)(test_x, levels)
 
 
 def _levels(variance: Array) -> tuple[Array, NDArray[np.int64]]:
@@ -190,12 +201,20 @@ def _within(gram: Array, y: Truth) -> Array:
     return _less_mean(_less_mean(gram, y).T, y)
 
 
-def _dual(gram: Array, y: Truth) -> Array:
-    """alpha = c - H (I + H G H)^-1 H G c, where mu_1 - mu_0 = X^T c: Woodbury's identity for w = u X^T alpha."""
+def _dual(gram: Array, y: Truth, batch: int) -> Array:
+    """alpha = c - H (I + H G H)^-1 H G c, where mu_1 - mu_0 = X^T c: Woodbury's identity for w = u X^T alpha.
+
+    H is that of `_less_mean` divided by sqrt(batch).
+    """
     c = y / y.sum() - ~y / (~y).sum()
     target: Array = gram @ c
-    inner = np.linalg.solve(np.eye(len(y)) + _within(gram, y), _less_mean(target, y))
-    return np.asarray(c - _less_mean(inner.astype(np.float64), y), dtype=np.float64)
+    inner = np.linalg.solve(np.eye(len(y)) + _within(gram, y) / batch, _less_mean(target, y))
+    return np.asarray(c - _less_mean(inner.astype(np.float64), y) / batch, dtype=np.float64)
+
+
+def _middle(y: Truth) -> Array:
+    """The weights that make of rows the point half way between the means of both kinds."""
+    return np.asarray((y / y.sum() + ~y / (~y).sum()) / 2, dtype=np.float64)
 
 
 def _folds(train: Samples) -> NDArray[np.int64]:
@@ -213,21 +232,20 @@ def _folds(train: Samples) -> NDArray[np.int64]:
     return pools
 
 
-def _separation(gram: Array, noise: Array, y: Truth, fold: NDArray[np.int64]) -> float:
-    """(m_1 - m_0) / sqrt(v + w^T diag(noise) w), from the scores of updates that were left out when w was made.
+def _separation(gram: Array, noise: Array, y: Truth, fold: NDArray[np.int64], batch: int) -> tuple[float, float]:
+    """m_1 - m_0 and v / batch + w^T diag(noise) w, from the scores of rows that were left out when w was made.
 
     `gram` is X diag(u) X^T, so that x_i^T w = (G alpha)_i, and `noise` is X diag(u noise u) X^T.
     """
     scores, spread = np.empty(len(y)), 0.0
     for number in range(fold.max() + 1):
         kept, out = np.flatnonzero(fold != number), np.flatnonzero(fold == number)
-        own, inner = y[kept], gram[np.ix_(kept, kept)]
-        alpha = _dual(inner, own)
-        middle = (own / own.sum() + ~own / (~own).sum()) / 2
-        scores[out] = (gram[np.ix_(out, kept)] - middle @ inner) @ alpha
+        inner = gram[np.ix_(kept, kept)]
+        alpha = _dual(inner, y[kept], batch)
+        scores[out] = (gram[np.ix_(out, kept)] - _middle(y[kept]) @ inner) @ alpha
         spread += float(alpha @ noise[np.ix_(kept, kept)] @ alpha) * len(out) / len(y)
-    within = (scores[y].var() + scores[~y].var()) / 2 + spread
-    return float((scores[y].mean() - scores[~y].mean()) / np.sqrt(within + np.finfo(np.float64).tiny))
+    within = (scores[y].var() + scores[~y].var()) / 2 / batch + spread
+    return float(scores[y].mean() - scores[~y].mean()), within + float(np.finfo(np.float64).tiny)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from dbcl.cover import owner
-from dbcl.errors import ConfigError, PlanError
+from dbcl.errors import AuditError, ConfigError, PlanError
 from dbcl.nn import compact_parameter
 from dbcl.sketch import Sketch
 
@@ -109,12 +109,37 @@ def gradients(model: nn.Module, images: Tensor, labels: Tensor, *, create_graph:
     {'weight': (2, 3), 'bias': (2,)}
     """
     held = parameters(model)
-    logits = model(images)
-    if logits.shape[-1] == 1:
-        loss = F.binary_cross_entropy_with_logits(logits.squeeze(-1), labels.to(logits.dtype))
-    else:
-        loss = F.cross_entropy(logits, labels)
+    loss = _loss(model(images), labels)
     return dict(zip(held, torch.autograd.grad(loss, list(held.values()), create_graph=create_graph), strict=True))
+
+
+def example_gradients(model: nn.Module, images: Tensor, labels: Tensor, *, together: int = 50) -> dict[str, Tensor]:
+    """The gradient of each example alone, under the names of the plan, with a leading axis for the examples.
+
+    >>> found = example_gradients(nn.Linear(3, 2), torch.ones(5, 3), torch.zeros(5, dtype=torch.long))
+    >>> {name: tuple(gradient.shape) for name, gradient in found.items()}
+    {'weight': (5, 2, 3), 'bias': (5, 2)}
+    """
+    held = {full: parameter.detach() for full, parameter in model.named_parameters()}
+
+    def loss(values: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        logits: Tensor = torch.func.functional_call(model, values, (image.unsqueeze(0),))
+        return _loss(logits, label.unsqueeze(0))
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0), randomness="different")
+    try:
+        parts = [
+            each(held, x, y) for x, y in zip(torch.split(images, together), torch.split(labels, together), strict=True)
+        ]
+    except (RuntimeError, ValueError) as error:
+        raise AuditError(f"this network has no gradient of one example alone: {error}") from error
+    return {_plan_name(full): torch.cat([part[full] for part in parts]) for full in held}
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    if logits.shape[-1] == 1:
+        return F.binary_cross_entropy_with_logits(logits.squeeze(-1), labels.to(logits.dtype))
+    return F.cross_entropy(logits, labels)
 
 
 def _plan_name(full: str) -> str:

@@ -15,6 +15,7 @@ from dbcl import data, models
 from dbcl.audit import attacks, properties
 from dbcl.audit.attacks import Tell
 from dbcl.audit.findings import Audit, Finding
+from dbcl.audit.inference import property_findings
 from dbcl.audit.recover import Matching
 from dbcl.audit.rehearsal import ATTACKER, VICTIM, Script, drawn, rehearse
 from dbcl.audit.transcript import Transcript, Truth
@@ -40,13 +41,14 @@ class Budget:
     pictures: int
     steps: int
     own_batches: int
+    own_examples: int
     shadows: int
     estimators: tuple[str, ...]
 
 
-QUICK = Budget(60, 16, 2, 200, 2, 4, ("option I", "smoother"))
+QUICK = Budget(60, 16, 2, 200, 2, 60, 4, ("option I", "smoother"))
 FULL = Budget(
-    200, 32, 5, 600, 3, 16,
+    200, 32, 5, 600, 3, 150, 16,
     ("option I", "option II", "rewind", "smoother", "smoother, sizes fitted", "shaped smoother"),
 )  # fmt: skip
 
@@ -116,13 +118,14 @@ def properties_part(
     findings = attacks.updates(rehearsal.attacker, rehearsal.truth, found, tell)
     if holds is None:
         return findings
-    return findings + attacks.property_findings(
+    return findings + property_findings(
         rehearsal,
         dataset,
         holds,
         spare,
         found,
         batches=budget.own_batches,
+        examples=budget.own_examples,
         seed=seed,
         tell=tell,
     )
