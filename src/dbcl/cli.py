@@ -129,7 +129,11 @@ def train(
         int | None, _option("Fix everything, the server's secrets too, to repeat an experiment. Default: fresh.", LONG)
     ] = None,
     engine: Annotated[
-        str | None, _option("stacked (default): all clients of a round at once; local: one after another.", LONG)
+        str | None,
+        _option(
+            "stacked (default): all clients of a round at once; local: one after another; flower: Flower's simulation.",
+            LONG,
+        ),
     ] = None,
     device: Annotated[str | None, _option("cpu (default) or cuda.", LONG)] = None,
     precision: Annotated[

@@ -4,8 +4,10 @@ import dataclasses
 import json
 import math
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,18 @@ PARTITIONS = ("iid", "dirichlet", "shards")
 ALGORITHMS = ("fedavg", "fedprox", "sgd")
 OPTIMIZERS = ("plain", "momentum", "adam")
 PRECISIONS = ("float32", "tf32", "bf16")
-ENGINES: dict[str, type[Engine]] = {"stacked": StackedEngine, "local": LocalEngine}
+
+
+def _flower(*arguments: Any, **more: Any) -> Engine:
+    """Flower is an extra, and slow to import: only who asks for it needs it."""
+    if find_spec("flwr") is None:
+        raise ConfigError("the engine flower needs Flower, which is not installed: pip install 'dbcl[flower]'")
+    from dbcl.engines.flower import SimulationEngine
+
+    return SimulationEngine(*arguments, **more)
+
+
+ENGINES: dict[str, Callable[..., Engine]] = {"stacked": StackedEngine, "local": LocalEngine, "flower": _flower}
 
 
 @dataclass(frozen=True)

@@ -102,30 +102,33 @@ class Run:
 
     def play(self) -> Iterator[RoundMetrics]:
         """Play the rounds that are left, each written to the folder before it is given out; then write the results."""
-        while not self.finished:
-            began = time.perf_counter()
-            result = self.engine.play_round()
-            measured = evaluate(self.server.averaged, self._x_test, self._y_test)
-            report = result.report
-            self.history.append(
-                RoundMetrics(
-                    round=report.round + 1,
-                    accuracy=measured.accuracy,
-                    loss=measured.loss,
-                    train_loss=report.metrics.get("loss", float("nan")),
-                    bytes_down=result.bytes_down,
-                    bytes_up=result.bytes_up,
-                    accepted=report.accepted,
-                    refused=list(report.refused),
-                    clipped=report.clipped,
-                    seconds=round(time.perf_counter() - began, 4),
+        try:
+            while not self.finished:
+                began = time.perf_counter()
+                result = self.engine.play_round()
+                measured = evaluate(self.server.averaged, self._x_test, self._y_test)
+                report = result.report
+                self.history.append(
+                    RoundMetrics(
+                        round=report.round + 1,
+                        accuracy=measured.accuracy,
+                        loss=measured.loss,
+                        train_loss=report.metrics.get("loss", float("nan")),
+                        bytes_down=result.bytes_down,
+                        bytes_up=result.bytes_up,
+                        accepted=report.accepted,
+                        refused=list(report.refused),
+                        clipped=report.clipped,
+                        seconds=round(time.perf_counter() - began, 4),
+                    )
                 )
-            )
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                file.write(_line(self.history[-1]))
-            # The line before the checkpoint: a crash between the two leaves one line too many, which resume drops.
-            checkpoint.save(self.folder / "checkpoints", *self.server.state())
-            yield self.history[-1]
+                with open(self.folder / "metrics.jsonl", "a") as file:
+                    file.write(_line(self.history[-1]))
+                # The line before the checkpoint: a crash between the two leaves one line too many, which resume drops.
+                checkpoint.save(self.folder / "checkpoints", *self.server.state())
+                yield self.history[-1]
+        finally:
+            self.engine.close()
         self._write_results()
 
     def _record(self) -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 import dbcl
+from dbcl.audit.transcript import Transcript
+from dbcl.config import ENGINES, RunConfig
 from dbcl.engines import LocalEngine, LocalTraining
 from dbcl.engines.flower import DoubleBlind, FlowerEngine, LocalGrid, SimulationEngine, blinded, reply
 from dbcl.engines.flower.engine import Clients
 from dbcl.errors import ConfigError, ProtocolError
+from dbcl.run import Run
 
 
 class TestFlowerEngine(EngineContract):
@@ -204,3 +208,25 @@ def test_telemetry_is_off_unless_asked_for(tmp_path: Path) -> None:
         "print(os.environ['FLWR_TELEMETRY_ENABLED'], os.environ['RAY_USAGE_STATS_ENABLED'])"
     )
     assert run_python(code, tmp_path).stdout.split() == ["0", "0"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_run_through_flowers_simulation_is_the_local_run_resumed_or_not(tmp_path: Path) -> None:
+    config = RunConfig(engine="local", clients=10, fraction=0.3, rounds=4, fixed_secrets=True, transcripts=("server",))
+    whole = Run.start(config, tmp_path / "local")
+    first = Run.start(replace(config, engine="flower", rounds=2), tmp_path / "flower")
+    assert len(list(whole.play())) == 4
+    assert len(list(first.play())) == 2
+    second = Run.resume(tmp_path / "flower", rounds=4)
+    assert len(list(second.play())) == 2
+    assert distance(whole.server.model, second.server.model) < 1e-6
+    for run in (whole, second):
+        assert len(Transcript(run.folder / "transcripts" / "server")) == 4
+    assert [m.accuracy for m in whole.history] == pytest.approx([m.accuracy for m in second.history], abs=0.002)
+
+
+def test_who_asks_for_the_engine_flower_without_flower_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dbcl.config.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'dbcl\[flower\]'"):
+        ENGINES["flower"]()

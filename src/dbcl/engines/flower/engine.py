@@ -1,6 +1,7 @@
 """The experiments of the other engines, carried by Flower: on a grid in this process, or through its Ray simulation."""
 
 import logging
+import os
 import queue
 import tempfile
 import threading
@@ -27,6 +28,11 @@ from dbcl.engines.flower.records import RECORD, blinded, reply, update_of
 from dbcl.engines.training import LocalTraining
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.protocol import Broadcast, Server, encode
+
+BACKEND: Any = {
+    "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+    "init_args": {"logging_level": "ERROR", "log_to_driver": False},
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class Clients:
         client, round = int(record["client"]), int(record["round"])
         x, y = self.examples.read() if isinstance(self.examples, Shelf) else self.examples
         local = blinded(self.template, message)
-        index = torch.from_numpy(self.shards[client]).to(x.device)
+        index = torch.tensor(self.shards[client], device=x.device)  # a copy: what Ray brings is not writable
         metrics = self.training.train(local, x[index], y[index], seed=self.seed, round=round, client=client)
         return reply(local, message, examples=self.training.counted(len(index)), metrics=metrics)
 
@@ -188,8 +194,10 @@ class Simulation:
     def _run(self) -> None:
         from flwr.simulation import run_simulation
 
-        # Flower talks to the console itself; what matters is in errors that we raise.
-        logging.getLogger("flwr").setLevel(logging.ERROR)
+        # Both talk to the console themselves; what matters is in errors that we raise.
+        for name in ("flwr", "ray"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         server = ServerApp()
 
         @server.main()
@@ -198,6 +206,6 @@ class Simulation:
             self._over.wait()
 
         try:
-            run_simulation(server, self.app, self.nodes, backend_config={"client_resources": {"num_cpus": 1}})
+            run_simulation(server, self.app, self.nodes, backend_config=BACKEND)
         except BaseException as error:
             self._handed.put(error)
