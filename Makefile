@@ -4,7 +4,7 @@ BIN := .venv/bin
 BENCH := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -W ignore
 RESULTS ?= benchmarks/results
 
-.PHONY: run test test-slow lint bench bench-check clean
+.PHONY: run test test-slow test-deploy lint bench bench-check clean
 
 run: .venv/ready
 	$(BIN)/dbcl train
@@ -13,7 +13,10 @@ test: .venv/ready
 	$(BIN)/pytest
 
 test-slow: .venv/ready
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m 'slow and not deploy'
+
+test-deploy: .venv/ready
+	$(BIN)/pytest -m deploy tests/deploy
 
 lint: .venv/ready
 	$(BIN)/ruff check .

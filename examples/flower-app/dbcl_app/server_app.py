@@ -13,7 +13,9 @@ import dbcl.flower
 from dbcl_app.task import load_test, measure, net
 
 app = ServerApp()
-log = logging.getLogger("flwr")  # its lines appear in `flwr log`
+logging.basicConfig(format="dbcl:  %(message)s")  # on the standard error, and so in `flwr log`
+log = logging.getLogger("dbcl")
+log.setLevel(logging.INFO)
 
 
 @app.main()
@@ -24,7 +26,7 @@ def main(grid: Grid, context: Context) -> None:
     folder = Path(str(config["checkpoint"])).expanduser().absolute() if config["checkpoint"] else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        log.info("Checkpoints in %s", folder)
+        log.info("checkpoints in %s", folder)
 
     def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
         """Measure W itself, which only the server can."""
@@ -49,4 +51,4 @@ def main(grid: Grid, context: Context) -> None:
     result = strategy.start(grid=grid, num_rounds=int(config["rounds"]), evaluate_fn=evaluate)
     if folder is not None:
         safetensors.torch.save_file(result.arrays.to_torch_state_dict(), folder / "model.safetensors")
-        log.info("The model is in %s", folder / "model.safetensors")
+        log.info("the model is in %s", folder / "model.safetensors")

@@ -1,0 +1,57 @@
+"""The example app of examples/flower-app: its two halves together, in this process and in Flower's simulation."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+from deploy.federation import APP, MINUTE, Federation
+from flwr.app import Context, RecordDict
+
+from dbcl import data
+from dbcl.engines import evaluate
+from dbcl.flower import LocalGrid
+
+CONFIG = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_server_and_clients_train_together_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(APP))
+    from dbcl_app import client_app, server_app, task
+
+    def play(rounds: int) -> list[dict[str, float]]:
+        config = {**CONFIG, "rounds": rounds, "checkpoint": str(tmp_path)}
+        context = Context(run_id=0, node_id=1, node_config={}, state=RecordDict(), run_config=config)
+        server_app.app(LocalGrid(client_app.app, nodes=3, run_config=config), context)
+        return metrics(tmp_path)
+
+    first = play(2)
+    assert [line["round"] for line in first] == [0, 1, 2]
+    assert first[0]["accuracy"] < 0.3
+    assert first[-1]["accuracy"] > 0.7
+    # The same command goes on where the first one ended.
+    again = play(3)
+    assert again[:3] == first
+    assert [line["round"] for line in again] == [0, 1, 2, 3]
+
+    model = task.net()
+    model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    digits = data.load("digits")
+    assert evaluate(model, digits.x_test, digits.y_test).accuracy == pytest.approx(again[-1]["accuracy"])
+
+
+@pytest.mark.slow
+def test_flwr_run_simulates_it_without_a_network(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with Federation(tmp_path / "federation") as federation:
+        federation.start_superlink("--simulation")
+        run = federation.run("--federation-config", "num-supernodes=3", rounds=2, checkpoint=str(folder))
+        federation.wait(lambda: federation.status(run).startswith("finished"), "the simulation", 3 * MINUTE)
+        assert federation.status(run) == "finished:completed", federation.logs()
+    assert [line["round"] for line in metrics(folder)] == [0, 1, 2]
+    assert metrics(folder)[-1]["accuracy"] > 0.7
