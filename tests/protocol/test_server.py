@@ -312,3 +312,15 @@ def test_new_weights_that_are_no_weights_leave_the_round_open(server: dbcl.Serve
     server.close_round([answer(broadcast)])
     with pytest.raises(ProtocolError, match="no round is open"):
         server.close_with(admission, before)
+
+
+def test_a_running_mean_may_turn_negative() -> None:
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    server = dbcl.Server(model, veil=0)
+    broadcast = server.open_round()
+    local = dbcl.blinded(model, broadcast)
+    local[1].running_mean.fill_(-0.5)
+    local[1].running_var.fill_(-0.5)
+    server.close_round([dbcl.update(local, broadcast, examples=1)])
+    assert model[1].running_mean.tolist() == [-0.5] * 6
+    assert model[1].running_var.tolist() == [0.0] * 6

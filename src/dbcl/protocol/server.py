@@ -164,7 +164,7 @@ class Server:
                 if id(tensor) in trained:
                     tensor.copy_(new[name])
                 elif not isinstance(tensor, nn.Parameter):
-                    _set_buffer(tensor, new[name])
+                    _set_buffer(name, tensor, new[name])
         return self._close(admission, norm(changes))
 
     def _opened(self) -> Broadcast:
@@ -263,16 +263,15 @@ class Server:
                 if id(tensor) in trained:
                     tensor.grad = -changes[name]
                 elif not isinstance(tensor, nn.Parameter):
-                    _set_buffer(tensor, tensor + changes[name])
+                    _set_buffer(name, tensor, tensor + changes[name])
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
 
-def _set_buffer(buffer: Tensor, value: Tensor) -> None:
-    positive = bool(buffer.numel()) and bool(buffer.min() >= 0)
+def _set_buffer(name: str, buffer: Tensor, value: Tensor) -> None:
     buffer.copy_(value)
-    if positive:
-        buffer.clamp_(min=0)  # a running variance must not turn negative
+    if name.endswith("running_var"):
+        buffer.clamp_(min=0)  # a variance must not turn negative; a running mean may
 
 
 def _everything(model: nn.Module) -> dict[str, Tensor]:
