@@ -1,6 +1,7 @@
 """Any Flower strategy, double-blind: what goes out is blinded, and what comes back is lifted before it is averaged."""
 
 import contextlib
+import copy
 import logging
 import math
 import random
@@ -225,8 +226,8 @@ class DoubleBlind(Strategy):
             admitted = accepted[_name(node)]
             arrays = to_record(self.server.lifted(admitted))
             metrics: dict[str, Any] = {self._weight_key: admitted.update.examples, **admitted.update.metrics}
-            came[node].content = RecordDict({self._array_key: arrays, "metrics": MetricRecord(metrics)})
-            lifted.append(came[node])
+            content = RecordDict({self._array_key: arrays, "metrics": MetricRecord(metrics)})
+            lifted.append(_with_content(came[node], content))
         with self._repeatable("aggregate", server_round):
             new, summary = self.strategy.aggregate_train(server_round, lifted)
         if not new:
@@ -250,9 +251,9 @@ class DoubleBlind(Strategy):
         for node, message in came.items():
             with _noting(refused, node):
                 metrics = _metrics_of(message, self.server.door.max_examples)
-                good[_name(node)] = message, set(metrics)
-                count = metrics.pop(EXAMPLES)
-                message.content = RecordDict({"metrics": MetricRecord({self._weight_key: count, **metrics})})
+                names, count = set(metrics), metrics.pop(EXAMPLES)
+                content = RecordDict({"metrics": MetricRecord({self._weight_key: count, **metrics})})
+                good[_name(node)] = _with_content(message, content), names
         messages, odd = _same_metrics(good)
         for who, reason in {**refused, **odd}.items():
             log.warning("round %s: no evaluation by %s: %s", server_round, who, reason)
@@ -415,6 +416,13 @@ def _same_metrics(answers: Mapping[str, tuple[T, set[str]]]) -> tuple[dict[str, 
         if names != usual
     }
     return kept, odd
+
+
+def _with_content(message: Message, content: RecordDict) -> Message:
+    """The same message with another content; whoever else holds the message must not find the true weights in it."""
+    message = copy.copy(message)
+    message.content = content
+    return message
 
 
 def _metrics_of(message: Message, most: int) -> dict[str, float]:
