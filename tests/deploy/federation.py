@@ -34,8 +34,8 @@ class Federation:
     def __init__(self, folder: Path, keys: Path | None = None) -> None:
         self.folder, self.keys = folder, keys
         self.port = free_port()
+        self.superlink: subprocess.Popen[bytes]
         self.reached_at = self.port  # where nodes connect to; a relay sets its own port here
-        self.superlink: subprocess.Popen[bytes] | None = None
         self.nodes: dict[int, subprocess.Popen[bytes]] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         home = folder / "flwr"
@@ -88,11 +88,12 @@ class Federation:
 
     def serverapps(self) -> list[int]:
         """The processes that run a ServerApp now."""
-        assert self.superlink is not None
         return [pid for pid, _, args in descendants(self.superlink.pid) if "flwr-serverapp" in args]
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
         """End a process and all that it has started, at once and without a word, as a power cut would."""
+        if process.poll() is not None:  # its number may be somebody else's by now
+            return
         # Flower starts some of its processes in sessions of their own, so one process group is not all.
         groups = {process.pid} | {group for _, group, _ in descendants(process.pid)}
         for group in groups - {os.getpgid(0)}:
@@ -115,7 +116,6 @@ class Federation:
         return process
 
     def _listens(self) -> bool:
-        assert self.superlink is not None
         if self.superlink.poll() is not None:
             raise AssertionError(f"the SuperLink ended with {self.superlink.returncode}{self.logs()}")
         try:
