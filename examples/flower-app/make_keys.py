@@ -18,6 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 
 def main() -> None:
@@ -41,8 +42,8 @@ def main() -> None:
 def make_certificates(folder: Path, hosts: list[str], days: int) -> None:
     """Write an authority's certificate and a server's certificate with its key, good for the hosts."""
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-    issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "authority of a trial")])
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, hosts[0])])
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority of a trial")])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0])])
     signing = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
     serving = x509.KeyUsage(True, False, False, False, False, False, False, False, False)
     names = x509.SubjectAlternativeName([_name(host) for host in hosts])
@@ -57,7 +58,7 @@ def make_certificates(folder: Path, hosts: list[str], days: int) -> None:
         _builder(subject, issuer, server.public_key(), days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(serving, critical=True)
-        .add_extension(x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
         .add_extension(names, critical=False)
         .sign(authority, hashes.SHA384())

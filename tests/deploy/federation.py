@@ -25,6 +25,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
 class Federation:
     """One SuperLink and its nodes, with everything they write in one folder; leaving the context ends all of them.
 
@@ -40,8 +48,8 @@ class Federation:
         self._processes: list[subprocess.Popen[bytes]] = []
         home = folder / "flwr"
         home.mkdir(parents=True)
-        safety = "insecure = true" if keys is None else f'root-certificates = "{keys / "ca.crt"}"'
-        connection = f'[superlink]\ndefault = "trial"\n[superlink.trial]\naddress = "127.0.0.1:{self.port}"\n{safety}\n'
+        self._safety = "insecure = true" if keys is None else f'root-certificates = "{keys / "ca.crt"}"'
+        connection = f'[superlink.trial]\naddress = "127.0.0.1:{self.port}"\n{self._safety}\n'
         (home / "config.toml").write_text(connection)
         kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         self.environment = kept | {
@@ -69,7 +77,17 @@ class Federation:
             safety = [part for name, file in files.items() for part in (f"--ssl-{name}", str(self.keys / file))]
             safety += ["--enable-supernode-auth", "--database", str(self.folder / "state.db")]
         self.superlink = self._start("superlink", "flower-superlink", "--port", str(self.port), *safety, *options)
-        self.wait(self._listens, "the SuperLink to listen", MINUTE)
+        self.wait(lambda: listens(self.port) or self.superlink.poll(), "the SuperLink to listen", MINUTE)
+        assert self.superlink.poll() is None, f"the SuperLink ended{self.logs()}"
+
+    def start_door(self) -> None:
+        """Let nodes come through the example's door, which also `flwr` can try under the name `outside`."""
+        self.reached_at = free_port()
+        door = [sys.executable, str(APP / "fleet_door.py"), str(self.keys), "--superlink", f"127.0.0.1:{self.port}"]
+        self._start("door", *door, "--host", "127.0.0.1", "--port", str(self.reached_at))
+        with open(self.folder / "flwr" / "config.toml", "a") as file:
+            file.write(f'[superlink.outside]\naddress = "127.0.0.1:{self.reached_at}"\n{self._safety}\n')
+        self.wait(lambda: listens(self.reached_at), "the door to open", MINUTE)
 
     def start_node(self, number: int, of: int) -> subprocess.Popen[bytes]:
         safety = ["--insecure"]
@@ -114,15 +132,6 @@ class Federation:
             )
         self._processes.append(process)
         return process
-
-    def _listens(self) -> bool:
-        if self.superlink.poll() is not None:
-            raise AssertionError(f"the SuperLink ended with {self.superlink.returncode}{self.logs()}")
-        try:
-            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-        except OSError:
-            return False
-        return True
 
     # What a person types
 

@@ -24,8 +24,8 @@ from deploy.federation import APP, MINUTE, Federation, Relay
 pytestmark = [pytest.mark.slow, pytest.mark.deploy]
 
 NODES, ROUNDS = 3, 8
-MARGIN = 0.04
-"""How far apart the accuracies of two runs may be; five undisturbed ones were between 0.94 and 0.96."""
+MARGIN = 0.05
+"""How far apart the accuracies of two runs may be; eight undisturbed ones ended between 0.92 and 0.95."""
 
 
 def rounds(folder: Path) -> list[int]:
@@ -78,6 +78,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trial:
 
 
 def test_no_covered_weight_crosses_the_wire(undisturbed: Trial) -> None:
+    assert accuracy(undisturbed.folder) > 0.9
     broadcasts = [dbcl.decode_broadcast(data) for data in containers(undisturbed.down, BROADCAST)]
     updates = [dbcl.decode_update(data) for data in containers(undisturbed.up, UPDATE)]
     server = dbcl.Server(models.build("mnist-mlp"), ratio=2, veil=0.2)
@@ -129,10 +130,24 @@ def keys(tmp_path: Path) -> Path:
     return folder
 
 
+def test_only_nodes_get_through_the_door(tmp_path: Path, keys: Path) -> None:
+    with Federation(tmp_path / "federation", keys) as federation:
+        federation.start_superlink()
+        federation.start_door()
+        federation.flwr("supernode", "register", str(keys / "node0.pub"), "trial")
+        federation.start_node(0, of=1)
+        federation.wait(lambda: federation.online() == 1, "a node to come in through the door", MINUTE)
+        for command in (["list"], ["supernode", "list"], ["supernode", "register", str(keys / "node1.pub")]):
+            with pytest.raises(AssertionError, match="403"):
+                federation.flwr(*command, "outside")
+            federation.flwr(*command, "trial")
+
+
 def test_a_deployment_outlives_its_parts(undisturbed: Trial, tmp_path: Path, keys: Path) -> None:
     folder = tmp_path / "run"
     with Federation(tmp_path / "federation", keys) as federation:
         federation.start_superlink()
+        federation.start_door()
         for number in range(NODES):
             federation.flwr("supernode", "register", str(keys / f"node{number}.pub"), "trial")
             federation.start_node(number, of=NODES)

@@ -13,9 +13,9 @@ import dbcl.flower
 from dbcl_app.task import load_test, measure, net
 
 app = ServerApp()
-logging.basicConfig(format="dbcl:  %(message)s")  # on the standard error, and so in `flwr log`
 log = logging.getLogger("dbcl")
 log.setLevel(logging.INFO)
+log.handlers = logging.getLogger("flwr").handlers  # what dbcl says goes where Flower's lines go
 
 
 @app.main()

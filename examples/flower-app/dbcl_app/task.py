@@ -48,4 +48,4 @@ def measure(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
     """Give a model's loss and accuracy."""
     model.eval()
     outputs = model(x)
-    return F.cross_entropy(outputs, y).item(), (outputs.argmax(dim=1) == y).float().mean().item()
+    return F.cross_entropy(outputs, y).item(), (outputs.argmax(dim=1) == y).double().mean().item()
