@@ -288,7 +288,7 @@ def test_whoever_averages_the_lifted_weights_gets_what_close_round_gives(norm_bo
     answers = [answer(broadcast, 0.1, examples=10), answer(broadcast, 4.0, examples=30), b"garbage"]
     report = one.close_round(answers)
     admission = other.admit((f"update {number}", each) for number, each in enumerate(answers))
-    lifted = [(each.update.examples, other.lifted(each)) for each in admission.accepted.values()]
+    lifted = [(admission.accepted[who].update.examples, tensors) for who, tensors in other.lifted(admission)]
     mean = {name: sum(n / 40 * tensors[name].double() for n, tensors in lifted) for name in broadcast.tensors}
     same_report = other.close_with(admission, mean)
     for name, tensor in weights(one).items():

@@ -1,7 +1,7 @@
 """The server: the only place that holds the true weights."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from dbcl.blind import blind, lift, veil_sizes
 from dbcl.cover import Cover, leaving
 from dbcl.errors import PlanError, ProtocolError
 from dbcl.plan import Ratio, SketchPlan
-from dbcl.protocol.aggregate import Admission, Admitted, Door, ServerOptimizer, average, average_metrics, norm, plain
+from dbcl.protocol.aggregate import Admission, Door, ServerOptimizer, average, average_metrics, norm, plain
 from dbcl.protocol.codec import WIRE_DTYPES
 from dbcl.protocol.messages import Broadcast, RoundReport, Update, mismatches
 
@@ -101,6 +101,10 @@ class Server:
         """
         admission = self.admit((f"update {number}", answer) for number, answer in enumerate(updates))
         admission.require(self.door.min_updates)
+        return self.close_averaged(admission)
+
+    def close_averaged(self, admission: Admission) -> RoundReport:
+        """Close the round with what was admitted: average, lift the average, and step."""
         weights = leaving(self.model)
         mean = average(list(admission.accepted.values()), weights)
         changes = lift(self._opened().plan, mean)
@@ -123,21 +127,22 @@ class Server:
                 refused[who] = str(error)
         return Admission(broadcast.round, accepted, refused)
 
-    def lifted(self, admitted: Admitted) -> dict[str, Tensor]:
-        """The weights that one client would have made of W: W + dV R^T, clipped as the door says.
+    def lifted(self, admission: Admission) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """For every client that was admitted, the weights it would have made: W + dV R^T, clipped by the door.
 
         >>> import dbcl
         >>> server = Server(nn.Linear(6, 2), cover="all")
         >>> broadcast = server.open_round()
         >>> answer = dbcl.update(dbcl.blinded(nn.Linear(6, 2), broadcast), broadcast, examples=1)
-        >>> same = server.lifted(server.admit([("me", answer)]).accepted["me"])
-        >>> torch.equal(same["weight"], server.model.weight)
+        >>> same = dict(server.lifted(server.admit([("me", answer)])))
+        >>> torch.equal(same["me"]["weight"], server.model.weight)
         True
         """
-        weights = leaving(self.model)
-        changes = {name: admitted.update.tensors[name].to(weight) for name, weight in weights.items()}
-        lifted = lift(self._opened().plan, changes)
-        return {name: torch.add(W.detach(), lifted[name], alpha=admitted.scale) for name, W in weights.items()}
+        plan = self._opened().plan
+        weights = {name: tensor.detach() for name, tensor in leaving(self.model).items()}
+        for who, each in admission.accepted.items():
+            changes = lift(plan, {name: each.update.tensors[name].to(W) for name, W in weights.items()})
+            yield who, {name: torch.add(W, changes[name], alpha=each.scale) for name, W in weights.items()}
 
     def close_with(self, admission: Admission, weights: Mapping[str, Tensor]) -> RoundReport:
         """Close the round with new weights that somebody else made of what was admitted.

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Result, Strategy
-from torch import nn
+from torch import Tensor, nn
 
 from dbcl import seeds
 from dbcl.cover import Cover, leaving
@@ -44,9 +44,10 @@ class DoubleBlind(Strategy):
     """Wraps any strategy of Flower's Message API; clients answer with `dbcl.flower.blinded` and `dbcl.flower.reply`.
 
     The inner strategy chooses the nodes, sets their configuration and aggregates, and meets full-size weights only:
-    each answer is checked at the `door` and lifted to W + dV R^T before it sees it. Nodes get the round's broadcast, to
-    train and to evaluate; the true weights stay here, in `server.model`, which is `model`. `plan`, `ratio`, `cover`,
-    `veil`, `sketch`, `wire` and `experiment_seed` are those of `dbcl.Server`.
+    each answer is checked at the `door` and lifted to W + dV R^T before it sees it. (FedAvg and FedProx see the metrics
+    alone: the server averages first and lifts once, which is the same.) Nodes get the round's broadcast, to train and to
+    evaluate; the true weights stay here, in `server.model`, which is `model`. `plan`, `ratio`, `cover`, `veil`,
+    `sketch`, `wire` and `experiment_seed` are those of `dbcl.Server`.
 
     With a folder as `checkpoint` every finished round is kept there, the strategy's own memory too, and the same
     program started again goes on after the last of them. No wait is longer than `round_timeout` seconds, for answers or
@@ -108,6 +109,7 @@ class DoubleBlind(Strategy):
         self._fixed = None if experiment_seed is None else seeds.derive(bytes(32), "flower", experiment_seed)
         self._numbers: dict[int, int] = {}  # of the nodes, in the order in which they were first seen
         self._asked: list[int] = []
+        self._written: tuple[int, ArrayRecord] | None = None
         self._result = Result()
         self._evaluated = False
         self._started = False
@@ -136,6 +138,7 @@ class DoubleBlind(Strategy):
         fresh = self.server.round == 0 and not self._evaluated
         if initial_arrays is not None and fresh:
             self.server.model.load_state_dict(initial_arrays.to_torch_state_dict())
+            self._written = None
         self._started = True
         self.summary()
         self._save()  # the first round's secrets are on the disk before anything is sent
@@ -184,7 +187,7 @@ class DoubleBlind(Strategy):
         """Let the inner strategy choose the nodes and their settings; they get the round's broadcast, not `arrays`."""
         self._check_outermost()
         broadcast = self.server.open_round()
-        own = to_record(leaving(self.server.model))
+        own = self._own()
         with self._repeatable("configure", server_round):
             asked = list(self.strategy.configure_train(server_round, own, config, self._patient(grid, "train")))
         return self._blind(asked, own, broadcast, grid)
@@ -194,7 +197,7 @@ class DoubleBlind(Strategy):
     ) -> list[Message]:
         """The same to evaluate: nodes get the broadcast of the round to come, since no weights may be veiled twice."""
         self._check_outermost()
-        own = to_record(leaving(self.server.model))
+        own = self._own()
         with self._repeatable("evaluate", server_round):
             asked = list(self.strategy.configure_evaluate(server_round, own, config, self._patient(grid, "evaluate")))
         return self._blind(asked, own, self.server.open_round(), grid) if asked else []
@@ -221,21 +224,25 @@ class DoubleBlind(Strategy):
         admission.require(self.server.door.min_updates)
 
         nodes = [node for node in came if _name(node) in accepted]
+        senders = {_name(node): came[node] for node in nodes}
+        empty: dict[str, Tensor] = {}
         lifted = []
-        for node in nodes:
-            admitted = accepted[_name(node)]
-            arrays = to_record(self.server.lifted(admitted))
-            metrics: dict[str, Any] = {self._weight_key: admitted.update.examples, **admitted.update.metrics}
-            content = RecordDict({self._array_key: arrays, "metrics": MetricRecord(metrics)})
-            lifted.append(_with_content(came[node], content))
+        for who, tensors in ((who, empty) for who in accepted) if self._averages else self.server.lifted(admission):
+            update = accepted[who].update
+            metrics: dict[str, Any] = {self._weight_key: update.examples, **update.metrics, EXAMPLES: update.examples}
+            content = RecordDict({self._array_key: to_record(tensors), "metrics": MetricRecord(metrics)})
+            lifted.append(_with_content(senders[who], content))
         with self._repeatable("aggregate", server_round):
             new, summary = self.strategy.aggregate_train(server_round, lifted)
-        if not new:
+        if self._averages:
+            report = self.server.close_averaged(admission)
+        elif new:
+            report = self.server.close_with(admission, from_record(new))
+        else:
             raise ProtocolError(
                 f"round {admission.round}: {self._memory.names[0]} made no weights of {len(lifted)} good answers; "
                 "its log says why, most often that it needs more of them"
             )
-        report = self.server.close_with(admission, from_record(new))
         self.reports.append(report)
         if self.watch is not None:
             self.watch(broadcast, [self._numbers[node] for node in nodes], [answers[_name(node)] for node in nodes])
@@ -322,6 +329,12 @@ class DoubleBlind(Strategy):
             np.random.set_state(numpy_before)
 
     @property
+    def _averages(self) -> bool:
+        """Whether the inner strategy only averages by examples: to average first and lift once is equal and cheaper."""
+        plain = type(self.strategy).aggregate_train is flower.FedAvg.aggregate_train
+        return plain and self._weight_key == EXAMPLES
+
+    @property
     def _weight_key(self) -> str:
         return str(getattr(self._memory.strategies[-1], "weighted_by_key", EXAMPLES))
 
@@ -335,6 +348,12 @@ class DoubleBlind(Strategy):
                 "DoubleBlind must be the outermost strategy, and its own start() plays the rounds; put the other "
                 "strategy inside: DoubleBlind(other, model)"
             )
+
+    def _own(self) -> ArrayRecord:
+        """The true weights for the inner strategy, written once a round, in a record that it may change."""
+        if self._written is None or self._written[0] != self.server.round:
+            self._written = self.server.round, to_record(leaving(self.server.model))
+        return ArrayRecord(dict(self._written[1]))
 
     def _weights(self) -> ArrayRecord:
         return to_record(self.server.averaged.state_dict())
