@@ -26,7 +26,7 @@ lint: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
-	for name in layers small rounds memory; do $(BENCH) benchmarks/$$name.py --out $(RESULTS)/$$name.json || exit 1; done
+	for name in layers small rounds memory flower; do $(BENCH) benchmarks/$$name.py --out $(RESULTS)/$$name.json || exit 1; done
 
 bench-check:
 	$(MAKE) bench RESULTS=build/bench

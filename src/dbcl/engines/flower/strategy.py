@@ -45,8 +45,8 @@ class DoubleBlind(Strategy):
 
     The inner strategy chooses the nodes, sets their configuration and aggregates, and meets full-size weights only:
     each answer is checked at the `door` and lifted to W + dV R^T before it sees it. (FedAvg and FedProx see the metrics
-    alone: the server averages first and lifts once, which is the same.) Nodes get the round's broadcast, to train and to
-    evaluate; the true weights stay here, in `server.model`, which is `model`. `plan`, `ratio`, `cover`, `veil`,
+    alone: the server averages first and lifts once, which is the same.) Nodes get the round's broadcast, to train and
+    to evaluate; the true weights stay here, in `server.model`, which is `model`. `plan`, `ratio`, `cover`, `veil`,
     `sketch`, `wire` and `experiment_seed` are those of `dbcl.Server`.
 
     With a folder as `checkpoint` every finished round is kept there, the strategy's own memory too, and the same
