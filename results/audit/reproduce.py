@@ -170,7 +170,7 @@ def properties(scratch: Path) -> Any:
         quiet(f"{name}: rehearsal")
         rehearsal = rehearse(config, dataset, script, scratch / name)
         found = attacks.estimates(rehearsal.attacker, names, quiet)
-        table[name] = aucs(rehearsal, dataset, holds, spare, found, 6, 200)
+        table[name] = aucs(rehearsal, dataset, holds, spare, found, 6, 150)
     return table
 
 

@@ -180,11 +180,15 @@ def test_a_rehearsal_plays_its_script(tmp_path: Path) -> None:
     dataset = data.load("digits")
     script = rehearsal.drawn(np.arange(400), (3, 3, 4), seed=3)
     settings = config.preset("paper", model=f"{NET}:make")
-    one, two = (rehearsal.rehearse(settings, dataset, script, tmp_path / name) for name in ("one", "two"))
+    one, two, again = (
+        rehearsal.rehearse(settings, dataset, script, tmp_path / name, seed=seed)
+        for name, seed in (("one", 1), ("two", 2), ("again", 1))
+    )
     assert one.attacker.rounds == [0, 1, 2]
     assert sorted(one.server[0].updates) == ["0", "1", "2"]
-    # The same script and the same initial weights, and sketches of its own every time.
+    # The same script and the same initial weights, and sketches that follow from the seed.
     assert one.attacker[0].broadcast.plan != two.attacker[0].broadcast.plan
+    assert one.attacker[0].broadcast.plan == again.attacker[0].broadcast.plan
     bias = [each.server[0].weights["3.bias"] for each in (one, two)]  # type: ignore[index]
     assert bias[0].equal(bias[1])
     steps: list[tuple[int, int]] = []

@@ -1,8 +1,10 @@
 """From each seat: did the victim's batch have a property? What an attacker learns from examples of its own.
 
-The random forest, the published learner, is trained once, on whole batches of all rounds. The matched filter is made
+The random forest, the published learner, is trained once, on whole batches of all rounds. The matched filters are made
 anew for every round: the sketch changes from round to round and all gradients with it, and the attacker can compute, at
-the very model that the victim received, the gradient of every example that it has.
+the very model that the victim received, the gradient of every example that it has. One filter takes gradients as they
+are and knows the noise in what it tests. The other takes each tensor's |g| / |g|_2, which does not change sign with the
+labels of a batch, and knows of no noise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -95,12 +97,11 @@ def property_findings(
         budget = {"own batches": len(made.rows), "tested rounds": len(tested)}
         findings.append(_finding("random forest", source, scores, truth, budget, began, seed))
     began = perf_counter()
-    by_filter = _filtered(rehearsal, own, sources, made, tested, examples, seed, tell)
+    filtered = _filtered(rehearsal, own, sources, made, tested, examples, seed, tell)
     budget = {"own examples a round": examples * 2, "tested rounds": len(tested)}
-    findings += [
-        _finding("matched filter", source, scores, truth, budget, began, seed)
-        for source, scores in zip(sources, by_filter, strict=True)
-    ]
+    for learner, each in filtered.items():
+        for source, scores in zip(sources, each, strict=True):
+            findings.append(_finding(learner, source, scores, truth, budget, began, seed))
     return findings
 
 
@@ -199,32 +200,60 @@ def _filtered(
     examples: int,
     seed: int,
     tell: Tell,
-) -> list[NDArray[np.float64]]:
-    """The log odds of every source in every tested round, by a filter that is made for that round."""
+) -> dict[str, NDArray[np.float64]]:
+    """The log odds of every source in every tested round, by filters that are made for that round."""
     template, size = rehearsal.attacker.setting.template(), rehearsal.script.shape[2]
     models = [blinded(template, rehearsal.attacker[round].broadcast) for round in tested]
     tell("property: how faithful each estimate is")
     faithful = _faithful(sources, models, own, made, seed)
     rng = np.random.default_rng(seed + 1)
-    scores = np.zeros((len(sources), len(tested)))
+    scores = np.zeros((2, len(sources), len(tested)))
     for place, model in enumerate(models):
-        tell(f"property: matched filter, round {place + 1} of {len(tested)}")
+        tell(f"property: matched filters, round {place + 1} of {len(tested)}")
         index = torch.cat([own.draw(rng, kind, min(examples, own.count(kind))) for kind in (True, False)])
-        rows = example_gradients(model, own.dataset.x_train[index], own.dataset.y_train[index])
-        group = np.repeat(np.arange(len(rows)), [row[0].numel() for row in rows.values()])
-        stacked = np.concatenate([row.flatten(1).numpy() for row in rows.values()], axis=1)
-        told = properties.MatchedFilter(properties.Samples(stacked, own.holds[index.numpy()]), group, size)
+        found = example_gradients(model, own.dataset.x_train[index], own.dataset.y_train[index])
+        names, group = list(found), np.repeat(np.arange(len(found)), [row[0].numel() for row in found.values()])
+        rows = np.concatenate([row.flatten(1).numpy() for row in found.values()], axis=1)
+        linear = properties.MatchedFilter(properties.Samples(rows, own.holds[index.numpy()]), group, size)
+        shapes = properties.MatchedFilter(_mixed(rng, linear, rows, size), group)
         for number, source in enumerate(sources):
-            noise, seen = np.full(len(rows), UNSEEN), told.mean.astype(np.float64)
-            for column, name in enumerate(rows):
+            seen, noise = linear.mean.astype(np.float64), np.full(len(names), UNSEEN)
+            unseen = np.full(len(names), UNSEEN)
+            for column, name in enumerate(names):
                 gain, variance = faithful[number].get(name, (0.0, 0.0))
                 if gain > 0:
                     value = source.rows[place][name].double().numpy().ravel() / gain
                     # The bystanders' part is not known, but its mean is.
                     seen[group == column] = value - (source.others - 1) * seen[group == column]
-                    noise[column] = variance
-            scores[number, place] = told(seen[None], noise)[0]
-    return list(scores)
+                    noise[column], unseen[column] = variance, 0.0
+            scores[0, number, place] = linear(seen[None], noise)[0]
+            scores[1, number, place] = shapes(_magnitudes(seen[None], group), unseen)[0]
+    return {"matched filter": scores[0], "matched filter of magnitudes": scores[1]}
+
+
+def _magnitudes(rows: properties.Features, group: NDArray[np.integer]) -> properties.Features:
+    """|g| / |g|_2 of each row, tensor by tensor."""
+    out = np.abs(rows)
+    for number in range(group.max() + 1):
+        some = group == number
+        size = np.linalg.norm(out[:, some], axis=1, keepdims=True)
+        out[:, some] /= np.where(size > 0, size, 1)
+    return out
+
+
+def _mixed(
+    rng: np.random.Generator, told: properties.MatchedFilter, rows: properties.Features, size: int
+) -> properties.Samples:
+    """Batches mixed from examples, in magnitudes: each from one of five pools, as many of each kind as examples."""
+    batches, kinds, pools = [], [], []
+    for kind in (True, False):
+        parts = np.array_split(rng.permutation(np.flatnonzero(told.y == kind)), properties.FOLDS)
+        for number in range(int((told.y == kind).sum())):
+            pool = parts[number % len(parts)]
+            batches.append(rows[rng.choice(pool, size, replace=size > len(pool))].mean(axis=0))
+            kinds.append(kind)
+            pools.append(number % len(parts))
+    return properties.Samples(_magnitudes(np.stack(batches), told.group), np.array(kinds), np.array(pools))
 
 
 def _faithful(

@@ -28,7 +28,7 @@ LARGE = 5000  # entries; the originals keep only the maximum along the last axis
 COLUMNS = 4096  # features at a time, so that products of large float32 arrays are float64 and still fit
 LEVELS = 32  # different variances; each costs a matrix of inner products
 FOLDS = 5
-PENALTIES = 10.0 ** np.arange(-6, 1.5, 0.5)  # lambda, in units of the features' total variance
+PENALTIES = 10.0 ** np.arange(-6.0, 2.0)  # lambda, in units of the features' total variance
 RESAMPLES = 1000
 TOGETHER = 50  # resamples at a time
 

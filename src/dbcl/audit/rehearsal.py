@@ -63,12 +63,14 @@ def rehearse(
     script: Script,
     folder: Path,
     *,
+    seed: int = 0,
     weights: dict[str, Tensor] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Rehearsal:
     """Play a script under a run's network, cover, ratio, sketch, veil and wire, and record attacker and server.
 
-    It starts from the run's initial weights, or from `weights`.
+    It starts from the run's initial weights, or from `weights`. All its secrets come from `seed`, so that it can be
+    repeated: nobody but the auditor takes part.
     """
     rounds, clients, batch = script.shape
     model = models.build(config.model, shape=dataset.shape, outputs=dataset.outputs, seed=config.seed)
@@ -76,7 +78,13 @@ def rehearse(
         model.load_state_dict(weights)
     template = models.build(config.model, shape=dataset.shape, outputs=dataset.outputs, seed=config.seed + 1)
     server = Server(
-        model, ratio=config.ratio, cover=config.cover, veil=config.veil, sketch=config.sketch, wire=config.wire
+        model,
+        ratio=config.ratio,
+        cover=config.cover,
+        veil=config.veil,
+        sketch=config.sketch,
+        wire=config.wire,
+        experiment_seed=seed,
     )
     training = LocalTraining(lr=config.lr, batch_size=batch, steps=1)
     known = Setting(config.model, dataset.shape, dataset.outputs, asdict(training), clients, clients, veil=config.veil)
@@ -88,7 +96,7 @@ def rehearse(
         dataset.y_train,
         [everything] * clients,
         Scripted(lr=config.lr, batch_size=batch, steps=1, script=script),
-        seed=seeds.fresh(),
+        seed=seeds.derive(bytes(32), "rehearsal", seed),
     )
     engine.noise = config.noise()
     engine.watch = Recorder(folder, [str(ATTACKER), "server"], server, known)

@@ -113,7 +113,7 @@ def properties_part(
     """Updates and properties, from one rehearsal in which the victim's batches have the property or have it not."""
     holds, spare, script = property_script(config.data, dataset, budget, clients, seed, data_dir)
     tell("rehearsal: batches with and without a property")
-    rehearsal = rehearse(config, dataset, script, folder)
+    rehearsal = rehearse(config, dataset, script, folder, seed=seed)
     found = attacks.estimates(rehearsal.attacker, budget.estimators, tell)
     findings = attacks.updates(rehearsal.attacker, rehearsal.truth, found, tell)
     if holds is None:
@@ -166,7 +166,7 @@ def pictures_part(
     rounds = attacks.OLD + budget.pictures + 8
     script = drawn(np.arange(len(dataset.y_train)), (rounds, clients, 1), seed + 17)
     tell("rehearsal: single pictures")
-    rehearsal = rehearse(config, dataset, script, folder)
+    rehearsal = rehearse(config, dataset, script, folder, seed=seed)
     names = ["option I", "rewind"] if config.veil == 0 else ["option I", "smoother"]
     found = attacks.estimates(rehearsal.attacker, names, tell)
     matching = Matching(steps=budget.steps, restarts=1 if budget is QUICK else 3, tv=1e-3 if config.veil else 0.0)
