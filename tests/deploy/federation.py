@@ -80,14 +80,14 @@ class Federation:
         self.wait(lambda: listens(self.port) or self.superlink.poll(), "the SuperLink to listen", MINUTE)
         assert self.superlink.poll() is None, f"the SuperLink ended{self.logs()}"
 
-    def start_door(self) -> None:
-        """Let nodes come through the example's door, which also `flwr` can try under the name `outside`."""
+    def start_proxy(self) -> None:
+        """Let nodes come through the example's proxy, which `flwr` can try, too, under the name `outside`."""
         self.reached_at = free_port()
-        door = [sys.executable, str(APP / "fleet_door.py"), str(self.keys), "--superlink", f"127.0.0.1:{self.port}"]
-        self._start("door", *door, "--host", "127.0.0.1", "--port", str(self.reached_at))
+        proxy = [sys.executable, str(APP / "fleet_proxy.py"), str(self.keys), "--superlink", f"127.0.0.1:{self.port}"]
+        self._start("proxy", *proxy, "--host", "127.0.0.1", "--port", str(self.reached_at))
         with open(self.folder / "flwr" / "config.toml", "a") as file:
             file.write(f'[superlink.outside]\naddress = "127.0.0.1:{self.reached_at}"\n{self._safety}\n')
-        self.wait(lambda: listens(self.reached_at), "the door to open", MINUTE)
+        self.wait(lambda: listens(self.reached_at), "the proxy to listen", MINUTE)
 
     def start_node(self, number: int, of: int) -> subprocess.Popen[bytes]:
         safety = ["--insecure"]

@@ -130,13 +130,13 @@ def keys(tmp_path: Path) -> Path:
     return folder
 
 
-def test_only_nodes_get_through_the_door(tmp_path: Path, keys: Path) -> None:
+def test_only_nodes_get_through_the_proxy(tmp_path: Path, keys: Path) -> None:
     with Federation(tmp_path / "federation", keys) as federation:
         federation.start_superlink()
-        federation.start_door()
+        federation.start_proxy()
         federation.flwr("supernode", "register", str(keys / "node0.pub"), "trial")
         federation.start_node(0, of=1)
-        federation.wait(lambda: federation.online() == 1, "a node to come in through the door", MINUTE)
+        federation.wait(lambda: federation.online() == 1, "a node to come in through the proxy", MINUTE)
         for command in (["list"], ["supernode", "list"], ["supernode", "register", str(keys / "node1.pub")]):
             with pytest.raises(AssertionError, match="403"):
                 federation.flwr(*command, "outside")
@@ -147,7 +147,7 @@ def test_a_deployment_outlives_its_parts(undisturbed: Trial, tmp_path: Path, key
     folder = tmp_path / "run"
     with Federation(tmp_path / "federation", keys) as federation:
         federation.start_superlink()
-        federation.start_door()
+        federation.start_proxy()
         for number in range(NODES):
             federation.flwr("supernode", "register", str(keys / f"node{number}.pub"), "trial")
             federation.start_node(number, of=NODES)

@@ -10,6 +10,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 import dbcl.flower
+from dbcl.files import write_atomic
 from dbcl_app.task import load_test, measure, net
 
 app = ServerApp()
@@ -50,5 +51,6 @@ def main(grid: Grid, context: Context) -> None:
     )
     result = strategy.start(grid=grid, num_rounds=int(config["rounds"]), evaluate_fn=evaluate)
     if folder is not None:
-        safetensors.torch.save_file(result.arrays.to_torch_state_dict(), folder / "model.safetensors")
+        weights = safetensors.torch.save(result.arrays.to_torch_state_dict())
+        write_atomic(folder / "model.safetensors", weights, mode=0o600)
         log.info("the model is in %s", folder / "model.safetensors")

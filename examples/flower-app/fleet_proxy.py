@@ -1,16 +1,17 @@
 """Open the nodes' part of a SuperLink to the outside, and nothing else.
 
-    python fleet_door.py keys --port 9443 --superlink 127.0.0.1:8000
+    python fleet_proxy.py keys --port 9443 --superlink 127.0.0.1:8000
 
 The SuperLink answers nodes and the `flwr` command on the same port. Flower 1.41 asks nodes for a key, and `flwr` for
 none: whoever reaches the port can register nodes, and can run code where the weights lie. So let the SuperLink listen
-on the loopback address only, and let nodes come through this door, which takes what is under /v1/fleet/ and answers 403
-to everything else. It is made for a trial; a deployment puts the same rule into its own reverse proxy.
+on the loopback address only, and let nodes come through this proxy, which passes on what is under /v1/fleet/ and answers
+403 to everything else. It is made for a trial; a deployment puts the same rule into its own reverse proxy.
 """
 
 import argparse
 import http.client
 import ssl
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -19,7 +20,7 @@ BETWEEN_TWO = {"connection", "keep-alive", "transfer-encoding", "host", "content
 """Headers that belong to one connection and are not passed on."""
 
 
-class Door(ThreadingHTTPServer):
+class Proxy(ThreadingHTTPServer):
     """Listens with the server's certificate and speaks to the SuperLink, whose certificate it checks."""
 
     daemon_threads = True
@@ -31,11 +32,15 @@ class Door(ThreadingHTTPServer):
         self.outside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.outside.load_cert_chain(keys / "server.crt", keys / "server.key")
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say in one line that a connection broke, as when somebody speaks no TLS."""
+        print(f"{client_address}: {sys.exception()!r}", file=sys.stderr)
+
 
 class Visit(BaseHTTPRequestHandler):
     """One node's connection."""
 
-    server: Door
+    server: Proxy
     protocol_version = "HTTP/1.1"
     timeout = 600.0
 
@@ -48,7 +53,9 @@ class Visit(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
         if not self.path.startswith(FLEET) or ".." in self.path or "%" in self.path or not length.isdecimal():
-            self.close_connection = True  # the body stays unread
+            self.close_connection = True
+            if length.isdecimal():
+                self.rfile.read(min(int(length), 1 << 20))  # who is cut off while still sending may miss the answer
             self.send_error(403, f"only {FLEET} is open here")
             return
         headers = {name: value for name, value in self.headers.items() if name.lower() not in BETWEEN_TWO}
@@ -88,9 +95,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=9443, help="the port to listen on (9443)")
     parser.add_argument("--superlink", default="127.0.0.1:8000", help="where the SuperLink listens (127.0.0.1:8000)")
     given = parser.parse_args()
-    with Door((given.host, given.port), given.superlink, given.keys) as door:
+    with Proxy((given.host, given.port), given.superlink, given.keys) as proxy:
         print(f"open: {FLEET} of {given.superlink}, at {given.host}:{given.port}", flush=True)
-        door.serve_forever()
+        proxy.serve_forever()
 
 
 if __name__ == "__main__":
