@@ -4,8 +4,8 @@
 
 The SuperLink answers nodes and the `flwr` command on the same port. Flower 1.41 asks nodes for a key, and `flwr` for
 none: whoever reaches the port can register nodes, and can run code where the weights lie. So let the SuperLink listen
-on the loopback address only, and let nodes come through this proxy, which passes on what is under /v1/fleet/ and answers
-403 to everything else. It is made for a trial; a deployment puts the same rule into its own reverse proxy.
+on the loopback address only, and let nodes come through this proxy, which passes on what is under /v1/fleet/ and
+answers 403 to everything else. It is made for a trial; a deployment puts the same rule into its own reverse proxy.
 """
 
 import argparse
