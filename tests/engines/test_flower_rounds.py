@@ -149,7 +149,7 @@ class TestTheWire:
 
 
 def test_the_true_weights_are_evaluated_on_the_server_and_blinded_ones_on_the_nodes() -> None:
-    strategy = DoubleBlind(flower.FedAvg(), net(), veil=0.0)
+    strategy = DoubleBlind(flower.FedAvg(), net(), experiment_seed=0)
     seen: dict[int, float] = {}
 
     def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -245,7 +245,7 @@ class TestFaults:
     def check(self, app: ClientApp, reason: str, caplog: pytest.LogCaptureFixture, **settings: Any) -> None:
         """The round goes on with three, exactly as if the fourth had not been there."""
         strategy = DoubleBlind(fedavg(), net(), experiment_seed=0, **settings)
-        with caplog.at_level(logging.WARNING, logger="dbcl"):
+        with caplog.at_level(logging.WARNING, logger="flwr.dbcl"):
             result = strategy.start(LocalGrid(app, NODES), num_rounds=1)
         (report,) = strategy.reports
         assert report.accepted == 3
@@ -336,7 +336,7 @@ class TestFaults:
             return answer
 
         strategy = DoubleBlind(flower.FedAvg(), net())
-        with caplog.at_level(logging.WARNING, logger="dbcl"):
+        with caplog.at_level(logging.WARNING, logger="flwr.dbcl"):
             result = strategy.start(LocalGrid(clients(twist), NODES), num_rounds=1)
         assert math.isfinite(result.evaluate_metrics_clientapp[1]["loss"])  # type: ignore[arg-type]
         assert "no evaluation by node 1001" in caplog.text
@@ -500,7 +500,7 @@ class TestGoingOn:
                 super().__init__()
                 self.seen = {1, 2}
 
-        with caplog.at_level(logging.WARNING, logger="dbcl"):
+        with caplog.at_level(logging.WARNING, logger="flwr.dbcl"):
             DoubleBlind(Logging(), net(), checkpoint=tmp_path)
         assert "starts with it anew: Logging.seen (a set)" in caplog.text
         inner = flower.DifferentialPrivacyServerSideFixedClipping(flower.FedAvg(), 1.0, 1.0, 2)

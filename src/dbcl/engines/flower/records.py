@@ -76,6 +76,20 @@ def received(message: Message) -> Broadcast:
     return _decoded(data)
 
 
+def holds_only(message: Message, own: ArrayRecord) -> bool:
+    """Whether the arrays in a strategy's message are those of the model and no others."""
+    records = list(message.content.array_records.values())
+    return len(records) == 1 and set(records[0]) == set(own)
+
+
+def with_broadcast(message: Message, data: bytes, *, ttl: float) -> Message:
+    """A strategy's message anew: to the same node, with the same configuration, and a broadcast instead of arrays."""
+    configs = {key: ConfigRecord(dict(value)) for key, value in message.content.config_records.items()}
+    content = RecordDict({**configs, RECORD: ConfigRecord({"broadcast": data})})
+    meta = message.metadata
+    return Message(content, meta.dst_node_id, meta.message_type, ttl=ttl, group_id=meta.group_id or None)
+
+
 def update_of(message: Message) -> bytes:
     """The bytes of an update in an answer, not yet checked; a `ProtocolError` where there are none."""
     data = _data(message, "update")

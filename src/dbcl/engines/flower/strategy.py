@@ -1,15 +1,13 @@
 """Any Flower strategy, double-blind: what goes out is blinded, and what comes back is lifted before it is averaged."""
 
 import contextlib
-import copy
 import logging
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -21,22 +19,16 @@ from torch import Tensor, nn
 from dbcl import seeds
 from dbcl.cover import Cover, leaving
 from dbcl.engines.engine import Watch
+from dbcl.engines.flower.checks import metrics_of, refuse, same_metrics, with_content
 from dbcl.engines.flower.grid import PatientGrid
-from dbcl.engines.flower.memory import Memory, chain
-from dbcl.engines.flower.records import EXAMPLES, RECORD, from_record, to_record, update_of
+from dbcl.engines.flower.memory import Memory
+from dbcl.engines.flower.records import EXAMPLES, from_record, holds_only, to_record, update_of, with_broadcast
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.plan import Ratio, SketchPlan
 from dbcl.protocol import Broadcast, Door, RoundReport, Server, checkpoint, encode
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("flwr.dbcl")  # on the console of a Flower app, as the inner strategy's own words
 
-CLIENT_SIDE = (
-    flower.DifferentialPrivacyClientSideFixedClipping,
-    flower.DifferentialPrivacyClientSideAdaptiveClipping,
-)
-TREES = (flower.FedXgbBagging, flower.FedXgbCyclic)
-
-T = TypeVar("T")
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
@@ -88,7 +80,7 @@ class DoubleBlind(Strategy):
         round_timeout: float = 600.0,
         watch: Watch | None = None,
     ) -> None:
-        _refuse(strategy, resumes=checkpoint is not None)
+        refuse(strategy, outer=DoubleBlind, resumes=checkpoint is not None)
         if not (math.isfinite(round_timeout) and round_timeout > 0):
             raise ConfigError(f"round_timeout must be above 0 seconds, got {round_timeout}")
         self.strategy, self.round_timeout, self.watch = strategy, round_timeout, watch
@@ -188,7 +180,7 @@ class DoubleBlind(Strategy):
         self._check_outermost()
         broadcast = self.server.open_round()
         own = self._own()
-        with self._repeatable("configure", server_round):
+        with repeatable(self._fixed, "configure", server_round):
             asked = list(self.strategy.configure_train(server_round, own, config, self._patient(grid, "train")))
         return self._blind(asked, own, broadcast, grid)
 
@@ -198,7 +190,7 @@ class DoubleBlind(Strategy):
         """The same to evaluate: nodes get the broadcast of the round to come, since no weights may be veiled twice."""
         self._check_outermost()
         own = self._own()
-        with self._repeatable("evaluate", server_round):
+        with repeatable(self._fixed, "evaluate", server_round):
             asked = list(self.strategy.configure_evaluate(server_round, own, config, self._patient(grid, "evaluate")))
         return self._blind(asked, own, self.server.open_round(), grid) if asked else []
 
@@ -215,7 +207,7 @@ class DoubleBlind(Strategy):
             with _noting(refused, node):
                 answers[_name(node)] = update_of(message)
         admission = self.server.admit(answers.items())
-        accepted, odd = _same_metrics(
+        accepted, odd = same_metrics(
             {who: (each, set(each.update.metrics)) for who, each in admission.accepted.items()}
         )
         admission = replace(admission, accepted=accepted, refused={**refused, **admission.refused, **odd})
@@ -231,8 +223,8 @@ class DoubleBlind(Strategy):
             update = accepted[who].update
             metrics: dict[str, Any] = {self._weight_key: update.examples, **update.metrics, EXAMPLES: update.examples}
             content = RecordDict({self._array_key: to_record(tensors), "metrics": MetricRecord(metrics)})
-            lifted.append(_with_content(senders[who], content))
-        with self._repeatable("aggregate", server_round):
+            lifted.append(with_content(senders[who], content))
+        with repeatable(self._fixed, "aggregate", server_round):
             new, summary = self.strategy.aggregate_train(server_round, lifted)
         if self._averages:
             report = self.server.close_averaged(admission)
@@ -257,11 +249,11 @@ class DoubleBlind(Strategy):
         good: dict[str, tuple[Message, set[str]]] = {}
         for node, message in came.items():
             with _noting(refused, node):
-                metrics = _metrics_of(message, self.server.door.max_examples)
+                metrics = metrics_of(message, self.server.door.max_examples)
                 names, count = set(metrics), metrics.pop(EXAMPLES)
                 content = RecordDict({"metrics": MetricRecord({self._weight_key: count, **metrics})})
-                good[_name(node)] = _with_content(message, content), names
-        messages, odd = _same_metrics(good)
+                good[_name(node)] = with_content(message, content), names
+        messages, odd = same_metrics(good)
         for who, reason in {**refused, **odd}.items():
             log.warning("round %s: no evaluation by %s: %s", server_round, who, reason)
         return self.strategy.aggregate_evaluate(server_round, list(messages.values())) if messages else None
@@ -269,27 +261,13 @@ class DoubleBlind(Strategy):
     # Their parts
 
     def _blind(self, asked: list[Message], own: ArrayRecord, broadcast: Broadcast, grid: Grid) -> list[Message]:
-        data = encode(broadcast)
-        messages = []
-        for message in asked:
-            arrays = list(message.content.array_records.values())
-            if len(arrays) != 1 or set(arrays[0]) != set(own):
-                raise ProtocolError(
-                    f"{self._memory.names[0]} sends other arrays than the model's; only the model can be blinded, so a "
-                    "strategy that sends more (control variates, for example) cannot be inside DoubleBlind"
-                )
-            configs = {key: ConfigRecord(dict(value)) for key, value in message.content.config_records.items()}
-            content = RecordDict({**configs, RECORD: ConfigRecord({"broadcast": data})})
-            meta = message.metadata
-            messages.append(
-                Message(
-                    content,
-                    meta.dst_node_id,
-                    meta.message_type,
-                    ttl=self.round_timeout,  # nobody waits for it longer
-                    group_id=meta.group_id or None,
-                )
+        if any(not holds_only(message, own) for message in asked):
+            raise ProtocolError(
+                f"{self._memory.names[0]} sends other arrays than the model's; only the model can be blinded, so a "
+                "strategy that sends more (control variates, for example) cannot be inside DoubleBlind"
             )
+        data = encode(broadcast)
+        messages = [with_broadcast(message, data, ttl=self.round_timeout) for message in asked]
         self._asked = sorted(message.metadata.dst_node_id for message in messages)
         for node in sorted({*grid.get_node_ids(), *self._asked}):
             self._numbers.setdefault(node, len(self._numbers))
@@ -311,22 +289,6 @@ class DoubleBlind(Strategy):
         names = ("min_available_nodes", f"min_{phase}_nodes")
         counts = [getattr(each, name, 0) for each in self._memory.strategies for name in names]
         return PatientGrid(grid, self.round_timeout, str(max(counts) or "more"))
-
-    @contextlib.contextmanager
-    def _repeatable(self, phase: str, round: int) -> Iterator[None]:
-        """With an experiment seed, whatever the inner strategy draws follows from it; else from fresh randomness."""
-        if self._fixed is None:
-            yield
-            return
-        word = int(seeds.words(self._fixed, phase, round, n=1)[0]) >> 32
-        before, numpy_before = random.getstate(), np.random.get_state()
-        random.seed(word)
-        np.random.seed(word)
-        try:
-            yield
-        finally:
-            random.setstate(before)
-            np.random.set_state(numpy_before)
 
     @property
     def _averages(self) -> bool:
@@ -398,63 +360,21 @@ class DoubleBlind(Strategy):
         log.info("goes on after round %s, from %s", self.server.round, folder)
 
 
-def _refuse(strategy: Strategy, *, resumes: bool) -> None:
-    """Say what to do instead of a composition that cannot work."""
-    if not isinstance(strategy, Strategy):
-        raise ConfigError(
-            f"{type(strategy).__name__} is no strategy of Flower's Message API; take one of flwr.serverapp.strategy or "
-            "a subclass of its Strategy (those of flwr.server.strategy are the old generation)"
-        )
-    for each in chain(strategy):
-        name = type(each).__name__
-        if isinstance(each, DoubleBlind):
-            raise ConfigError("a DoubleBlind is inside a DoubleBlind; one is enough")
-        if isinstance(each, CLIENT_SIDE):
-            raise ConfigError(
-                f"{name} leaves the clipping to a client mod, which does not see a blinded update; "
-                f"take {name.replace('Client', 'Server')}: lifting keeps lengths, so it clips the same"
-            )
-        if isinstance(each, TREES):
-            raise ConfigError(f"{name} trains trees; only the weights of a PyTorch model can be blinded")
-        if resumes and getattr(each, "accountant", None) is not None:
-            raise ConfigError(
-                f"{name} has a privacy accountant, whose spending a checkpoint cannot keep: a run that goes on would "
-                "count from zero; leave out accountant or checkpoint"
-            )
-
-
-def _same_metrics(answers: Mapping[str, tuple[T, set[str]]]) -> tuple[dict[str, T], dict[str, str]]:
-    """Keep the answers with the metrics that most of them have: Flower would drop the whole round for one other."""
-    if not answers:
-        return {}, {}
-    usual = Counter(frozenset(names) for _, names in answers.values()).most_common(1)[0][0]
-    kept = {who: answer for who, (answer, names) in answers.items() if names == usual}
-    odd = {
-        who: f"has the metrics {sorted(names)}, and most have {sorted(usual)}"
-        for who, (_, names) in answers.items()
-        if names != usual
-    }
-    return kept, odd
-
-
-def _with_content(message: Message, content: RecordDict) -> Message:
-    """The same message with another content; whoever else holds the message must not find the true weights in it."""
-    message = copy.copy(message)
-    message.content = content
-    return message
-
-
-def _metrics_of(message: Message, most: int) -> dict[str, float]:
-    records = list(message.content.metric_records.values())
-    if len(records) != 1:
-        raise ProtocolError(f"its answer has {len(records)} MetricRecords and must have one; use dbcl.flower.reply")
-    metrics = dict(records[0])
-    for name, value in metrics.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ProtocolError(f"metric {name} is {value!r}")
-    if not 1 <= metrics.get(EXAMPLES, 0) <= most:  # type: ignore[operator]
-        raise ProtocolError(f"{EXAMPLES} must be between 1 and {most}, got {metrics.get(EXAMPLES)}")
-    return metrics  # type: ignore[return-value]
+@contextlib.contextmanager
+def repeatable(seed: bytes | None, phase: str, round: int) -> Iterator[None]:
+    """With a seed, whatever a strategy draws follows from it; without one from randomness that nobody repeats."""
+    if seed is None:
+        yield
+        return
+    word = int(seeds.words(seed, phase, round, n=1)[0]) >> 32
+    before, numpy_before = random.getstate(), np.random.get_state()
+    random.seed(word)
+    np.random.seed(word)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(numpy_before)
 
 
 @contextlib.contextmanager
