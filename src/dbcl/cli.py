@@ -418,7 +418,7 @@ def audit(
         raise ConfigError(f"parties must be 2 or more, an attacker and a victim, got {parties}")
     columns = (TextColumn("[bold]auditing"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=None)
+        task = progress.add_task("")
         found = suite.audit(
             run,
             budget=suite.QUICK if quick else suite.FULL,
@@ -426,6 +426,7 @@ def audit(
             seed=seed,
             data_dir=data_dir,
             tell=lambda text: progress.update(task, description=text),
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     page = out or run / "audit.html"
     page.parent.mkdir(parents=True, exist_ok=True)

@@ -217,23 +217,38 @@ def test_an_unfinished_run_is_audited_all_the_same(tmp_path: Path) -> None:
     assert Audit.from_json(audit.json()).json() == audit.json()
 
 
-def test_too_short_a_recording_is_a_finding_that_failed(tmp_path: Path) -> None:
+def job(folder: Path, budget: suite.Budget) -> suite.Job:
+    settings = config.from_toml((folder / "config.toml").read_text())
+    return suite.Job(settings, data.load("digits"), folder, folder, budget, 2, 0, None, lambda text: None)
+
+
+def test_too_short_a_recording_fails_with_a_reason(tmp_path: Path) -> None:
     folder = train(tmp_path / "run", "paper", rounds=2, transcripts=("1",))
-    (failed,) = suite.recorded(folder / "transcripts" / "client-1", SMALL, lambda text: None)
-    assert failed.target == "update"
-    assert failed.failures == ("client-1 saw 2 rounds; estimating takes 3 or more",)
+    with pytest.raises(AuditError, match="client-1 saw 2 rounds; estimating takes 3 or more"):
+        suite.recorded(folder / "transcripts" / "client-1", job(folder, SMALL))
 
 
-def test_a_recording_without_its_truth_is_a_finding_that_failed(paper: Path, tmp_path: Path) -> None:
+def test_a_recording_without_its_truth_fails_with_a_reason(paper: Path, tmp_path: Path) -> None:
     shutil.copytree(paper / "transcripts" / "client-0", tmp_path / "client-0")
-    budget = replace(SMALL, estimators=("rewind",))
-    (failed,) = suite.recorded(tmp_path / "client-0", budget, lambda text: None)
-    assert math.isnan(failed.value)
-    assert "truth: round 0 cannot be read" in failed.failures[0]
-    whole = suite.recorded(paper / "transcripts" / "client-0", budget, lambda text: None)
+    work = job(paper, replace(SMALL, estimators=("rewind",)))
+    with pytest.raises(AuditError, match="truth: round 0 cannot be read"):
+        suite.recorded(tmp_path / "client-0", work)
+    whole = suite.recorded(paper / "transcripts" / "client-0", work)
     assert whole[0].attack == "rewind (client-0 of the run)"
     assert Transcript(tmp_path / "client-0").rounds == list(range(50))
     assert Truth(paper / "transcripts").chosen(0) == [0, 1, 2, 3]
+
+
+def test_a_part_that_fails_is_a_finding_and_the_others_go_on(tmp_path: Path) -> None:
+    folder = train(tmp_path / "run", "paper", rounds=2, transcripts=("1",))
+    steps: list[tuple[int, int]] = []
+    budget = replace(SMALL, rounds=30, own_batches=8, estimators=("option I", "rewind"))
+    audit = suite.audit(folder, budget=budget, progress=lambda done, total: steps.append((done, total)))
+    (failed,) = [finding for finding in audit.findings if finding.failures]
+    assert failed.attack == "updates from client-1"
+    assert failed.target == "update"
+    assert math.isnan(failed.value)
+    assert steps == [(done, 4) for done in range(5)]
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -53,6 +55,21 @@ FULL = Budget(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Job:
+    """What every part of an audit needs to know."""
+
+    config: RunConfig
+    dataset: Dataset
+    folder: Path  # of the run
+    scratch: Path
+    budget: Budget
+    clients: int
+    seed: int
+    data_dir: str | None
+    tell: Tell
+
+
 def audit(
     folder: Path,
     *,
@@ -61,10 +78,12 @@ def audit(
     seed: int = 0,
     data_dir: str | None = None,
     tell: Tell = lambda text: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Audit:
     """Audit a finished run: its recorded transcripts where it has some, and rehearsals under its settings.
 
-    A rehearsal has `clients` parties, all in every round, who each take one step of SGD on one batch.
+    A rehearsal has `clients` parties, all in every round, who each take one step of SGD on one batch. `tell` hears what
+    is being done, `progress` how many parts of the work are done.
     """
     began = perf_counter()
     try:
@@ -72,16 +91,21 @@ def audit(
     except OSError:
         raise AuditError(f"{folder} holds no run: it has no config.toml") from None
     dataset = data.load(config.data, data_dir)
+    parts: dict[str, Callable[[Job], list[Finding]]] = {
+        f"updates from {place.name}": partial(recorded, place)
+        for place in sorted((folder / "transcripts").glob("client-*"))
+    }
+    parts |= {"properties": properties_part, "pictures": pictures_part, "membership": membership_part}
     findings: list[Finding] = []
-    for place in sorted((folder / "transcripts").glob("client-*")):
-        findings += recorded(place, budget, tell)
     with tempfile.TemporaryDirectory() as scratch:
-        for part in (properties_part, pictures_part):
+        job = Job(config, dataset, folder, Path(scratch), budget, clients, seed, data_dir, tell)
+        for done, (name, part) in enumerate(parts.items()):
+            progress(done, len(parts))
             try:
-                findings += part(config, dataset, Path(scratch) / part.__name__, budget, clients, seed, data_dir, tell)
+                findings += part(job)
             except DbclError as error:
-                findings.append(_failed(part.__name__.removesuffix("_part"), error))
-    findings += membership_part(config, dataset, folder, budget, seed, tell)
+                findings.append(_failed(name, error))
+    progress(len(parts), len(parts))
     plan = _plan(config, dataset)
     settings = {**asdict(config), "clear": plan.in_clear, "rehearsal": f"{clients} parties, one SGD step a round"}
     return Audit(
@@ -89,45 +113,35 @@ def audit(
     )
 
 
-def recorded(place: Path, budget: Budget, tell: Tell) -> list[Finding]:
+def recorded(place: Path, job: Job) -> list[Finding]:
     """What a client of the run itself could estimate from what it saw there."""
-    try:
-        transcript = Transcript(place)
-        found = attacks.estimates(transcript, budget.estimators, tell)
-        each = attacks.updates(transcript, Truth(place.parent), found, tell)
-    except DbclError as error:
-        return [_failed(f"updates from {place.name}", error)]
+    transcript = Transcript(place)
+    found = attacks.estimates(transcript, job.budget.estimators, job.tell)
+    each = attacks.updates(transcript, Truth(place.parent), found, job.tell)
     return [replace(finding, attack=f"{finding.attack} ({transcript.party} of the run)") for finding in each]
 
 
-def properties_part(
-    config: RunConfig,
-    dataset: Dataset,
-    folder: Path,
-    budget: Budget,
-    clients: int,
-    seed: int,
-    data_dir: str | None,
-    tell: Tell,
-) -> list[Finding]:
+def properties_part(job: Job) -> list[Finding]:
     """Updates and properties, from one rehearsal in which the victim's batches have the property or have it not."""
-    holds, spare, script = property_script(config.data, dataset, budget, clients, seed, data_dir)
-    tell("rehearsal: batches with and without a property")
-    rehearsal = rehearse(config, dataset, script, folder, seed=seed)
-    found = attacks.estimates(rehearsal.attacker, budget.estimators, tell)
-    findings = attacks.updates(rehearsal.attacker, rehearsal.truth, found, tell)
+    holds, spare, script = property_script(
+        job.config.data, job.dataset, job.budget, job.clients, job.seed, job.data_dir
+    )
+    job.tell("rehearsal: batches with and without a property")
+    rehearsal = rehearse(job.config, job.dataset, script, job.scratch / "properties", seed=job.seed)
+    found = attacks.estimates(rehearsal.attacker, job.budget.estimators, job.tell)
+    findings = attacks.updates(rehearsal.attacker, rehearsal.truth, found, job.tell)
     if holds is None:
         return findings
     return findings + property_findings(
         rehearsal,
-        dataset,
+        job.dataset,
         holds,
         spare,
         found,
-        batches=budget.own_batches,
-        examples=budget.own_examples,
-        seed=seed,
-        tell=tell,
+        batches=job.budget.own_batches,
+        examples=job.budget.own_examples,
+        seed=job.seed,
+        tell=job.tell,
     )
 
 
@@ -152,37 +166,27 @@ def property_script(
     return holds, spare, script
 
 
-def pictures_part(
-    config: RunConfig,
-    dataset: Dataset,
-    folder: Path,
-    budget: Budget,
-    clients: int,
-    seed: int,
-    data_dir: str | None,
-    tell: Tell,
-) -> list[Finding]:
+def pictures_part(job: Job) -> list[Finding]:
     """Pictures and labels, from a rehearsal in which every client trains on a single picture a round."""
+    config, dataset, budget, quick = job.config, job.dataset, job.budget, job.budget is QUICK
     rounds = attacks.OLD + budget.pictures + 8
-    script = drawn(np.arange(len(dataset.y_train)), (rounds, clients, 1), seed + 17)
-    tell("rehearsal: single pictures")
-    rehearsal = rehearse(config, dataset, script, folder, seed=seed)
+    script = drawn(np.arange(len(dataset.y_train)), (rounds, job.clients, 1), job.seed + 17)
+    job.tell("rehearsal: single pictures")
+    rehearsal = rehearse(config, dataset, script, job.scratch / "pictures", seed=job.seed)
     names = ["option I", "rewind"] if config.veil == 0 else ["option I", "smoother"]
-    found = attacks.estimates(rehearsal.attacker, names, tell)
-    matching = Matching(steps=budget.steps, restarts=1 if budget is QUICK else 3, tv=1e-3 if config.veil else 0.0)
+    found = attacks.estimates(rehearsal.attacker, names, job.tell)
+    matching = Matching(steps=budget.steps, restarts=1 if quick else 3, tv=1e-3 if config.veil else 0.0)
+    inverting = None if quick else Matching("cosine", steps=4 * budget.steps, restarts=1, tv=0.1)
     picked = list(range(budget.pictures))
-    inverting = None if budget is QUICK else Matching("cosine", steps=4 * budget.steps, restarts=1, tv=0.1)
-    findings = attacks.images(rehearsal, dataset, found, picked, matching, tell, inverting=inverting)
+    findings = attacks.images(rehearsal, dataset, found, picked, matching, job.tell, inverting=inverting)
     return [*findings, attacks.clear_labels(rehearsal, dataset, list(range(rounds - 1)))]
 
 
-def membership_part(
-    config: RunConfig, dataset: Dataset, folder: Path, budget: Budget, seed: int, tell: Tell
-) -> list[Finding]:
+def membership_part(job: Job) -> list[Finding]:
     """Membership in the training data, from the finished model and from what a client would see of it."""
-    path = folder / "model.safetensors"
+    config, dataset, path = job.config, job.dataset, job.folder / "model.safetensors"
     if not path.exists():
-        return [_failed("membership", AuditError(f"{path} is missing: the run is not finished"))]
+        raise AuditError(f"{path} is missing: the run is not finished")
 
     def make(number: int) -> nn.Module:
         return models.build(config.model, shape=dataset.shape, outputs=dataset.outputs, seed=number)
@@ -190,7 +194,7 @@ def membership_part(
     model = make(0)
     model.load_state_dict(safetensors.torch.load_file(path))
     view = blinded(make(1), Server(model, _plan(config, dataset)).open_round())
-    return attacks.members(model, view, dataset, make, shadows=budget.shadows, seed=seed, tell=tell)
+    return attacks.members(model, view, dataset, make, shadows=job.budget.shadows, seed=job.seed, tell=job.tell)
 
 
 def seats(plan: SketchPlan, config: RunConfig) -> tuple[tuple[str, str, str], ...]:
