@@ -1,6 +1,7 @@
 """Flower apps, double-blind: `DoubleBlind` around the strategy, `blinded` and `reply` in the client.
 
-Needs the extra: pip install 'dbcl[flower]'.
+Needs the extra: pip install 'dbcl[flower]'. There is no mod that does it without the client's two lines: an app that
+trains the full-size effective weight leaves the space of the sketch with its first step, so it could not be exact.
 """
 
 from importlib.util import find_spec

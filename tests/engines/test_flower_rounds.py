@@ -3,6 +3,9 @@
 import logging
 import math
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -403,6 +406,39 @@ INNER: dict[str, Callable[[], flower.Strategy]] = {
 }
 
 
+PROGRAM = """
+import hashlib, os, signal, sys
+import torch, dbcl.flower
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAdam
+from torch import nn
+
+torch.set_num_threads(1)
+folder, die = sys.argv[1:]
+app = ClientApp()
+
+@app.train()
+def train(message, context):
+    model = dbcl.flower.blinded(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2)), message)
+    model(torch.full((4, 8), 1.0 + context.node_config["partition-id"])).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return dbcl.flower.reply(model, message, examples=4)
+
+def evaluate(round, arrays):
+    if str(round) == die:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
+strategy = dbcl.flower.DoubleBlind(
+    FedAdam(eta=0.1, fraction_evaluate=0.0), net, experiment_seed=0, checkpoint=folder
+)
+result = strategy.start(dbcl.flower.LocalGrid(app, 3), num_rounds=4, evaluate_fn=evaluate)
+data = b"".join(array.numpy().tobytes() for array in result.arrays.values())
+print(len(strategy.reports), hashlib.sha256(data).hexdigest())
+"""
+
+
 class TestGoingOn:
     rounds = 4
 
@@ -450,6 +486,21 @@ class TestGoingOn:
         assert replayed.train_metrics_clientapp == result.train_metrics_clientapp
         assert replayed.evaluate_metrics_clientapp == result.evaluate_metrics_clientapp
         assert replayed.evaluate_metrics_serverapp == result.evaluate_metrics_serverapp
+
+    def test_a_killed_process_goes_on_with_the_same_command(self, tmp_path: Path) -> None:
+        program = tmp_path / "app.py"
+        program.write_text(PROGRAM)
+
+        def run(folder: str, die: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-W", "ignore", str(program), str(tmp_path / folder), die]
+            return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+        undisturbed, killed, again = run("a", "never"), run("b", "2"), run("b", "never")
+        assert killed.returncode == -signal.SIGKILL
+        assert killed.stdout == ""
+        rounds, weights = again.stdout.split()
+        assert rounds == "2"  # the last two of four
+        assert undisturbed.stdout.split() == ["4", weights]
 
     def test_without_the_strategys_memory_the_weights_would_differ(self, tmp_path: Path) -> None:
         expected, _ = self.whole("FedAdam")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.server.strategy import FedAvg as OldFedAvg
 from flwr.serverapp import strategy as flower
 from torch import nn
 
@@ -234,16 +235,10 @@ def wrapped(kind: type[flower.Strategy]) -> flower.Strategy:
     return kind(flower.FedAvg(), 1.0, 1.0, 2)
 
 
-class OldGeneration:
-    """As a strategy of flwr.server.strategy looks."""
-
-    def configure_fit(self) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("inner", "message"),
     [
-        (lambda: OldGeneration(), "OldGeneration is no strategy of Flower's Message API"),
+        (lambda: OldFedAvg(), "FedAvg is no strategy of Flower's Message API.*the old generation"),
         (
             lambda: wrapped(flower.DifferentialPrivacyClientSideFixedClipping),
             "take DifferentialPrivacyServerSideFixedClipping",

@@ -1,8 +1,4 @@
-"""What crosses Flower's wire: a broadcast as bytes in every message, an update as bytes in every answer to train.
-
-A mod that hides even the client's two lines cannot be exact: an app that trains the full-size effective weight V D R^T
-leaves the space of the sketch with its first step, so from the second step on it is another training.
-"""
+"""What crosses Flower's wire: a broadcast as bytes in every message, an update as bytes in every answer to train."""
 
 from collections.abc import Mapping
 from functools import lru_cache
