@@ -25,7 +25,7 @@ from dbcl.engines.flower.memory import Memory
 from dbcl.engines.flower.records import EXAMPLES, from_record, holds_only, to_record, update_of, with_broadcast
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.plan import Ratio, SketchPlan
-from dbcl.protocol import Broadcast, Door, RoundReport, Server, checkpoint, encode
+from dbcl.protocol import Admission, Broadcast, Door, RoundReport, Server, checkpoint, encode
 
 log = logging.getLogger("flwr.dbcl")  # on the console of a Flower app, as the inner strategy's own words
 
@@ -201,42 +201,25 @@ class DoubleBlind(Strategy):
         self._check_outermost()
         broadcast = self.server.open_round()
         came = self._by_node(replies)
-        answers = {}
-        refused = self._failures(came)
-        for node, message in came.items():
-            with _noting(refused, node):
-                answers[_name(node)] = update_of(message)
-        admission = self.server.admit(answers.items())
-        accepted, odd = same_metrics(
-            {who: (each, set(each.update.metrics)) for who, each in admission.accepted.items()}
-        )
-        admission = replace(admission, accepted=accepted, refused={**refused, **admission.refused, **odd})
+        admission, answers = self._admit(came)
         for reason in admission.reasons:
             log.warning("round %s: refused %s", server_round, reason)
         admission.require(self.server.door.min_updates)
-
-        nodes = [node for node in came if _name(node) in accepted]
-        senders = {_name(node): came[node] for node in nodes}
-        empty: dict[str, Tensor] = {}
-        lifted = []
-        for who, tensors in ((who, empty) for who in accepted) if self._averages else self.server.lifted(admission):
-            update = accepted[who].update
-            metrics: dict[str, Any] = {self._weight_key: update.examples, **update.metrics, EXAMPLES: update.examples}
-            content = RecordDict({self._array_key: to_record(tensors), "metrics": MetricRecord(metrics)})
-            lifted.append(with_content(senders[who], content))
+        senders = {_name(node): message for node, message in came.items()}
         with repeatable(self._fixed, "aggregate", server_round):
-            new, summary = self.strategy.aggregate_train(server_round, lifted)
+            new, summary = self.strategy.aggregate_train(server_round, self._lifted(admission, senders))
         if self._averages:
             report = self.server.close_averaged(admission)
         elif new:
             report = self.server.close_with(admission, from_record(new))
         else:
             raise ProtocolError(
-                f"round {admission.round}: {self._memory.names[0]} made no weights of {len(lifted)} good answers; "
-                "its log says why, most often that it needs more of them"
+                f"round {admission.round}: {self._memory.names[0]} made no weights of {len(admission.accepted)} good "
+                "answers; its log says why, most often that it needs more of them"
             )
         self.reports.append(report)
         if self.watch is not None:
+            nodes = [node for node in came if _name(node) in admission.accepted]
             self.watch(broadcast, [self._numbers[node] for node in nodes], [answers[_name(node)] for node in nodes])
         told = MetricRecord() if summary is None else summary
         told["dbcl-accepted"], told["dbcl-refused"] = report.accepted, len(report.refused)
@@ -284,6 +267,30 @@ class DoubleBlind(Strategy):
         for node in [node for node, message in came.items() if message.has_error()]:
             failed[_name(node)] = f"failed: {came.pop(node).error.reason}"
         return failed
+
+    def _admit(self, came: dict[int, Message]) -> tuple[Admission, dict[str, bytes]]:
+        """What passes the door, and the updates as they came."""
+        refused = self._failures(came)
+        answers = {}
+        for node, message in came.items():
+            with _noting(refused, node):
+                answers[_name(node)] = update_of(message)
+        admission = self.server.admit(answers.items())
+        names = {who: (each, set(each.update.metrics)) for who, each in admission.accepted.items()}
+        accepted, odd = same_metrics(names)
+        return replace(admission, accepted=accepted, refused={**refused, **admission.refused, **odd}), answers
+
+    def _lifted(self, admission: Admission, senders: Mapping[str, Message]) -> list[Message]:
+        """The answers as the inner strategy expects them: full-size weights, metrics with the number of examples."""
+        empty: dict[str, Tensor] = {}
+        weights = ((who, empty) for who in admission.accepted) if self._averages else self.server.lifted(admission)
+        messages = []
+        for who, tensors in weights:
+            update = admission.accepted[who].update
+            metrics: dict[str, Any] = {self._weight_key: update.examples, **update.metrics, EXAMPLES: update.examples}
+            content = RecordDict({self._array_key: to_record(tensors), "metrics": MetricRecord(metrics)})
+            messages.append(with_content(senders[who], content))
+        return messages
 
     def _patient(self, grid: Grid, phase: str) -> PatientGrid:
         names = ("min_available_nodes", f"min_{phase}_nodes")
