@@ -104,7 +104,7 @@ class DoubleBlind(Strategy):
         self._written: tuple[int, ArrayRecord] | None = None
         self._result = Result()
         self._evaluated = False
-        self._started = False
+        self._started = self._resumed = False
         if self.folder is not None:
             self._resume(self.folder)
 
@@ -122,19 +122,18 @@ class DoubleBlind(Strategy):
     ) -> Result:
         """Play the rounds that are left of `num_rounds`, and give all their metrics and the final, true weights.
 
-        `initial_arrays` replaces the model's weights where no round has been played yet. `timeout` is `round_timeout`
-        unless given. `evaluate_fn` gets the true weights, here on the server.
+        `initial_arrays` replaces the model's weights in a run that begins, not in one that goes on. `timeout` is
+        `round_timeout` unless given. `evaluate_fn` gets the true weights, here on the server.
         """
         if timeout is not None:
             self.round_timeout = timeout
-        fresh = self.server.round == 0 and not self._evaluated
-        if initial_arrays is not None and fresh:
+        if initial_arrays is not None and not self._started and not self._resumed:
+            # Never later: other weights under the veil of a round that was sent already would undo it.
             self.server.model.load_state_dict(initial_arrays.to_torch_state_dict())
-            self._written = None
         self._started = True
         self.summary()
         self._save()  # the first round's secrets are on the disk before anything is sent
-        if evaluate_fn is not None and fresh:
+        if evaluate_fn is not None and self.server.round == 0:
             self._note(self._result.evaluate_metrics_serverapp, 0, evaluate_fn(0, self._weights()))
         while self.server.round < num_rounds or (self.server.round and not self._evaluated):
             if self._evaluated or not self.server.round:
@@ -360,7 +359,7 @@ class DoubleBlind(Strategy):
         own: Mapping[str, Any] = values["flower"]
         self._memory.load_state(own["strategy"], tensors)
         self.server.load_state(values, tensors)
-        self._evaluated = own["evaluated"]
+        self._evaluated, self._resumed = own["evaluated"], True
         self._numbers = {int(node): number for number, node in enumerate(own["nodes"])}
         for kept, told in zip(_histories(self._result), own["history"], strict=True):
             kept.update({number: MetricRecord(metrics) for number, metrics in told})
