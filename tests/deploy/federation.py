@@ -106,7 +106,11 @@ class Federation:
 
     def serverapps(self) -> list[int]:
         """The processes that run a ServerApp now."""
-        return [pid for pid, _, args in descendants(self.superlink.pid) if "flwr-serverapp" in args]
+        return [pid for pid, _, args in descendants(self.superlink.pid) if "bin/flwr-serverapp" in args]
+
+    def clientapps(self, number: int) -> list[int]:
+        """The processes that run a ClientApp on a node now."""
+        return [pid for pid, _, args in descendants(self.nodes[number].pid) if "bin/flwr-clientapp" in args]
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
         """End a process and all that it has started, at once and without a word, as a power cut would."""

@@ -14,9 +14,7 @@ from dbcl.files import write_atomic
 from dbcl_app.task import load_test, measure, net
 
 app = ServerApp()
-log = logging.getLogger("dbcl")
-log.setLevel(logging.INFO)
-log.handlers = logging.getLogger("flwr").handlers  # what dbcl says goes where Flower's lines go
+log = logging.getLogger("flwr")  # its lines are those of `flwr log`
 
 
 @app.main()
