@@ -88,7 +88,7 @@ def main() -> None:
         "flower engine, local grid": engine(FlowerEngine),
         "double-blind FedAvg, local grid": strategy(others),
     }
-    table = ratios(interleaved(sides, repeats=15), to="local engine")
+    table = ratios(interleaved(sides, repeats=31), to="local engine")
     show("one round of mnist-mlp, 10 clients of 600 examples", table)
 
     shares, play = [], strategy(others, rounds=5)
