@@ -33,13 +33,17 @@ UNSEEN = 1e150
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What an attacker takes for the others' gradients, the sum of them in V's space, one row for each tested round."""
+    """What an attacker takes for the others' gradients, the sum of them in V's space, one row for each tested round.
+
+    `exact` says that the attacker knows it to be the very sum: no veil was on what it was made from.
+    """
 
     name: str
     seat: str
     attacker: str
     rows: list[Row]
     others: int
+    exact: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,13 +134,17 @@ def _sources(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Sequenc
     def sums(changes: Changes) -> list[Row]:
         return [as_gradient(_sum(views, changes, place, setting.chosen), lr) for place in range(len(tested))]
 
-    exact = [as_gradient(server[round].updates[str(VICTIM)].tensors, lr) for round in tested]
-    sources = [Source("the update itself", "server", "adaptive", exact, 1)]
-    sources += [Source(name, "client", ESTIMATORS[name][0], sums(changes), others) for name, changes in found.items()]
+    itself = [as_gradient(server[round].updates[str(VICTIM)].tensors, lr) for round in tested]
+    sources = [Source("the update itself", "server", "adaptive", itself, 1, exact=True)]
+    for name, changes in found.items():
+        kind, clear = ESTIMATORS[name][0], setting.veil == 0
+        sources.append(Source(name, "client", kind, sums(changes), others, exact=clear and kind == "adaptive"))
     clear = [part.name for part in attacker[tested[0]].broadcast.plan.parts if not part.sketched]
     if clear:
         plain: Changes = {name: list(estimate.option_2(views[name])) for name in clear}
-        sources.append(Source("unsketched tensors only", "client", "naive", sums(plain), others))
+        sources.append(
+            Source("unsketched tensors only", "client", "naive", sums(plain), others, exact=setting.veil == 0)
+        )
     return sources
 
 
@@ -288,6 +296,11 @@ def _faithful(
     for number, source in enumerate(sources):
         found = {}
         for name in source.rows[0]:
+            if source.exact:
+                # Between two parties nothing else is in it; otherwise the bystanders' batches are.
+                spread = max(0.0, typical[name] - square[name]) * (source.others - 1)
+                found[name] = (1.0, spread / len(models) / source.rows[0][name].numel())
+                continue
             gain = min(1.0, share[number][name] / square[name]) if square[name] > 0 else 1.0
             if gain > 0:
                 # What the victim's batch varies by belongs to the filter; all else that was not foreseen is noise.

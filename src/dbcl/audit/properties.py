@@ -25,7 +25,7 @@ Features = NDArray[np.floating[Any]]
 Truth = NDArray[np.bool_]
 
 LARGE = 5000  # entries; the originals keep only the maximum along the last axis of matrices above this
-COLUMNS = 4096  # features at a time, so that products of large float32 arrays are float64 and still fit
+COLUMNS = 4096  # features at a time: products in their own precision, sums of them in float64
 LEVELS = 32  # different variances; each costs a matrix of inner products
 FOLDS = 5
 PENALTIES = 10.0 ** np.arange(-6.0, 2.0)  # lambda, in units of the features' total variance
@@ -183,7 +183,7 @@ def _gram(x: Features, columns: NDArray[np.int64]) -> Array:
     """The inner products of all pairs of rows, over some columns."""
     out = np.zeros((len(x), len(x)))
     for part in _blocks(columns):
-        block = x[:, part].astype(np.float64)
+        block = x[:, part]
         out += block @ block.T
     return out
 
