@@ -1,5 +1,6 @@
 """Properties from each seat, on rehearsals where a working attack must find them, and where it must not."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,13 @@ from dbcl.errors import AuditError
 from dbcl.protocol import Server
 
 ROUNDS, BATCH = 36, 16
+NET = "small_net_to_infer_from"
+SOURCE = """
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
+"""
 
 
 ORDER = np.random.default_rng(5).permutation(4000)  # the embedded digits are sorted by class
@@ -35,9 +43,20 @@ def judged(folder: Path, holds: np.ndarray, estimators: list[str], **settings: o
     played = play(folder, holds, **settings)
     found = attacks.estimates(played.attacker, estimators)
     every = inference.property_findings(
-        played, data.load("digits"), holds, SPARE, found, batches=4, examples=150, seed=0, tell=lambda text: None
+        played, data.load("digits"), holds, SPARE, found, batches=4, examples=200, seed=0, tell=lambda text: None
     )
     return {f"{finding.attack}, {finding.seat}": finding for finding in every}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A network that a configuration can name, and no waiting for the disk."""
+    folder = tmp_path_factory.mktemp("nets")
+    (folder / f"{NET}.py").write_text(SOURCE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setattr("os.fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +67,18 @@ def thick() -> np.ndarray:
 def test_the_filters_find_a_property_where_the_update_is_known_and_not_where_it_is_noise(
     tmp_path: Path, thick: np.ndarray
 ) -> None:
-    found = judged(tmp_path, thick, ["option II", "rewind"], model="mnist-mlp")
-    for learner, least in (("matched filter", 0.92), ("matched filter of magnitudes", 0.8), ("random forest", 0.8)):
+    found = judged(tmp_path, thick, ["option II", "rewind"], model=f"{NET}:make")
+    for learner, least in (("matched filter", 0.85), ("matched filter of magnitudes", 0.9), ("random forest", 0.8)):
         assert found[f"{learner} on the update itself, server"].value > least
         assert found[f"{learner} on rewind, client"].value > least
-    assert found["matched filter on unsketched tensors only, client"].value > 0.75
+    assert found["matched filter on unsketched tensors only, client"].value > 0.8
     assert found["random forest on option II, client"].value < found["matched filter on rewind, client"].value
 
 
 def test_a_property_of_no_consequence_is_not_found(tmp_path: Path) -> None:
     """Half of the digits at random: 24 tested rounds, so guessing stays within 0.5 +- 0.25 nineteen times in twenty."""
     coin = np.random.default_rng(0).random(len(data.load("digits").y_train)) < 0.5
-    found = judged(tmp_path, coin, ["rewind"], model="mnist-mlp")
+    found = judged(tmp_path, coin, ["rewind"], model=f"{NET}:make")
     assert max(finding.value for finding in found.values()) < 0.85
     assert np.mean([finding.value for finding in found.values()]) == pytest.approx(0.5, abs=0.2)
 

@@ -137,8 +137,9 @@ def _sources(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Sequenc
     itself = [as_gradient(server[round].updates[str(VICTIM)].tensors, lr) for round in tested]
     sources = [Source("the update itself", "server", "adaptive", itself, 1, exact=True)]
     for name, changes in found.items():
-        kind, clear = ESTIMATORS[name][0], setting.veil == 0
-        sources.append(Source(name, "client", kind, sums(changes), others, exact=clear and kind == "adaptive"))
+        kind = ESTIMATORS[name][0]
+        exact = setting.veil == 0 and kind == "adaptive"
+        sources.append(Source(name, "client", kind, sums(changes), others, exact))
     clear = [part.name for part in attacker[tested[0]].broadcast.plan.parts if not part.sketched]
     if clear:
         plain: Changes = {name: list(estimate.option_2(views[name])) for name in clear}
