@@ -34,9 +34,8 @@ def blind(model: nn.Module, plan: RoundPlan, *, taus: Mapping[str, float], veil_
         if taus[part.name] > 0:
             noise = seeds.normals(veil_key, "veil-v1", part.name, n=compact.numel())
             compact += taus[part.name] * torch.from_numpy(noise).to(compact).reshape(compact.shape)
-            buffer = not isinstance(tensors[part.name], nn.Parameter)
-            if buffer and weight.numel() and weight.min() >= 0:
-                compact.clamp_(min=0)  # a running variance must not turn negative
+            if part.name.endswith("running_var"):
+                compact.clamp_(min=0)  # a variance must not turn negative; a running mean may
         sent[part.name] = compact
     return sent
 
