@@ -160,7 +160,7 @@ def test_a_deployment_outlives_its_parts(undisturbed: Trial, tmp_path: Path, key
         assert federation.online() == NODES
 
         def go() -> str:
-            return federation.run(rounds=ROUNDS, min_nodes=2, checkpoint=str(folder))
+            return federation.run(rounds=ROUNDS, min_nodes=2, round_timeout=90.0, checkpoint=str(folder))
 
         def begun(number: int) -> int:
             return federation.log_of(number).count("Start `flwr-clientapp` process")
