@@ -197,6 +197,7 @@ def test_a_deployment_outlives_its_parts(undisturbed: Trial, tmp_path: Path, key
 
         # The ServerApp dies within a round; the same command goes on after the last whole one.
         federation.wait(lambda: works(0), "a round to begin", MINUTE)
+        federation.wait(lambda: len(federation.serverapps()) == 1, "its ServerApp", MINUTE)
         (serverapp,) = federation.serverapps()
         os.kill(serverapp, signal.SIGKILL)
         before = rounds(folder)

@@ -1,13 +1,13 @@
 """From each seat: did the victim's batch have a property? What an attacker learns from examples of its own.
 
-The random forest, the published learner, is trained once, on whole batches of all rounds. The matched filters are made
-anew for every round: the sketch changes from round to round and all gradients with it, and the attacker can compute, at
-the very model that the victim received, the gradient of every example that it has. One filter takes gradients as they
-are and knows the noise in what it tests. The other takes each tensor's |g| / |g|_2, which does not change sign with the
-labels of a batch, and knows of no noise.
+The random forest, the published learner, is trained once, on whole batches of all rounds, and so is a matched filter of
+their magnitudes. Two more filters are made anew for every round: the sketch changes from round to round and all
+gradients with it, and the attacker can compute, at the very model that the victim received, the gradient of every
+example that it has. One takes gradients as they are and knows the noise in what it tests. The other takes each tensor's
+|g| / |g|_2, which does not change sign with the labels of a batch, and knows of no noise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -94,12 +94,14 @@ def property_findings(
     tell("property: the attacker's own batches")
     made = _own_batches(rehearsal, own, tested, batches, seed)
     findings = []
+    broadcasts = [rehearsal.attacker[round].broadcast for round in tested]
+    budget = {"own batches": len(made.rows), "tested rounds": len(tested)}
     for source in sources:
-        tell(f"property from {source.name}, {source.seat}'s seat: random forest")
-        began = perf_counter()
-        scores = _forest(source, made, [rehearsal.attacker[round].broadcast for round in tested], seed)
-        budget = {"own batches": len(made.rows), "tested rounds": len(tested)}
-        findings.append(_finding("random forest", source, scores, truth, budget, began, seed))
+        tell(f"property from {source.name}, {source.seat}'s seat: over all rounds")
+        for learner, run in (("random forest", _forest), ("matched filter over all rounds", _filter_over_all)):
+            began = perf_counter()
+            scores = run(source, made, broadcasts, seed)
+            findings.append(_finding(learner, source, scores, truth, budget, began, seed))
     began = perf_counter()
     filtered = _filtered(rehearsal, own, sources, made, tested, examples, seed, tell)
     budget = {"own examples a round": examples * 2, "tested rounds": len(tested)}
@@ -186,18 +188,33 @@ def _own_batches(rehearsal: Rehearsal, own: Own, rounds: Sequence[int], batches:
 
 
 def _forest(source: Source, made: _Batches, broadcasts: list[Broadcast], seed: int) -> NDArray[np.float64]:
-    """Both own and tested features are taken less the mean of the own ones of the same round."""
+    clean, noisy = _centred(source, made, broadcasts, lambda row: properties.melis(row, vectors=True))
+    return properties.forest(properties.Samples(clean, made.labels), noisy, seed)
+
+
+def _filter_over_all(source: Source, made: _Batches, broadcasts: list[Broadcast], seed: int) -> NDArray[np.float64]:
+    def features(row: Row) -> properties.Features:
+        flat = properties.flatten(row)
+        return np.asarray(_magnitudes(flat[None], np.zeros(len(flat), dtype=np.int64))[0], dtype=flat.dtype)
+
+    clean, noisy = _centred(source, made, broadcasts, features)
+    return properties.matched_filter(properties.Samples(clean, made.labels), noisy, 0.0)
+
+
+def _centred(
+    source: Source, made: _Batches, broadcasts: list[Broadcast], features: Callable[[Row], properties.Features]
+) -> tuple[properties.Features, properties.Features]:
+    """Features of own and of tested rows, both less the mean of the own ones of the same round."""
     names = list(source.rows[0])  # a message's tensors may come in another order in each round
     test_rows = [_lifted(broadcast, row) for broadcast, row in zip(broadcasts, source.rows, strict=True)]
     clean, noisy = (
-        np.stack([properties.melis({name: row[name] for name in names}, vectors=True) for row in rows])
-        for rows in (made.rows, test_rows)
+        np.stack([features({name: row[name] for name in names}) for row in rows]) for rows in (made.rows, test_rows)
     )
     for place in range(len(noisy)):
         mean = clean[made.places == place].mean(axis=0)
         clean[made.places == place] -= mean
         noisy[place] -= mean
-    return properties.forest(properties.Samples(clean, made.labels), noisy, seed)
+    return clean, noisy
 
 
 def _filtered(
