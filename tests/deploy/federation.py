@@ -180,7 +180,9 @@ class Federation:
 
 def descendants(root: int) -> list[tuple[int, int, str]]:
     """All processes below one, as (process, process group, command line)."""
-    table = subprocess.run(["ps", "-eo", "pid=,ppid=,pgid=,args="], capture_output=True, text=True, check=True).stdout
+    table = subprocess.run(
+        ["ps", "-ww", "-eo", "pid=,ppid=,pgid=,args="], capture_output=True, text=True, check=True
+    ).stdout
     rows = [line.split(None, 3) for line in table.splitlines()]
     found, parents = [], {root}
     while parents:
