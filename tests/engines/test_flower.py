@@ -213,6 +213,8 @@ def test_telemetry_is_off_unless_asked_for(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_a_run_through_flowers_simulation_is_the_local_run_resumed_or_not(tmp_path: Path) -> None:
+    # Ray's workers have one thread each, and in float32 another number of threads rounds in another way.
+    torch.set_num_threads(1)
     config = RunConfig(engine="local", clients=10, fraction=0.3, rounds=4, fixed_secrets=True, transcripts=("server",))
     whole = Run.start(config, tmp_path / "local")
     first = Run.start(replace(config, engine="flower", rounds=2), tmp_path / "flower")
