@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,11 +211,19 @@ def test_telemetry_is_off_unless_asked_for(tmp_path: Path) -> None:
     assert run_python(code, tmp_path).stdout.split() == ["0", "0"]
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As Ray's workers have: in float32 another number of threads rounds in another way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_a_run_through_flowers_simulation_is_the_local_run_resumed_or_not(tmp_path: Path) -> None:
-    # Ray's workers have one thread each, and in float32 another number of threads rounds in another way.
-    torch.set_num_threads(1)
     config = RunConfig(engine="local", clients=10, fraction=0.3, rounds=4, fixed_secrets=True, transcripts=("server",))
     whole = Run.start(config, tmp_path / "local")
     first = Run.start(replace(config, engine="flower", rounds=2), tmp_path / "flower")

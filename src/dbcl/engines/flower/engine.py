@@ -27,7 +27,7 @@ from dbcl.engines.flower.grid import LocalGrid
 from dbcl.engines.flower.records import RECORD, blinded, reply, update_of
 from dbcl.engines.training import LocalTraining
 from dbcl.errors import ConfigError, ProtocolError
-from dbcl.protocol import Broadcast, Server, encode
+from dbcl.protocol import Broadcast, encode
 
 BACKEND: Any = {
     "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
@@ -94,21 +94,7 @@ class FlowerEngine(Engine):
     """
 
     round_timeout = 600.0
-
-    def __init__(
-        self,
-        server: Server,
-        template: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        shards: Sequence[NDArray[np.int64]],
-        training: LocalTraining,
-        *,
-        fraction: float = 1.0,
-        seed: bytes,
-    ) -> None:
-        super().__init__(server, template, x, y, shards, training, fraction=fraction, seed=seed)
-        self._grid: Grid | None = None
+    _grid: Grid | None = None
 
     def answers(self, broadcast: Broadcast, chosen: list[int]) -> list[bytes]:
         if self._grid is None:
