@@ -13,6 +13,11 @@ from dbcl.audit.properties import Samples
 from dbcl.errors import DataError
 
 
+def filtered(train: Samples, test_x: np.ndarray, noise: float) -> np.ndarray:
+    """What the filter makes of updates with the same noise in every feature."""
+    return properties.MatchedFilter(train, np.zeros(train.x.shape[1], dtype=np.int64))(test_x, np.array([noise]))
+
+
 def dense_filter(train: Samples, noise: np.ndarray, penalty: float, batch: int) -> np.ndarray:
     with_, without = train.x[train.y], train.x[~train.y]
     centred = np.concatenate([with_ - with_.mean(0), without - without.mean(0)])
@@ -37,8 +42,8 @@ def test_the_dual_form_is_the_formula(noise: list[float], batch: int, monkeypatc
     slope = scores[0] / expected[0]
     assert slope > 0
     np.testing.assert_allclose(scores, slope * expected, rtol=1e-9, atol=1e-12)
-    if batch == 1:
-        np.testing.assert_allclose(properties.matched_filter(train, test, np.array(noise)[group]), scores, rtol=1e-9)
+    fixed = properties.MatchedFilter(train, group, batch, penalty=0.3 * total)
+    np.testing.assert_allclose(fixed(test, np.array(noise)), scores, rtol=1e-9)
 
 
 def test_scores_are_the_log_odds_of_a_mean_of_examples() -> None:
@@ -63,7 +68,7 @@ def spread_signal(seed: int, shift: float = 0.05) -> tuple[Samples, np.ndarray, 
 
 def test_the_filter_finds_what_is_spread_far_below_the_noise_and_the_forest_does_not() -> None:
     train, test_x, truth = spread_signal(seed=1)
-    matched = properties.judge(properties.matched_filter(train, test_x, noise=1.0), truth, seed=0)
+    matched = properties.judge(filtered(train, test_x, noise=1.0), truth, seed=0)
     forest = properties.judge(properties.forest(train, test_x, seed=0), truth, seed=0)
     rng = np.random.default_rng(2)
     noisy = Samples(train.x + rng.normal(size=train.x.shape), train.y)  # a forest that knows of the noise, too
@@ -79,67 +84,20 @@ def test_the_filter_prefers_the_features_that_carry_no_noise() -> None:
     x = rng.normal(size=(300, 500))
     x[:, :5] += y[:, None] * 1.5
     x[:, 5:] += y[:, None] * 0.5
-    noise = np.where(np.arange(500) < 5, 0.0, 100.0)
-    test = x[200:] + rng.normal(size=(100, 500)) * np.sqrt(noise)
-    train = Samples(x[:200], y[:200])
-    told = properties.judge(properties.matched_filter(train, test, noise), y[200:], seed=0)
-    untold = properties.judge(properties.matched_filter(train, test, 0.0), y[200:], seed=0)
+    group, noise = np.where(np.arange(500) < 5, 0, 1), np.array([0.0, 100.0])
+    test = x[200:] + rng.normal(size=(100, 500)) * np.sqrt(noise[group])
+    told_by = properties.MatchedFilter(Samples(x[:200], y[:200]), group)
+    told = properties.judge(told_by(test, noise), y[200:], seed=0)
+    untold = properties.judge(told_by(test, np.zeros(2)), y[200:], seed=0)
     assert told.auc > 0.95
     assert untold.auc < told.auc - 0.1
-
-
-def shared_examples(seed: int) -> tuple[Samples, Samples]:
-    """Updates that are means of 8 of the attacker's 50 examples a kind, in 5 pools, and of the victim's 200."""
-    rng = np.random.default_rng(seed)
-    direction = rng.normal(size=300) / np.sqrt(300)
-
-    def examples(count: int) -> np.ndarray:
-        drawn = rng.normal(size=(2, count, 300)) + rng.normal(size=(2, count, 1)) * 10 * direction
-        drawn[1] += 0.1
-        return drawn
-
-    def updates(of: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        kinds = np.arange(count) % 2 == 0
-        rows = [of[int(kind)][rng.choice(of.shape[1], 8, replace=False)].mean(axis=0) for kind in kinds]
-        return np.stack(rows), kinds
-
-    mine, theirs = examples(50), examples(200)
-    x, y = (np.concatenate(parts) for parts in zip(*(updates(mine[:, k::5], 60) for k in range(5)), strict=True))
-    return Samples(x, y, np.repeat(np.arange(5), 60)), Samples(*updates(theirs, 200))
-
-
-def test_leaving_out_whole_pools_keeps_the_filter_from_overfitting_shared_examples() -> None:
-    pooled, mixed = [], []
-    for seed in range(4):
-        train, test = shared_examples(seed)
-        for kept, samples in ((pooled, train), (mixed, Samples(train.x, train.y))):
-            scores = properties.matched_filter(samples, test.x, noise=0.0)
-            kept.append(properties.judge(scores, test.y, seed=0).auc)
-    assert np.mean(pooled) > 0.85
-    assert np.mean(pooled) > np.mean(mixed) + 0.02
-
-
-def test_pools_must_leave_both_kinds() -> None:
-    x, y = np.random.default_rng(0).normal(size=(8, 3)), np.arange(8) < 4
-    with pytest.raises(DataError, match="without pool 0 of 2"):
-        properties.matched_filter(Samples(x, y, (~y).astype(np.int64)), x, 0.0)
-    with pytest.raises(DataError, match="one pool for each of 8 rows"):
-        Samples(x, y, np.zeros(3, dtype=np.int64))
-
-
-def test_many_different_variances_are_rounded_to_a_few() -> None:
-    variance = np.append(np.random.default_rng(0).lognormal(size=1000), 0.0)
-    levels, level = properties._levels(variance)
-    assert len(levels) <= properties.LEVELS + 1
-    assert levels[level[-1]] == 0
-    np.testing.assert_allclose(levels[level[:-1]], variance[:-1], rtol=0.15)
 
 
 def test_no_attack_finds_anything_in_pure_noise() -> None:
     train, test_x, truth = spread_signal(seed=4, shift=0.0)
     for scores in (
-        properties.matched_filter(train, test_x, noise=1.0),
-        properties.matched_filter(train, test_x, noise=0.0),
+        filtered(train, test_x, noise=1.0),
+        filtered(train, test_x, noise=0.0),
         properties.forest(train, test_x, seed=0),
     ):
         found = properties.judge(scores, truth, seed=0)
@@ -165,7 +123,7 @@ def test_a_forest_and_a_filter_find_thick_strokes_in_gradients() -> None:
 
     train, test = gradients(halves, 100), gradients(~halves, 60)
     forest = properties.judge(properties.forest(train, test.x, seed=0), test.y, seed=0)
-    matched = properties.judge(properties.matched_filter(train, test.x, noise=0.0), test.y, seed=0)
+    matched = properties.judge(filtered(train, test.x, noise=0.0), test.y, seed=0)
     assert forest.low > 0.9
     assert matched.low > 0.9
 
@@ -259,10 +217,10 @@ def test_samples_are_checked(x: np.ndarray, y: np.ndarray, message: str) -> None
 
 def test_errors_name_the_remedy(tmp_path: Path) -> None:
     train = Samples(np.eye(4), np.arange(4) < 2)
-    with pytest.raises(ValueError, match="one for each of 4 features"):
-        properties.matched_filter(train, np.eye(4), np.ones(3))
-    with pytest.raises(ValueError, match="variance of 0 or more"):
-        properties.matched_filter(train, np.eye(4), -1.0)
+    told = properties.MatchedFilter(train, np.arange(4) // 2)
+    for noise in (np.ones(3), np.array([1.0, -1.0])):
+        with pytest.raises(ValueError, match="0 or more for each of 2 groups"):
+            told(np.eye(4), noise)
     with pytest.raises(ValueError, match="both kinds"):
         properties.judge(np.zeros(3), np.zeros(3, dtype=bool), seed=0)
     with pytest.raises(DataError, match="choose digits, mnist or lfw"):

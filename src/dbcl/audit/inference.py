@@ -1,13 +1,13 @@
 """From each seat: did the victim's batch have a property? What an attacker learns from examples of its own.
 
-The random forest, the published learner, is trained once, on whole batches of all rounds, and so is a matched filter of
-their magnitudes. Two more filters are made anew for every round: the sketch changes from round to round and all
-gradients with it, and the attacker can compute, at the very model that the victim received, the gradient of every
-example that it has. One takes gradients as they are and knows the noise in what it tests. The other takes each tensor's
-|g| / |g|_2, which does not change sign with the labels of a batch, and knows of no noise.
+The random forest, the published learner, is trained once, on whole batches of all rounds. Two matched filters are made
+anew for every round: the sketch changes from round to round and all gradients with it, and the attacker can compute, at
+the very model that the victim received, the gradient of every example that it has. One filter takes gradients as they
+are and knows the noise in what it tests. The other takes each tensor's |g| / |g|_2, which does not change sign with the
+labels of a batch, and knows of no noise.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -27,8 +27,9 @@ from dbcl.errors import AuditError
 from dbcl.protocol import Broadcast, blinded
 
 Row = dict[str, Tensor]
-UNSEEN = 1e150
-"""The variance of the noise in a tensor of which nothing is seen."""
+UNSEEN = 1e150  # the variance of the noise in a tensor of which nothing is seen
+MIXED = 300  # batches of each kind, at most, that are mixed from single examples in each round
+FAR = 6.0  # a feature of a tested batch counts as no farther from the mean than this, in standard deviations
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +98,10 @@ def property_findings(
     broadcasts = [rehearsal.attacker[round].broadcast for round in tested]
     budget = {"own batches": len(made.rows), "tested rounds": len(tested)}
     for source in sources:
-        tell(f"property from {source.name}, {source.seat}'s seat: over all rounds")
-        for learner, run in (("random forest", _forest), ("matched filter over all rounds", _filter_over_all)):
-            began = perf_counter()
-            scores = run(source, made, broadcasts, seed)
-            findings.append(_finding(learner, source, scores, truth, budget, began, seed))
+        tell(f"property: random forest on {source.name}, {source.seat}'s seat")
+        began = perf_counter()
+        scores = _forest(source, made, broadcasts, seed)
+        findings.append(_finding("random forest", source, scores, truth, budget, began, seed))
     began = perf_counter()
     filtered = _filtered(rehearsal, own, sources, made, tested, examples, seed, tell)
     budget = {"own examples a round": examples * 2, "tested rounds": len(tested)}
@@ -188,33 +188,18 @@ def _own_batches(rehearsal: Rehearsal, own: Own, rounds: Sequence[int], batches:
 
 
 def _forest(source: Source, made: _Batches, broadcasts: list[Broadcast], seed: int) -> NDArray[np.float64]:
-    clean, noisy = _centred(source, made, broadcasts, lambda row: properties.melis(row, vectors=True))
-    return properties.forest(properties.Samples(clean, made.labels), noisy, seed)
-
-
-def _filter_over_all(source: Source, made: _Batches, broadcasts: list[Broadcast], seed: int) -> NDArray[np.float64]:
-    def features(row: Row) -> properties.Features:
-        flat = properties.flatten(row)
-        return np.asarray(_magnitudes(flat[None], np.zeros(len(flat), dtype=np.int64))[0], dtype=flat.dtype)
-
-    clean, noisy = _centred(source, made, broadcasts, features)
-    return properties.matched_filter(properties.Samples(clean, made.labels), noisy, 0.0)
-
-
-def _centred(
-    source: Source, made: _Batches, broadcasts: list[Broadcast], features: Callable[[Row], properties.Features]
-) -> tuple[properties.Features, properties.Features]:
-    """Features of own and of tested rows, both less the mean of the own ones of the same round."""
+    """Scores by the published learner; features of own and of tested rows are less the mean of the round's own ones."""
     names = list(source.rows[0])  # a message's tensors may come in another order in each round
     test_rows = [_lifted(broadcast, row) for broadcast, row in zip(broadcasts, source.rows, strict=True)]
     clean, noisy = (
-        np.stack([features({name: row[name] for name in names}) for row in rows]) for rows in (made.rows, test_rows)
+        np.stack([properties.melis({name: row[name] for name in names}, vectors=True) for row in rows])
+        for rows in (made.rows, test_rows)
     )
     for place in range(len(noisy)):
         mean = clean[made.places == place].mean(axis=0)
         clean[made.places == place] -= mean
         noisy[place] -= mean
-    return clean, noisy
+    return properties.forest(properties.Samples(clean, made.labels), noisy, seed)
 
 
 def _filtered(
@@ -241,7 +226,7 @@ def _filtered(
         names, group = list(found), np.repeat(np.arange(len(found)), [row[0].numel() for row in found.values()])
         rows = np.concatenate([row.flatten(1).numpy() for row in found.values()], axis=1)
         linear = properties.MatchedFilter(properties.Samples(rows, own.holds[index.numpy()]), group, size)
-        shapes = properties.MatchedFilter(_mixed(rng, linear, rows, size), group)
+        shapes = _Shapes(rng, rows, linear.y, group, size)
         for number, source in enumerate(sources):
             seen, noise = linear.mean.astype(np.float64), np.full(len(names), UNSEEN)
             unseen = np.full(len(names), UNSEEN)
@@ -253,33 +238,53 @@ def _filtered(
                     seen[group == column] = value - (source.others - 1) * seen[group == column]
                     noise[column], unseen[column] = variance, 0.0
             scores[0, number, place] = linear(seen[None], noise)[0]
-            scores[1, number, place] = shapes(_magnitudes(seen[None], group), unseen)[0]
+            scores[1, number, place] = shapes(seen, unseen)
     return {"matched filter": scores[0], "matched filter of magnitudes": scores[1]}
 
 
 def _magnitudes(rows: properties.Features, group: NDArray[np.integer]) -> properties.Features:
     """|g| / |g|_2 of each row, tensor by tensor."""
     out = np.abs(rows)
-    for number in range(group.max() + 1):
-        some = group == number
-        size = np.linalg.norm(out[:, some], axis=1, keepdims=True)
-        out[:, some] /= np.where(size > 0, size, 1)
+    for part in np.split(out, np.flatnonzero(np.diff(group)) + 1, axis=1):
+        size = np.sqrt(np.einsum("ij,ij->i", part, part))[:, None]
+        part /= np.where(size > 0, size, 1)
     return out
 
 
-def _mixed(
-    rng: np.random.Generator, told: properties.MatchedFilter, rows: properties.Features, size: int
-) -> properties.Samples:
-    """Batches mixed from examples, in magnitudes: each from one of five pools, as many of each kind as examples."""
-    batches, kinds, pools = [], [], []
-    for kind in (True, False):
-        parts = np.array_split(rng.permutation(np.flatnonzero(told.y == kind)), properties.FOLDS)
-        for number in range(int((told.y == kind).sum())):
-            pool = parts[number % len(parts)]
-            batches.append(rows[rng.choice(pool, size, replace=size > len(pool))].mean(axis=0))
-            kinds.append(kind)
-            pools.append(number % len(parts))
-    return properties.Samples(_magnitudes(np.stack(batches), told.group), np.array(kinds), np.array(pools))
+class _Shapes:
+    """A filter of magnitudes for the model of one round, made from batches that are mixed of the attacker's examples.
+
+    Batches share examples, so leaving some out would not tell how strong a penalty must be. Instead every feature is
+    taken in units of its own spread, and the features' correlations are halved.
+    """
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        rows: properties.Features,
+        y: properties.Truth,
+        group: NDArray[np.integer],
+        size: int,
+    ) -> None:
+        kinds = np.repeat([True, False], min(MIXED, len(rows)))
+        shares = np.zeros((len(kinds), len(rows)), dtype=rows.dtype)
+        for share, kind in zip(shares, kinds, strict=True):
+            among = np.flatnonzero(y == kind)
+            np.add.at(share, rng.choice(among, size, replace=size > len(among)), 1 / size)
+        made = _magnitudes(shares @ rows, group)
+        self.group, self.mean, spread = group, made.mean(axis=0), made.std(axis=0)
+        self.spread = np.where(spread > 0, spread, 1)
+        self.filter = properties.MatchedFilter(properties.Samples(self._standard(made), kinds), group, penalty=1.0)
+
+    def __call__(self, row: properties.Features, unseen: NDArray[np.float64]) -> float:
+        """The log odds that a gradient has the property; `unseen` is the noise in each tensor, nothing or all."""
+        return float(self.filter(self._standard(_magnitudes(row[None], self.group)), unseen)[0])
+
+    def _standard(self, rows: properties.Features) -> properties.Features:
+        """In place, as there may be a million features."""
+        rows -= self.mean
+        rows /= self.spread
+        return np.clip(rows, -FAR, FAR, out=rows)
 
 
 def _faithful(

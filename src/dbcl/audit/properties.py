@@ -26,7 +26,6 @@ Truth = NDArray[np.bool_]
 
 LARGE = 5000  # entries; the originals keep only the maximum along the last axis of matrices above this
 COLUMNS = 4096  # features at a time: products in their own precision, sums of them in float64
-LEVELS = 32  # different variances; each costs a matrix of inner products
 FOLDS = 5
 PENALTIES = 10.0 ** np.arange(-6.0, 2.0)  # lambda, in units of the features' total variance
 RESAMPLES = 1000
@@ -37,16 +36,12 @@ TOGETHER = 50  # resamples at a time
 class Samples:
     """Updates as rows of features, and whether the batch of each had the property.
 
-    Where batches share examples, a left-out update is no stranger, and choosing a penalty by it overfits. So divide the
-    examples into five or so pools, draw each batch from one, and name it in `pool`: then whole pools are left out.
-
     >>> Samples(np.eye(4), np.array([True, True, False, False])).x.shape
     (4, 4)
     """
 
     x: Features
     y: Truth
-    pool: NDArray[np.integer[Any]] | None = None
 
     def __post_init__(self) -> None:
         if self.x.ndim != 2 or self.y.shape != self.x.shape[:1] or self.y.dtype != np.bool_:
@@ -55,8 +50,6 @@ class Samples:
             raise DataError(
                 f"samples need 2 or more with and 2 without the property, got {self.y.sum()} of {len(self.y)}"
             )
-        if self.pool is not None and self.pool.shape != self.y.shape:
-            raise DataError(f"samples need one pool for each of {len(self.y)} rows, got {self.pool.shape}")
         if not np.isfinite(self.x).all():
             raise DataError("samples must be finite; leave out the updates that diverged")
 
@@ -111,7 +104,7 @@ class MatchedFilter:
     w = (Sigma / batch + diag(noise) + lambda I)^-1 (mu_1 - mu_0), with the mean and the common covariance of the clean
     training rows. Each tested update is a mean over `batch` such rows, plus noise that has one variance in each group
     of features. With u = 1 / (noise + lambda), w = u X^T alpha, so that only matrices of the size of the samples are
-    inverted. lambda is the one that best separates left-out rows with noise, whose share of the scores,
+    inverted. lambda is `penalty`, or the one that best separates left-out rows with noise, whose share of the scores,
     w^T diag(noise) w, is known without drawing any. The scores are log odds, so that those of several filters compare.
 
     >>> rng = np.random.default_rng(0)
@@ -121,18 +114,22 @@ class MatchedFilter:
     array([-4., -0.,  4.])
     """
 
-    def __init__(self, train: Samples, group: NDArray[np.integer[Any]], batch: int = 1) -> None:
-        self.y, self.group, self.batch = train.y, group, batch
+    def __init__(
+        self, train: Samples, group: NDArray[np.integer[Any]], batch: int = 1, *, penalty: float | None = None
+    ) -> None:
+        self.y, self.group, self.batch, self.penalty = train.y, group, batch, penalty
         self.mean = train.x.mean(axis=0, dtype=np.float64).astype(train.x.dtype)
-        self.x, self.fold = train.x - self.mean, _folds(train)
+        self.x, self.fold = train.x - self.mean, _folds(train.y)
         self.grams = np.stack([_gram(self.x, np.flatnonzero(group == number)) for number in range(group.max() + 1)])
 
     def __call__(self, test_x: Features, noise: Array) -> Array:
         """The log odds that each update has the property; `noise` is the variance in each group of features."""
+        if noise.shape != (len(self.grams),) or not (noise >= 0).all():
+            raise ValueError(f"noise must be a variance of 0 or more for each of {len(self.grams)} groups of features")
         y, batch = self.y, self.batch
         total = float(np.trace(_within(self.grams.sum(axis=0), y))) / batch or 1.0
         best, alpha, scale, odds, middle = -np.inf, np.zeros(len(y)), noise, 0.0, 0.0
-        for penalty in total * PENALTIES:
+        for penalty in total * PENALTIES if self.penalty is None else [self.penalty]:
             u = 1 / (noise + penalty)
             gram = np.tensordot(u, self.grams, 1)
             gap, spread = _separation(gram, np.tensordot(noise * u * u, self.grams, 1), y, self.fold, batch)
@@ -144,35 +141,6 @@ class MatchedFilter:
             w = scale[self.group[part]] * (alpha @ self.x[:, part].astype(np.float64))
             scores += (test_x[:, part] - self.mean[part]).astype(np.float64) @ w
         return np.asarray(odds * (scores - middle), dtype=np.float64)
-
-
-def matched_filter(train: Samples, test_x: Features, noise: float | Array) -> Array:
-    """Score updates with the filter for noise of the variance `noise`, one for all features or one for each.
-
-    More than 32 different variances are rounded to 32.
-
-    >>> rng = np.random.default_rng(0)
-    >>> y = np.arange(100) % 2 == 0
-    >>> x = rng.normal(size=(100, 2000)) * 0.1 + 0.1 * y[:, None]
-    >>> scores = matched_filter(Samples(x[:50], y[:50]), x[50:] + rng.normal(size=(50, 2000)), noise=1.0)
-    >>> judge(scores, y[50:], seed=0).auc > 0.98
-    True
-    """
-    variance = np.asarray(noise, dtype=np.float64)
-    if variance.shape not in ((), train.x.shape[1:]) or not (variance >= 0).all():
-        raise ValueError(f"noise must be a variance of 0 or more, or one for each of {train.x.shape[1]} features")
-    levels, level = _levels(np.broadcast_to(variance, train.x.shape[1:]))
-    return MatchedFilter(train, level)(test_x, levels)
-
-
-def _levels(variance: Array) -> tuple[Array, NDArray[np.int64]]:
-    """The different variances, and which of them each feature has; more than `LEVELS` are rounded to that many."""
-    values, which = np.unique(variance, return_inverse=True)
-    if len(values) <= LEVELS:
-        return values, which
-    steps = np.geomspace(values[values > 0].min(), values.max(), LEVELS)
-    between = np.sqrt(steps[1:] * steps[:-1])
-    return _levels(np.where(variance > 0, steps[np.searchsorted(between, variance)], 0.0))
 
 
 def _blocks(columns: NDArray[np.int64]) -> list[NDArray[np.int64]]:
@@ -217,19 +185,12 @@ def _middle(y: Truth) -> Array:
     return np.asarray((y / y.sum() + ~y / (~y).sum()) / 2, dtype=np.float64)
 
 
-def _folds(train: Samples) -> NDArray[np.int64]:
-    """The fold in which each update is left out: its pool, or else one of five with as many of both kinds."""
-    fold = np.empty(len(train.y), dtype=np.int64)
-    for kind in (train.y, ~train.y):
-        fold[kind] = np.arange(kind.sum()) % min(FOLDS, train.y.sum(), (~train.y).sum())
-    if train.pool is None:
-        return fold
-    pools: NDArray[np.int64] = np.unique(train.pool, return_inverse=True)[1]
-    for number in range(pools.max() + 1):
-        left = train.y[pools != number]
-        if not left.any() or left.all():
-            raise DataError(f"without pool {number} of {pools.max() + 1}, no updates of one kind are left")
-    return pools
+def _folds(y: Truth) -> NDArray[np.int64]:
+    """The fold in which each update is left out: one of five with as many of both kinds."""
+    fold = np.empty(len(y), dtype=np.int64)
+    for kind in (y, ~y):
+        fold[kind] = np.arange(kind.sum()) % min(FOLDS, y.sum(), (~y).sum())
+    return fold
 
 
 def _separation(gram: Array, noise: Array, y: Truth, fold: NDArray[np.int64], batch: int) -> tuple[float, float]:
