@@ -29,6 +29,7 @@ from dbcl.protocol import Broadcast, blinded
 Row = dict[str, Tensor]
 UNSEEN = 1e150  # the variance of the noise in a tensor of which nothing is seen
 MIXED = 300  # batches of each kind, at most, that are mixed from single examples in each round
+LEAST = 0.03  # of the spread of a tensor's features: what varies less may be an estimate's rounding
 FAR = 6.0  # a feature of a tested batch counts as no farther from the mean than this, in standard deviations
 
 
@@ -272,7 +273,9 @@ class _Shapes:
             among = np.flatnonzero(y == kind)
             np.add.at(share, rng.choice(among, size, replace=size > len(among)), 1 / size)
         made = _magnitudes(shares @ rows, group)
-        self.group, self.mean, spread = group, made.mean(axis=0), made.std(axis=0)
+        self.group, self.mean, variance = group, made.mean(axis=0), made.var(axis=0)
+        of_tensor = np.bincount(group, variance) / np.bincount(group)
+        spread = np.sqrt(variance + LEAST**2 * of_tensor[group]).astype(rows.dtype)
         self.spread = np.where(spread > 0, spread, 1)
         self.filter = properties.MatchedFilter(properties.Samples(self._standard(made), kinds), group, penalty=1.0)
 
