@@ -261,7 +261,7 @@ def draw(table: dict[str, Any]) -> None:
     rhos = [float(rho) for rho in table]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    first = next(iter(next(iter(table.values()))["formula"]))
+    first = min(next(iter(table.values()))["formula"])  # a message's tensors come in any order
     lines = {
         "smoother": [row["cosine"]["smoother"][first] for row in table.values()],
         "shaped smoother": [row["cosine"]["shaped smoother"][first] for row in table.values()],
