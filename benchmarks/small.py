@@ -47,6 +47,8 @@ def products() -> dict:
         sides = {
             "forward, torch": lambda h=h, V=V: torch.bmm(h, V),
             "forward, numpy": lambda h=h, V=V: np.matmul(h.numpy(), V.numpy()),
+            "back, torch": lambda G=G, V=V: torch.bmm(G, V.transpose(1, 2)),
+            "back, numpy": lambda G=G, V=V: np.matmul(G.numpy(), V.transpose(1, 2).numpy()),
             "gradient, torch": lambda h=h, G=G, V=V: V.baddbmm_(h.transpose(1, 2), G, alpha=-1e-9),
             "gradient, numpy": lambda h=h, G=G, V=V: V.sub_(
                 torch.from_numpy(np.matmul(h.transpose(1, 2).numpy(), G.numpy())), alpha=1e-9

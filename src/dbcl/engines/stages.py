@@ -37,8 +37,8 @@ ELEMENTWISE = (
     nn.Identity,
 )
 NUMPY = (torch.float32, torch.float64)
-"""Where a client's batch is a few rows, NumPy multiplies it with a matrix in 0.6 of PyTorch's time on a CPU, and takes
-0.4 of it for the gradient of a layer with few outputs (`benchmarks/small.py` measures both)."""
+"""Where a client's batch is a few rows, NumPy multiplies it with a matrix in 0.6 of PyTorch's time on a CPU, on the way
+back too, and takes 0.4 of it for the gradient of a layer with few outputs (`benchmarks/small.py` measures all)."""
 NARROW = 16
 POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
 IMAGE_LAYERS = (nn.Conv2d, nn.GroupNorm, nn.BatchNorm2d, *POOLS)
@@ -183,9 +183,9 @@ class Linear(Stage):
         return torch.baddbmm(params[self.bias].unsqueeze(1), h, weight) if self.has_bias else torch.bmm(h, weight)
 
     def product_by_hand(self, h: Tensor, params: Params) -> Tensor:
-        if h.is_cuda or h.dtype not in NUMPY:
+        if not in_numpy(h):
             return self.product(h, params)
-        z = torch.from_numpy(np.matmul(h.numpy(), params[self.weight].numpy()))
+        z = by_numpy(h, params[self.weight])
         return z.add_(params[self.bias].unsqueeze(1)) if self.has_bias else z
 
     def enter(self, h: Tensor) -> Tensor:
@@ -201,11 +201,13 @@ class Linear(Stage):
         return repeat(grad, self.tables) if self.folded else self.tables.expand(grad)
 
     def back(self, grad: Tensor, saved: Tensor, out: Tensor, params: Params) -> Tensor | None:
-        weight = params[self.weight]
-        inner = None if self.presketched else self.leave(torch.bmm(grad, weight.transpose(1, 2)))  # before W moves
-        if weight.shape[2] <= NARROW and not weight.is_cuda and weight.dtype in NUMPY:
-            step = np.matmul(saved.transpose(1, 2).numpy(), grad.numpy())
-            weight.sub_(torch.from_numpy(step))
+        weight, inner = params[self.weight], None
+        numpy, narrow = in_numpy(weight), weight.shape[2] <= NARROW
+        if not self.presketched:
+            product = by_numpy if numpy and not narrow else torch.bmm
+            inner = self.leave(product(grad, weight.transpose(1, 2)))  # before W moves
+        if numpy and narrow:
+            weight.sub_(by_numpy(saved.transpose(1, 2), grad))
         else:
             weight.baddbmm_(saved.transpose(1, 2), grad, alpha=-1)
         if self.has_bias:
@@ -240,6 +242,14 @@ class _Descending(torch.autograd.Function):
         if ctx.bias is not None:
             ctx.bias.sub_(G.sum(dim=1))
         return grad, None, None, None
+
+
+def in_numpy(tensor: Tensor) -> bool:
+    return not tensor.is_cuda and tensor.dtype in NUMPY
+
+
+def by_numpy(one: Tensor, other: Tensor) -> Tensor:
+    return torch.from_numpy(np.matmul(one.numpy(), other.numpy()))
 
 
 class Conv2d(Stage):
