@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import (
@@ -475,18 +476,21 @@ def compare(
             raise ConfigError(f"{path} is missing: run `dbcl audit {run}` first") from None
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is no audit: {error}") from None
-    table = Table(title="audits side by side: the worst that any attack reached")
-    for heading in ("run", "accuracy", "rounds", "MB", "cosine", "PSNR", "AUC"):
-        table.add_column(heading, overflow="fold")
+    table = Table(
+        title="audits side by side: the worst that any attack reached", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("run", overflow="fold")
+    for heading in ("accuracy", "rounds", "MB", *(f"{seat}\n{name}" for seat, _, name in report.LEAKS)):
+        table.add_column(heading, no_wrap=True)
     for each in audits:
-        worst = [each.worst(measure) for measure in ("cosine", "psnr", "auc")]
+        worst = [each.worst(measure, seat) for seat, measure, _ in report.LEAKS]
         accuracy, sent = each.run.get("accuracy"), each.run.get("bytes")
         table.add_row(
             each.name,
             "–" if accuracy is None else f"{accuracy:.1%}",
             str(each.run.get("rounds", "–")),
-            "–" if sent is None else f"{sent / 1e6:.1f}",
-            *("–" if value is None else f"{value:.2f}" for value in worst),
+            "–" if sent is None else f"{sent / 1e6:.0f}",
+            *("–" if value is None else f"{value:.3g}" for value in worst),
         )
     write_atomic(out, report.comparison(audits).encode())
     console.print(table)

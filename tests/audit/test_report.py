@@ -270,7 +270,20 @@ def test_comparison_holds_each_run(compared):
     text = Reader(compared).text
     for part in ("paper", "veiled", "empty", "92.3 %", "123.5 MB", "1.000", "exact", "0.790", "400", "500"):
         assert part in text
-    assert compared.count("data:image/svg+xml") == 1
+    assert compared.count("data:image/svg+xml") == 2  # one for each seat
+
+
+def test_comparison_keeps_the_seats_apart():
+    found = tuple(
+        Finding("an attack", seat, "adaptive", "image", "psnr", value)
+        for seat, value in (("client", 9.5), ("server", 41.5))
+    )
+    audit = Audit("veiled", {}, {"accuracy": 0.9}, (), found, 0.0)
+    assert (audit.worst("psnr", "client"), audit.worst("psnr", "server"), audit.worst("psnr")) == (9.5, 41.5, 41.5)
+    assert audit.worst("psnr", "anyone") is None
+    text = Reader(report.comparison([audit])).text
+    assert text.index("client: PSNR") < text.index("server: PSNR")
+    assert text.index("9.5 dB") < text.index("41.5 dB")
 
 
 def test_comparison_without_a_measure_has_no_picture():

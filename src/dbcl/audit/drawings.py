@@ -75,8 +75,8 @@ def _thin(points: Sequence[tuple[float, float]], scale: Callable[[float], float]
     return [*kept, points[-1]]
 
 
-def trade_off(audits: Sequence[Audit]) -> str:
-    """Worst leak against accuracy, a panel for each measure; names stand in a column at the right and never collide."""
+def trade_off(audits: Sequence[Audit], seat: str) -> str:
+    """Worst leak to a seat against accuracy, a panel for each measure; names stand in a column and never collide."""
     from matplotlib.figure import Figure
 
     panels = []
@@ -88,7 +88,7 @@ def trade_off(audits: Sequence[Audit]) -> str:
         points = [
             (audit.run["accuracy"], min(leak, EXACT), f"{number}  {_printable(audit.name)}")
             for number, audit in enumerate(audits, 1)
-            if accuracy_text(audit) != "—" and (leak := audit.worst(measure)) is not None
+            if accuracy_text(audit) != "—" and (leak := audit.worst(measure, seat)) is not None
         ]
         if points:
             panels.append((name, sorted(points, key=lambda point: (point[1], -point[0]))))
@@ -105,7 +105,7 @@ def trade_off(audits: Sequence[Audit]) -> str:
         places = _spread([(y - low) / (high - low) for _, y, _ in points], gap=1 / max(7, len(points)))
         for place, (x, y, label) in zip(places, points, strict=True):
             at = (1.06, place)
-            arrow = {"arrowstyle": "-", "color": "#b8c2cb", "linewidth": 0.8, "shrinkB": 3}
+            arrow = {"arrowstyle": "-", "color": "#b8c2cb", "linewidth": 0.8, "shrinkB": 3, "relpos": (0, 0.5)}
             where = {"xy": (100 * x, y), "xytext": at, "textcoords": "axes fraction", "arrowprops": arrow}
             axes.annotate(label, **where, va="center", color=INK, fontsize=9, parse_math=False)
         _dress(axes, "accuracy, %", name)

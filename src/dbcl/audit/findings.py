@@ -92,10 +92,14 @@ class Audit:
         )
         return Audit(**{**read, "findings": findings, "seats": tuple(tuple(row) for row in read["seats"])})
 
-    def worst(self, measure: str) -> float | None:
-        """The highest value that any attack reached by a measure; None where none was taken."""
-        values = [finding.value for finding in self.findings if finding.measure == measure]
-        return max((value for value in values if value == value), default=None)
+    def worst(self, measure: str, seat: str | None = None) -> float | None:
+        """The highest value that any attack reached by a measure, from one seat or any; None where none was taken."""
+        values = [
+            finding.value
+            for finding in self.findings
+            if finding.measure == measure and seat in (None, finding.seat) and finding.value == finding.value
+        ]
+        return max(values, default=None)
 
 
 def _plain(value: Any) -> Any:

@@ -50,26 +50,46 @@ def page(audit: Audit) -> str:
     return _document(lead, f"<p class='muted'>{len(audit.findings)} findings in {audit.seconds:.0f} s</p>{body}")
 
 
+LEAKS = (
+    ("client", "cosine", "cosine"),
+    ("client", "psnr", "PSNR"),
+    ("client", "auc", "AUC"),
+    ("server", "psnr", "PSNR"),
+    ("server", "auc", "AUC"),
+)
+"""What a comparison shows: seat, measure and its name in a heading. The server has the updates and needs no cosine."""
+
+
 def comparison(audits: Sequence[Audit]) -> str:
-    """The page that sets runs side by side: accuracy and cost against the worst leak by cosine, PSNR and AUC.
+    """The page that sets runs side by side: accuracy and cost against the worst leak to a client and to the server.
 
     >>> "paper" in comparison([Audit("paper", {}, {"accuracy": 0.9}, (), (), 1.0)])
     True
     """
-    heads = ("", "run", "accuracy", "rounds", "bytes", "worst cosine", "worst PSNR", "worst AUC")
+    heads = ("", "run", "accuracy", "rounds", "bytes", *(f"{seat}: {name}" for seat, _, name in LEAKS))
     rows = []
     for number, audit in enumerate(audits, 1):
         cost = [accuracy_text(audit), plain_text(audit.run.get("rounds", "—")), size_text(audit.run.get("bytes"))]
-        leaks = [leak_text(audit, measure) for measure in ("cosine", "psnr", "auc")]
+        leaks = [leak_text(audit, seat, measure) for seat, measure, _ in LEAKS]
         rows.append([str(number), audit.name, *cost, *leaks])
     table = _table(heads, rows)
-    picture = trade_off(audits)
-    intro = f"<p class='warn'>{escape(NO_PROOF)} A dash: not measured.</p>"
+    pictures = [(seat, trade_off(audits, seat)) for seat in ("client", "server")]
+    intro = (
+        f"<p class='warn'>{escape(NO_PROOF)} A dash: not measured.</p>"
+        "<p>The worst that any attack reached, from a client's seat and from the server's. A sketch and a veil are "
+        "against clients. The server holds every client's update: against it only noise on the updates or secure "
+        "aggregation help.</p>"
+    )
     body = f"<section><h2>Side by side</h2>{intro}{table}</section>"
-    if picture:
+    shown = "".join(
+        f"<figure class='plot'><figcaption>to the {seat}</figcaption>"
+        f"<img src='{picture}' alt='Worst leak to the {seat} against accuracy for each run'></figure>"
+        for seat, picture in pictures
+        if picture
+    )
+    if shown:
         note = "<p>Right and low is better: more accuracy, less leak. Numbers as in the table.</p>"
-        shown = f"<figure class='plot'><img src='{picture}' alt='Worst leak against accuracy for each run'></figure>"
-        body += f"<section><h2>Leak against accuracy</h2>{note}{shown}</section>"
+        body += f"<section><h2>Leak against accuracy</h2>{note}<div class='plots'>{shown}</div></section>"
     return _document(
         "Leakage audits compared", body + f"<section>{_details('Glossary', _definitions(GLOSSARY))}</section>"
     )

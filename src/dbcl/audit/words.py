@@ -278,8 +278,8 @@ def accuracy_text(audit: Audit) -> str:
     return f"{100 * value:.1f} %" if isinstance(value, int | float) and math.isfinite(value) else "—"
 
 
-def leak_text(audit: Audit, measure: str) -> str:
-    worst = audit.worst(measure)
+def leak_text(audit: Audit, seat: str, measure: str) -> str:
+    worst = audit.worst(measure, seat)
     return "—" if worst is None else number_text(worst, measure)
 
 
