@@ -119,3 +119,25 @@ def test_a_network_that_mixes_examples_has_no_such_gradients() -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     with pytest.raises(AuditError, match="no gradient of one example alone"):
         example_gradients(net, torch.randn(6, 4), torch.zeros(6, dtype=torch.long))
+
+
+def test_the_rounding_of_an_estimate_does_not_drown_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty features tell; two thousand hardly vary, and an estimate's rounding is a hundred times as large."""
+    rng = np.random.default_rng(0)
+    feature = np.arange(2040)
+
+    def examples(kinds: np.ndarray) -> np.ndarray:
+        drawn = 3.0 + 0.5 * kinds[:, None] * (feature < 20) + rng.normal(size=(len(kinds), len(feature)))
+        return drawn * np.where(feature < 40, 1.0, 1e-6)
+
+    y, kinds = np.arange(200) % 2 == 0, np.arange(60) % 2 == 0
+    rows = examples(y)
+    tested = [examples(np.full(8, kind)).mean(axis=0) + 1e-4 * rng.normal(size=len(feature)) for kind in kinds]
+
+    def auc() -> float:
+        told = inference._Shapes(np.random.default_rng(1), rows, y, np.zeros(len(feature), dtype=np.int64), 8)
+        return properties.judge(np.array([told(row, np.zeros(1)) for row in tested]), kinds, seed=0).auc
+
+    assert auc() > 0.95
+    monkeypatch.setattr(inference, "LEAST", 0.0)
+    assert auc() < 0.8
