@@ -172,6 +172,15 @@ def test_it_is_so_where_covariances_are_computed_again_in_segments(monkeypatch: 
         np.testing.assert_allclose(torch.stack(estimate.smoother(made.view, noise)).numpy(), exact, atol=1e-6)
 
 
+def test_it_is_so_where_covariances_are_updated_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = Noise(veil=0.2, update=0.3, weight=1.0)
+    made = system(dim=6, width=3, rows=1, seen=all_(8), update=0.3, veil=0.2, momentum=0.4)
+    exact = posterior(made.view, noise)
+    for strip in (1, 4, 5, 12):
+        monkeypatch.setattr(estimate, "STRIP", strip)
+        np.testing.assert_allclose(torch.stack(estimate.smoother(made.view, noise)).numpy(), exact, atol=1e-6)
+
+
 def test_the_shaped_smoother_is_the_posterior_mean_under_the_shape_of_the_clients_own_updates() -> None:
     made = system(dim=6, width=3, rows=3, seen=(0, 1, 2, 4, 5), update=0.3, veil=0.2)
     view, noise = made.view, Noise(veil=0.2, update=0.3, weight=1.0)

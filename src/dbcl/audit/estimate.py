@@ -26,6 +26,8 @@ SEGMENT = 16
 """The smoother keeps its covariance every so many rounds and computes the ones between again on its way back."""
 SINGLE = 1024
 """Layers with more inputs than this are smoothed in single precision, if there is a veil."""
+STRIP = 384
+"""The covariance is updated in strips of so many columns."""
 Progress = Callable[[int, int], None]
 
 
@@ -374,8 +376,7 @@ class _Filter:
 
     def _spread(self, t: int, spread: Tensor, gain: Tensor, factor: Tensor) -> Tensor:
         half = torch.linalg.solve_triangular(factor, gain.T, upper=False)
-        spread = torch.addmm(spread, half.T, half, alpha=-1)
-        spread = self._predict(t, spread, self.changes.add)
+        spread = self._predict(t, _less_square(spread, half), self.changes.add)
         for _ in range(self.view.gaps[t] - 1):
             spread = self._predict(t, spread, self.changes.add_missed)
         return spread
@@ -413,6 +414,16 @@ class _Filter:
     def _tell(self, done: int) -> None:
         if self.progress is not None:
             self.progress(done, 2 * self.total)
+
+
+def _less_square(matrix: Tensor, half: Tensor) -> Tensor:
+    """A symmetric matrix less half^T half: strips below the diagonal, mirrored, so that little is computed twice."""
+    less = matrix.clone()
+    for start in range(0, len(less), STRIP):
+        end = min(start + STRIP, len(less))
+        less[start:, start:end].addmm_(half[:, start:].T, half[:, start:end], alpha=-1)
+        less[start:end, end:] = less[end:, start:end].T
+    return less
 
 
 def _shrunk(matrix: Tensor, weight: float = 0.1) -> Tensor:
