@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dbcl
+from dbcl.errors import SketchError
 from dbcl.nn import EffectiveWeight, compact_parameter, sketch_parameter
 from dbcl.sketch import CountSketch, Sketch, draw
 
@@ -183,6 +184,13 @@ class Everything(nn.Module):
         h = self.gru(self.lstm(h)[0])[0][:, -1]
         h = self.cell(h, h)
         return self.head["out"](self.bilinear(h, h))
+
+
+@pytest.mark.parametrize("shape", [(3, 11), (3, 13), (13,), (2, 3, 13), ()])
+def test_an_input_of_another_width_is_refused(shape: tuple[int, ...]) -> None:
+    layer = sketch_parameter(nn.Linear(12, 5), "weight", CountSketch(12, 6, seed=bytes(32)), torch.zeros(5, 6))
+    with pytest.raises(SketchError, match="12 entries"):
+        layer(torch.ones(shape))
 
 
 def test_every_layer_in_any_nesting_trains_and_equals_its_effective_weight() -> None:

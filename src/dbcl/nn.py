@@ -63,7 +63,7 @@ def sketch_parameter(module: nn.Module, name: str, sketch: Sketch, compact: Tens
     parametrize.register_parametrization(module, name, _Replace(sketch, weight.shape, compact), unsafe=True)
     if is_linear:
         # parametrize made a class for this one module, so this touches no other layer.
-        type(module).forward = _linear_forward
+        type(module).forward = _bucket_linear if isinstance(sketch, BucketSketch) else _linear
     if isinstance(module, nn.RNNBase):
         with torch.no_grad():
             module._init_flat_weights()  # its cache still held the old weight
@@ -82,14 +82,21 @@ def compact_parameter(module: nn.Module, name: str) -> Tensor:
     return original
 
 
-def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
+def _linear(self: nn.Linear, x: Tensor) -> Tensor:
+    held: Any = self.parametrizations["weight"]  # type: ignore[index]
+    return F.linear(held[0].sketch.project(x), held.original, self.bias)
+
+
+def _bucket_linear(self: nn.Linear, x: Tensor) -> Tensor:
+    # What torch.func or autocast change must be seen by them operation by operation.
+    if x.ndim != 2 or x.shape[1] != self.in_features or _functorch_active() or _autocast_enabled():
+        return _linear(self, x)
     # Looked up in the dictionaries: nn.Module's own look-up takes a noticeable part of a small layer's time.
     held: Any = self._modules["parametrizations"]._modules["weight"]  # type: ignore[union-attr]
-    sketch, compact, bias = held._modules["0"].sketch, held._parameters["original"], self._parameters["bias"]
-    # What torch.func or autocast change must be seen by them operation by operation.
-    if x.ndim != 2 or _functorch_active() or _autocast_enabled() or not isinstance(sketch, BucketSketch):
-        return F.linear(sketch.project(x), compact, bias)
-    return _sketched_linear(x, compact, bias, sketch.tables(x))  # type: ignore[no-any-return, no-untyped-call]
+    tables = held._modules["0"].sketch.tables(x)
+    return _sketched_linear(  # type: ignore[no-any-return, no-untyped-call]
+        x, held._parameters["original"], self._parameters["bias"], tables
+    )
 
 
 class _SketchedLinear(torch.autograd.Function):

@@ -29,6 +29,7 @@ class Tables:
         self.gain = gain.to(like)  # (width,)
         even = len(bucket) == len(layers) * len(gain)
         self.even = torch.stack(self.project_weights) if even else like.new_empty(0)  # (layers, width), one bucket size
+        self.pairs = even and len(layers) == 2
 
     def tensors(self) -> list[Tensor]:
         """All tables in a fixed order."""
@@ -39,7 +40,10 @@ class Tables:
         """The same tables in memory of their own."""
         twin = copy.copy(self)
         for name, value in vars(self).items():
-            setattr(twin, name, [each.clone() for each in value] if isinstance(value, list) else value.clone())
+            if isinstance(value, list):
+                setattr(twin, name, [each.clone() for each in value])
+            elif isinstance(value, Tensor):
+                setattr(twin, name, value.clone())
         return twin
 
     def copy_(self, other: "Tables") -> bool:
@@ -52,13 +56,13 @@ class Tables:
         return True
 
     def apply(self, x: Tensor) -> Tensor:
-        return _gather(x, self.layers, self.apply_weights)
+        return self._gather(x, self.apply_weights)
 
     def lift(self, y: Tensor) -> Tensor:
         return y.index_select(-1, self.bucket).mul_(self.lift_weight)
 
     def project(self, x: Tensor) -> Tensor:
-        return _gather(x, self.layers, self.project_weights)
+        return self._gather(x, self.project_weights)
 
     def project_into(self, out: Tensor, x: Tensor) -> None:
         """`project` into memory that is there already; not for autograd or `torch.func`."""
@@ -69,17 +73,16 @@ class Tables:
     def expand(self, y: Tensor) -> Tensor:
         return y.index_select(-1, self.bucket).mul_(self.expand_weight)
 
-
-def _gather(x: Tensor, layers: list[Tensor], weights: list[Tensor]) -> Tensor:
-    out = x.index_select(-1, layers[0]).mul_(weights[0])
-    if len(layers) == 2 and layers[0].shape == layers[1].shape:  # ratio 2, without what a loop costs
-        return torch.addcmul(out, x.index_select(-1, layers[1]), weights[1])
-    for index, weight in zip(layers[1:], weights[1:], strict=True):
-        if len(index) == out.shape[-1]:
-            out = torch.addcmul(out, x.index_select(-1, index), weight)
-        else:
-            out[..., : len(index)].add_(x.index_select(-1, index).mul_(weight))
-    return out
+    def _gather(self, x: Tensor, weights: list[Tensor]) -> Tensor:
+        out = x.index_select(-1, self.layers[0]).mul_(weights[0])
+        if self.pairs:  # without what a loop costs
+            return torch.addcmul(out, x.index_select(-1, self.layers[1]), weights[1])
+        for index, weight in zip(self.layers[1:], weights[1:], strict=True):
+            if len(index) == out.shape[-1]:
+                out = torch.addcmul(out, x.index_select(-1, index), weight)
+            else:
+                out[..., : len(index)].add_(x.index_select(-1, index).mul_(weight))
+        return out
 
 
 class BucketSketch(Sketch):
@@ -107,19 +110,16 @@ class BucketSketch(Sketch):
         ]
         self._gain = torch.from_numpy(sizes * gain_per_member)
         self._tables: dict[tuple[torch.device, torch.dtype], Tables] = {}
-        self._last: Tables | None = None
 
     def tables(self, like: Tensor) -> Tables:
         """The index tables for tensors of this device and dtype; made once."""
-        if not like.is_floating_point():
-            self._check(like, self.dim)
-        last = self._last
-        if last is None or last.gain.device != like.device or last.gain.dtype != like.dtype:
-            key = (like.device, like.dtype)
-            if key not in self._tables:
-                self._tables[key] = Tables(self._bucket, self._layers, self._unit, self._gain, like)
-            last = self._last = self._tables[key]
-        return last
+        key = like.device, like.dtype
+        tables = self._tables.get(key)
+        if tables is None:
+            if not like.is_floating_point():
+                self._check(like, self.dim)
+            tables = self._tables[key] = Tables(self._bucket, self._layers, self._unit, self._gain, like)
+        return tables
 
     def gain(self, like: Tensor) -> Tensor:
         return self.tables(like).gain
