@@ -133,14 +133,14 @@ class PlannedTensor:
                     remedy = f"choose another ratio, or leave it out with '!{self.name}' in cover"
                     yield f"{self.name}: width must be {bounds}, got {width}; {remedy}"
 
-    def draw(self, seed: bytes, round: int) -> Part:
-        """Settle the width of one round."""
+    def draw(self, seed: bytes, round: int) -> tuple[Part, Sketch]:
+        """Settle the width of one round, and draw the sketch that has it."""
         low, high = self.widths
         width = low
         if low < high:
             width += int(seeds.words(seed, "width-v1", round, self.name, n=1)[0] % (high - low + 1))
         sketch = draw(self.scheme, self.dim, width, seed=seed, round=round, name=self.name)
-        return Part(self.name, self.shape, self.scheme, width, sketch.width)
+        return Part(self.name, self.shape, self.scheme, width, sketch.width), sketch
 
     def row(self) -> tuple[str, str, str, str, str]:
         """This tensor as a row of the plan's table."""
@@ -243,7 +243,10 @@ class SketchPlan:
 
     def draw(self, seed: bytes, round: int) -> RoundPlan:
         """Settle a round: draw the width of every covered tensor."""
-        return RoundPlan(round, seed, tuple(tensor.draw(seed, round) for tensor in self.tensors))
+        drawn = [tensor.draw(seed, round) for tensor in self.tensors]
+        plan = RoundPlan(round, seed, tuple(part for part, _ in drawn))
+        vars(plan)["sketches"] = {part.name: sketch for part, sketch in drawn if part.sketched}  # not drawn again
+        return plan
 
     def numbers_sent(self) -> int:
         """How many numbers one message holds, at most."""

@@ -9,6 +9,7 @@ import math
 import secrets
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 SEED_BYTES = 32
@@ -61,10 +62,8 @@ def normals(seed: bytes, *labels: Label, n: int) -> NDArray[np.float64]:
     drawn = words(seed, *labels, n=(n + 1) // 2)  # one word for two numbers: 32 bits of radius, 32 of angle
     radius = np.sqrt(-2.0 * np.log(((drawn >> np.uint64(32)) + np.uint64(1)) * 2.0**-32))  # of a number in (0, 1]
     angle = (drawn & np.uint64(0xFFFFFFFF)) * (2.0 * math.pi * 2.0**-32)
-    out = np.empty(2 * len(drawn))
-    np.multiply(radius, np.cos(angle), out=out[: len(drawn)])
-    np.multiply(radius, np.sin(angle), out=out[len(drawn) :])
-    return out[:n]
+    turned = torch.from_numpy(angle)  # whose sine takes a third of the time of NumPy's
+    return np.concatenate([radius * turned.cos().numpy(), radius * turned.sin().numpy()])[:n]
 
 
 def _stream(seed: bytes, labels: tuple[Label, ...], size: int) -> bytes:
