@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dbcl
 from dbcl.engines import LocalTraining
+from dbcl.errors import ConfigError
 
 SEED = bytes(range(32))
 
@@ -119,3 +120,9 @@ class EngineContract(ABC):
         with pytest.raises(dbcl.ProtocolError, match="round 0 has 0 updates and needs 1"):
             engine.play_round()
         assert all(torch.equal(tensor, before[name]) for name, tensor in engine.server.model.state_dict().items())
+
+    @pytest.mark.parametrize("width", [9, 11])
+    def test_examples_that_the_network_does_not_take_are_refused(self, width: int) -> None:
+        x, y = torch.zeros(90, width, dtype=torch.float64), torch.arange(90) % 3
+        with pytest.raises(ConfigError, match="does not take these examples"):
+            self.engine(dbcl.Server(net()), net(), x, y, SHARDS, LocalTraining(), seed=SEED)

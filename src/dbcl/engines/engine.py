@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dbcl import seeds
-from dbcl.engines.training import LocalTraining
+from dbcl.engines.training import LocalTraining, evaluate
 from dbcl.errors import ConfigError
 from dbcl.protocol import Broadcast, RoundReport, Server, Update, decode_update, encoded_size
 
@@ -92,6 +92,10 @@ class Engine(ABC):
         fraction: float = 1.0,
         seed: bytes,
     ) -> None:
+        try:
+            evaluate(template, x[:1], y[:1])
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise ConfigError(f"the network does not take these examples: {error}") from error
         self.server, self.template, self.training = server, template, training
         self.x, self.y = x, y
         self.shards, self.fraction, self.seed = shards, fraction, seed
