@@ -12,6 +12,7 @@ from dbcl import blinded, config, data
 from dbcl.audit import attacks, inference, properties, rehearsal
 from dbcl.audit.findings import Finding
 from dbcl.audit.recover import example_gradients, gradients
+from dbcl.data.traits import properties_of
 from dbcl.errors import AuditError
 from dbcl.protocol import Server
 
@@ -61,7 +62,7 @@ def small_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def thick() -> np.ndarray:
-    return properties.properties_of("digits")
+    return properties_of("digits")
 
 
 def test_the_filters_find_a_property_where_the_update_is_known_and_not_where_it_is_noise(

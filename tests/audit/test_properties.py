@@ -1,15 +1,13 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from scipy import ndimage
 from scipy.stats import norm
 from sklearn.metrics import auc, roc_auc_score
 
 from dbcl import data, models
 from dbcl.audit import properties
 from dbcl.audit.properties import Samples
+from dbcl.data.traits import properties_of
 from dbcl.errors import DataError
 
 
@@ -106,7 +104,7 @@ def test_no_attack_finds_anything_in_pure_noise() -> None:
 
 def test_a_forest_and_a_filter_find_thick_strokes_in_gradients() -> None:
     digits = data.load("digits")
-    thick = properties.properties_of("digits")
+    thick = properties_of("digits")
     model = models.build("mnist-mlp", shape=digits.shape)
     rng = np.random.default_rng(0)
     halves = np.arange(len(thick)) % 2 == 0  # the attacker's digits and the victim's
@@ -166,41 +164,6 @@ def test_the_interval_covers_the_truth_and_comes_from_the_seed() -> None:
     assert properties.judge(drawn[0], truth, seed=1) != found[0]
 
 
-def test_dilated_digits_are_thick_and_eroded_ones_thin() -> None:
-    digits = data.load("digits")
-    images = (digits.x_train[::20, 0] * digits.std + digits.mean).numpy()
-    labels = digits.y_train[::20].numpy()
-    width = properties.thickness(images)
-    assert (properties.thickness(ndimage.grey_dilation(images, size=(1, 3, 3))) > width + 0.5).all()
-    both = np.concatenate([ndimage.grey_erosion(images, size=(1, 2, 2)), ndimage.grey_dilation(images, size=(1, 2, 2))])
-    thick = properties.stroke_width(both, np.tile(labels, 2))
-    assert (thick == (np.arange(len(both)) >= len(images))).mean() > 0.9
-
-
-def test_thickness_does_not_depend_on_the_scale_of_the_pixels() -> None:
-    digits = data.load("digits")
-    raw = (digits.x_train[:50] * digits.std + digits.mean).numpy()
-    np.testing.assert_allclose(properties.thickness(digits.x_train[:50].numpy()), properties.thickness(raw), rtol=1e-4)
-    assert properties.thickness(np.zeros((1, 4, 4))) == 0
-
-
-def test_stroke_width_says_nothing_about_the_class() -> None:
-    thick, labels = properties.properties_of("digits"), data.load("digits").y_train.numpy()
-    assert all(abs(thick[labels == label].mean() - 0.5) < 0.01 for label in range(10))
-
-
-def test_lfw_properties_follow_the_loader(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    black = rng.integers(-1, 2, size=100).astype(np.int8)
-    images = np.broadcast_to((black == 1)[:, None, None, None] * 255, (100, 4, 4, 3)).astype(np.uint8)
-    (tmp_path / "lfw").mkdir()
-    np.savez(tmp_path / "lfw" / "lfw.npz", images=images, gender=np.arange(100, dtype=np.uint8) % 2, black=black)
-    bright = data.load("lfw", tmp_path).x_train.amax(dim=(1, 2, 3)) > 0
-    found = properties.properties_of("lfw", tmp_path)
-    assert 0 < found.sum() < len(found)
-    assert np.array_equal(found, bright.numpy())
-
-
 @pytest.mark.parametrize(
     ("x", "y", "message"),
     [
@@ -215,7 +178,7 @@ def test_samples_are_checked(x: np.ndarray, y: np.ndarray, message: str) -> None
         Samples(x, y)
 
 
-def test_errors_name_the_remedy(tmp_path: Path) -> None:
+def test_errors_name_the_remedy() -> None:
     train = Samples(np.eye(4), np.arange(4) < 2)
     told = properties.MatchedFilter(train, np.arange(4) // 2)
     for noise in (np.ones(3), np.array([1.0, -1.0])):
@@ -223,7 +186,3 @@ def test_errors_name_the_remedy(tmp_path: Path) -> None:
             told(np.eye(4), noise)
     with pytest.raises(ValueError, match="both kinds"):
         properties.judge(np.zeros(3), np.zeros(3, dtype=bool), seed=0)
-    with pytest.raises(DataError, match="choose digits, mnist or lfw"):
-        properties.properties_of("cifar10")
-    with pytest.raises(DataError, match=r"lfw\.npz: no column 'black'"):
-        properties.properties_of("lfw", tmp_path)

@@ -14,7 +14,7 @@ import safetensors.torch
 from torch import nn
 
 from dbcl import data, models
-from dbcl.audit import attacks, properties
+from dbcl.audit import attacks
 from dbcl.audit.attacks import Tell
 from dbcl.audit.findings import Audit, Finding
 from dbcl.audit.inference import property_findings
@@ -23,6 +23,7 @@ from dbcl.audit.rehearsal import ATTACKER, VICTIM, Script, drawn, rehearse
 from dbcl.audit.transcript import Transcript, Truth
 from dbcl.config import RunConfig, from_toml
 from dbcl.data import Dataset
+from dbcl.data.traits import properties_of
 from dbcl.errors import AuditError, DataError, DbclError
 from dbcl.plan import SketchPlan
 from dbcl.protocol import Server, blinded
@@ -156,7 +157,7 @@ def property_script(
     script[:, ATTACKER] = drawn(spare, (budget.rounds, budget.batch), seed + 1)
     if name not in PROPERTY_DATA:
         return None, spare, script
-    holds = properties.properties_of(name, data_dir)
+    holds = properties_of(name, data_dir)
     with_, without = rest[holds[rest]], rest[~holds[rest]]
     if min(len(with_), len(without), holds[spare].sum()) < 2:
         raise DataError(f"too few examples of {name} have the property")
@@ -193,7 +194,7 @@ def membership_part(job: Job) -> list[Finding]:
 
     model = make(0)
     model.load_state_dict(safetensors.torch.load_file(path))
-    view = blinded(make(1), Server(model, _plan(config, dataset)).open_round())
+    view = blinded(make(1), Server(model, _plan(config, dataset), experiment_seed=job.seed).open_round())
     return attacks.members(model, view, dataset, make, shadows=job.budget.shadows, seed=job.seed, tell=job.tell)
 
 

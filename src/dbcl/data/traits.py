@@ -1,0 +1,73 @@
+"""A property of some examples of a dataset that has nothing to do with its labels: what an attacker looks for."""
+
+import zipfile
+from os import PathLike
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dbcl import seeds
+from dbcl.data.datasets import data_root, load
+from dbcl.errors import DataError
+
+
+def thickness(images: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    """Estimate the width of the strokes in pixels: 2 * ink / length of the ink's edge = 2 sum(I) / sum(|grad I|).
+
+    The darkest value of each image counts as no ink and its brightest as full ink, whatever the scale of the pixels.
+
+    >>> bars = np.zeros((2, 20, 20))
+    >>> bars[0, :, 8:11], bars[1, :, 8:14] = 1, 1
+    >>> thickness(bars).round(1)
+    array([3., 6.])
+    """
+    flat = images.reshape(-1, *images.shape[-2:])
+    low, high = flat.min(axis=(1, 2), keepdims=True), flat.max(axis=(1, 2), keepdims=True)
+    ink = (flat - low) / np.where(high > low, high - low, 1)
+    across, down = np.diff(ink, axis=2, append=0), np.diff(ink, axis=1, append=ink[:, -1:])
+    edge = np.hypot(across, down).sum(axis=(1, 2), dtype=np.float64)
+    return np.asarray(2 * ink.sum(axis=(1, 2), dtype=np.float64) / np.where(edge > 0, edge, 1), dtype=np.float64)
+
+
+def stroke_width(images: NDArray[np.floating[Any]], labels: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+    """Say which digits are written with a thick pen: above the median thickness *of their class*.
+
+    So half of every class has the property, and it says nothing about the class.
+
+    >>> bars = np.zeros((4, 20, 20))
+    >>> for number, width in enumerate([2, 3, 6, 7]):
+    ...     bars[number, :, 8 : 8 + width] = 1
+    >>> stroke_width(bars, np.array([0, 0, 1, 1]))
+    array([False,  True, False,  True])
+    """
+    width = np.concatenate([thickness(images[start : start + 5000]) for start in range(0, len(images), 5000)])
+    thick = np.zeros(len(labels), dtype=np.bool_)
+    for label in np.unique(labels):
+        of_class = labels == label
+        thick[of_class] = width[of_class] > np.median(width[of_class])
+    return thick
+
+
+def properties_of(name: str, data_dir: str | PathLike[str] | None = None) -> NDArray[np.bool_]:
+    """Say which training examples have the property that is attacked, in the order of `data.load(name).x_train`.
+
+    Thick strokes for digits and mnist; for lfw the column `black`, mostly guessed by machines.
+
+    >>> float(properties_of("digits").mean())
+    0.5
+    """
+    if name in ("digits", "mnist"):
+        dataset = load(name, data_dir)
+        return stroke_width(dataset.x_train.numpy(), dataset.y_train.numpy())
+    if name != "lfw":
+        raise DataError(f"no property is known for {name!r}; choose digits, mnist or lfw")
+    path = data_root(data_dir) / "lfw" / "lfw.npz"
+    try:
+        with open(path, "rb") as stream, np.load(stream) as file:
+            black = file["black"]
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path}: no column 'black' could be read, see docs/data.md ({error})") from error
+    known = black[black >= 0]  # the loader drops the others, and its split is the first 70 % of this order
+    order = seeds.permutation(bytes(32), "lfw-split", n=len(known))
+    return np.asarray(known[order[: int(0.7 * len(known))]] == 1)
