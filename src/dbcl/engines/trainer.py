@@ -77,13 +77,14 @@ class Trainer:
         self.places = plan.index.flatten(1).to(x.device)  # (steps, clients * batch)
         self.labels = y[plan.index.to(x.device)]  # (steps, clients, batch)
         self.weight = plan.weight.to(like)
-        self.losses = like.new_zeros(plan.steps, self.clients)
 
-    def step(self, places: Tensor | slice, labels: Tensor, weight: Tensor, noise: Noise) -> Tensor:
+    def inputs(self, places: Tensor) -> Tensor:
+        """The examples at these places, (clients, batch, ...)."""
+        return self.x.index_select(0, places).view(self.clients, -1, *self.x.shape[1:])
+
+    def step(self, inputs: Tensor, labels: Tensor, weight: Tensor, noise: Noise) -> Tensor:
         """One step of every client; gives their losses before it."""
         training = self.training
-        inputs = self.x[places] if isinstance(places, slice) else self.x.index_select(0, places)
-        inputs = inputs.view(self.clients, -1, *self.x.shape[1:])
         batch = Batch(self.clients, weight, noise, self.rate, self.anchor)
         losses, grads = self.stack.gradients(self.params, inputs, labels, batch)
         active = None if self.full else (weight.amax(dim=1) > 0).to(weight.dtype)
@@ -102,11 +103,9 @@ class Trainer:
     def run(self, plan: Schedule, words: list[int]) -> Tensor:
         """All steps; gives the losses, (steps, clients)."""
         noises = dropout_noise(plan.counts, plan.index.shape[2], words, self.weight)
-        size = self.places.shape[1]
-        for number in range(plan.steps):
-            places = slice(number * size, (number + 1) * size) if plan.ordered else self.places[number]
-            self.losses[number] = self.step(places, self.labels[number], self.weight[number], noises(number))
-        return self.losses
+        ordered = self.x.view(*plan.index.shape, *self.x.shape[1:]) if plan.ordered else map(self.inputs, self.places)
+        steps = zip(ordered, self.labels, self.weight, map(noises, range(plan.steps)), strict=True)
+        return torch.stack([self.step(*each) for each in steps])
 
 
 class Captured:
@@ -116,6 +115,7 @@ class Captured:
         self.key = self._key(stack, training, x, plan)
         self.stack = stack
         self.trainer = Trainer(stack, training, 0.0, stack.fresh(plan.index.shape[1]), x, y, plan)
+        self.losses = self.trainer.weight.new_zeros(plan.index.shape[:2])  # (steps, clients)
         self.number = torch.zeros(1, dtype=torch.int64, device=x.device)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -141,8 +141,8 @@ class Captured:
             table.index_select(0, self.number)[0] for table in (trainer.places, trainer.labels, trainer.weight)
         )
         noise = _device_noise(trainer.clients, weight)
-        losses = trainer.step(places, labels, weight, noise)
-        trainer.losses.index_copy_(0, self.number, losses.unsqueeze(0))
+        losses = trainer.step(trainer.inputs(places), labels, weight, noise)
+        self.losses.index_copy_(0, self.number, losses.unsqueeze(0))
         self.number.add_(1)
 
     def replay(self, rate: float, y: Tensor, plan: Schedule, words: list[int]) -> tuple[Params, Tensor]:
@@ -163,7 +163,7 @@ class Captured:
             torch.cuda.manual_seed(words[0])
             for _ in range(plan.steps):
                 self.graph.replay()
-        return trainer.params, trainer.losses
+        return trainer.params, self.losses
 
 
 def dropout_noise(counts: Tensor, width: int, words: list[int], like: Tensor) -> Callable[[int], Noise]:
