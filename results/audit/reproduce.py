@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -167,29 +168,36 @@ def aucs(
 
 
 def properties(scratch: Path) -> Any:
+    return side_by_side(partial(inferred, scratch), ("plain", "paper"))
+
+
+def inferred(scratch: Path, name: str) -> dict[str, str]:
+    """The property on LFW under one preset."""
     dataset = data.load("lfw")
     holds, spare, script = property_script("lfw", dataset, replace(FULL, rounds=134), 2, 0, None)
-    table: dict[str, Any] = {}
-    for name, names in (("plain", ["option I"]), ("paper", ["option I", "smoother"])):
-        config = preset(name, data="lfw", model="lfw-cnn", lr=0.01)
-        quiet(f"{name}: rehearsal")
-        rehearsal = rehearse(config, dataset, script, scratch / name)
-        found = attacks.estimates(rehearsal.attacker, names, quiet)
-        table[name] = aucs(rehearsal, dataset, holds, spare, found, 6, 400)
-    return table
+    config = preset(name, data="lfw", model="lfw-cnn", lr=0.01)
+    quiet(f"{name}: rehearsal")
+    rehearsal = rehearse(config, dataset, script, scratch / name)
+    names = ["option I"] if name == "plain" else ["option I", "smoother"]
+    found = attacks.estimates(rehearsal.attacker, names, quiet)
+    return aucs(rehearsal, dataset, holds, spare, found, 6, 400)
+
+
+def side_by_side(one: Callable[[Any], Any], many: tuple[Any, ...]) -> dict[str, Any]:
+    """One row of a table for each of many, in processes of one thread each: two threads would wait for each other."""
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    with ProcessPoolExecutor(min(len(many), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        return {str(each): row for each, row in zip(many, pool.map(one, many), strict=True)}
 
 
 def veil(scratch: Path) -> Any:
-    rhos = (0.0, 0.05, 0.2, 0.5)
-    with ProcessPoolExecutor(min(len(rhos), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        table = {str(rho): row for rho, row in zip(rhos, pool.map(partial(veiled, scratch), rhos), strict=True)}
+    table = side_by_side(partial(veiled, scratch), (0.0, 0.05, 0.2, 0.5))
     draw(table)
     return table
 
 
 def veiled(scratch: Path, rho: float) -> dict[str, Any]:
-    """One row of the table, on one thread: a machine with four cores makes all four at a time."""
-    torch.set_num_threads(1)
+    """One row of the table; a machine with four cores makes all four at a time."""
     dataset, config = data.load("digits"), preset("paper", lr=0.01, veil=rho)
     row: dict[str, Any] = {}
     for clients in (2, 10):

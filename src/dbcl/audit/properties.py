@@ -6,6 +6,7 @@ the victim's updates. A forest is the published learner; the matched filter also
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -115,10 +116,13 @@ class MatchedFilter:
     def __init__(
         self, train: Samples, group: NDArray[np.integer[Any]], batch: int = 1, *, penalty: float | None = None
     ) -> None:
-        self.y, self.group, self.batch, self.penalty = train.y, group, batch, penalty
+        self.x, self.y, self.batch, self.penalty = train.x, train.y, batch, penalty
         self.mean = train.x.mean(axis=0, dtype=np.float64).astype(train.x.dtype)
-        self.x, self.fold = train.x - self.mean, _folds(train.y)
-        self.grams = np.stack([_gram(self.x, np.flatnonzero(group == number)) for number in range(group.max() + 1)])
+        self.fold, self.blocks = _folds(train.y), _blocks(group)
+        self.grams = np.zeros((group.max() + 1, len(train.y), len(train.y)))
+        for number, part in self.blocks:
+            block = self._centred(part)
+            self.grams[number] += block @ block.T
 
     def __call__(self, test_x: Features, noise: Array) -> Array:
         """The log odds that each update has the property; `noise` is the variance in each group of features."""
@@ -135,23 +139,24 @@ class MatchedFilter:
                 best, alpha, scale = gap / np.sqrt(spread), _dual(gram, y, batch), u
                 odds, middle = max(gap, 0.0) / spread, float(_middle(y) @ gram @ alpha)
         scores = np.zeros(len(test_x))
-        for part in _blocks(np.arange(self.x.shape[1])):
-            w = scale[self.group[part]] * (alpha @ self.x[:, part].astype(np.float64))
+        for number, part in self.blocks:
+            w = scale[number] * (alpha @ self._centred(part).astype(np.float64))
             scores += (test_x[:, part] - self.mean[part]).astype(np.float64) @ w
         return np.asarray(odds * (scores - middle), dtype=np.float64)
 
+    def _centred(self, part: slice) -> Features:
+        """Some columns less their mean: of all at once, a copy would take as much memory as the samples."""
+        return np.asarray(self.x[:, part] - self.mean[part])
 
-def _blocks(columns: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    return [columns[start : start + COLUMNS] for start in range(0, len(columns), COLUMNS)]
 
-
-def _gram(x: Features, columns: NDArray[np.int64]) -> Array:
-    """The inner products of all pairs of rows, over some columns."""
-    out = np.zeros((len(x), len(x)))
-    for part in _blocks(columns):
-        block = x[:, part]
-        out += block @ block.T
-    return out
+def _blocks(group: NDArray[np.integer[Any]]) -> list[tuple[int, slice]]:
+    """The columns in blocks, each of neighbours of one group."""
+    edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(group)]
+    return [
+        (int(group[first]), slice(start, min(start + COLUMNS, end)))
+        for first, end in pairwise(edges)
+        for start in range(first, end, COLUMNS)
+    ]
 
 
 def _less_mean(rows: Array, y: Truth) -> Array:
