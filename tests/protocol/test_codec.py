@@ -12,7 +12,7 @@ import dbcl
 from dbcl import models
 from dbcl.errors import DbclError, ProtocolError
 from dbcl.plan import SketchPlan
-from dbcl.protocol.codec import BROADCAST, UPDATE, pack
+from dbcl.protocol.codec import BROADCAST, CHECKPOINT, UPDATE, pack, unpack
 from protocol.conftest import answer, net, same, weights
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -32,6 +32,12 @@ def test_messages_come_back_as_they_were(server: dbcl.Server) -> None:
     again = dbcl.decode_update(dbcl.encode(update))
     assert (again.round, again.plan, again.examples, again.metrics) == (0, update.plan, 10, {"loss": 1.0})
     assert same(dict(again.tensors), dict(update.tensors))
+
+
+def test_tensors_come_back_in_one_order() -> None:
+    names = [f"tensor {number}" for number in range(10)]
+    data = pack(CHECKPOINT, {}, {name: torch.zeros(1) for name in names})
+    assert all(list(unpack(CHECKPOINT, data)[1]) == names for _ in range(5))
 
 
 def golden_messages() -> dict[str, bytes]:

@@ -190,7 +190,7 @@ def _own_batches(rehearsal: Rehearsal, own: Own, rounds: Sequence[int], batches:
 
 def _forest(source: Source, made: _Batches, broadcasts: list[Broadcast], seed: int) -> NDArray[np.float64]:
     """Scores by the published learner; features of own and of tested rows are less the mean of the round's own ones."""
-    names = list(source.rows[0])  # a message's tensors may come in another order in each round
+    names = list(source.rows[0])
     test_rows = [_lifted(broadcast, row) for broadcast, row in zip(broadcasts, source.rows, strict=True)]
     clean, noisy = (
         np.stack([properties.melis({name: row[name] for name in names}, vectors=True) for row in rows])
