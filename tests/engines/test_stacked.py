@@ -254,14 +254,19 @@ def test_wire_dtype_and_frozen_parameters() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
 @pytest.mark.parametrize("name", ["mnist-mlp", "mnist-cnn"])
-def test_the_gpu_gives_the_cpus_weights(name: str, dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize("sizes", [(17, 3, 40), (20, 20, 20)])
+@pytest.mark.parametrize("chunk", [None, 1])  # equal clients of several chunks share one captured graph
+def test_the_gpu_gives_the_cpus_weights(
+    name: str, dtype: torch.dtype, bound: float, sizes: tuple[int, ...], chunk: int | None
+) -> None:
     states = []
     x, y = torch.randn(60, 1, 28, 28, generator=torch.Generator().manual_seed(0)).to(dtype), torch.arange(60) % 10
     for device in ("cpu", "cuda"):
         model, template = models.build(name).to(device, dtype), models.build(name, seed=1).to(device, dtype)
         server = dbcl.Server(model, experiment_seed=0)
-        shards = [np.arange(0, 17), np.arange(17, 20), np.arange(20, 60)]
+        shards = np.split(np.arange(60), np.cumsum(sizes)[:-1])
         engine = StackedEngine(server, template, x.to(device), y.to(device), shards, LocalTraining(lr=0.01), seed=SEED)
+        engine.chunk = chunk
         for _ in range(3):
             engine.play_round()
         states.append({key: value.cpu() for key, value in model.state_dict().items()})

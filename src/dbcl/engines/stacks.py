@@ -50,7 +50,7 @@ class Stack:
         raise NotImplementedError
 
     def changes(self, params: Params, broadcast: Broadcast) -> Params:
-        """How every tensor of the plan has changed, in the dtype that it was sent in; `params` may be spent for it."""
+        """How every tensor of the plan has changed, in the dtype that it was sent in."""
         raise NotImplementedError
 
     def fitting_chunk(self, training: LocalTraining, clients: int) -> int:
@@ -174,7 +174,7 @@ class StageStack(Stack):
     def changes(self, params: Params, broadcast: Broadcast) -> Params:
         moved = {}
         for name, stage in self.holder.items():
-            change = stage.unpack(name, params[name].sub_(self.sent[name]))
+            change = stage.unpack(name, params[name] - self.sent[name])
             moved[name] = change.to(broadcast.tensors[name])
         return {part.name: moved[part.name] for part in broadcast.plan.parts}
 
