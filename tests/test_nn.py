@@ -157,6 +157,30 @@ def test_the_two_forms_of_a_linear_layer_agree() -> None:
     torch.testing.assert_close(first, second, rtol=0, atol=1e-13)
 
 
+def test_a_first_layer_learns_as_one_whose_input_has_a_gradient() -> None:
+    torch.manual_seed(0)
+    layer = sketch_parameter(nn.Linear(12, 5, dtype=F64), "weight", CountSketch(12, 6, seed=SEED), torch.ones(5, 6))
+    x, parameters = torch.randn(4, 12, dtype=F64), list(layer.parameters())
+    first = torch.autograd.grad(layer(x).tanh().sum(), parameters)
+    later = torch.autograd.grad(layer(x.requires_grad_()).tanh().sum(), parameters)
+    for one, other in zip(first, later, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_linear_layer_trains_under_autocast(first: bool) -> None:
+    torch.manual_seed(0)
+    layer = sketch_parameter(nn.Linear(12, 5), "weight", CountSketch(12, 6, seed=SEED), torch.randn(5, 6))
+    x, parameters = torch.randn(4, 12, requires_grad=not first), list(layer.parameters())
+    exact = torch.autograd.grad(layer(x).sum(), parameters)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = layer(x)
+    assert z.dtype == torch.bfloat16
+    for rough, one in zip(torch.autograd.grad(z.float().sum(), parameters), exact, strict=True):
+        assert rough.dtype == torch.float32
+        torch.testing.assert_close(rough, one, rtol=0.02, atol=0.05)
+
+
 class Everything(nn.Module):
     """Every kind of layer that can be covered, nested."""
 

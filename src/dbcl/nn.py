@@ -94,9 +94,10 @@ def _bucket_linear(self: nn.Linear, x: Tensor) -> Tensor:
     # Looked up in the dictionaries: nn.Module's own look-up takes a noticeable part of a small layer's time.
     held: Any = self._modules["parametrizations"]._modules["weight"]  # type: ignore[union-attr]
     tables = held._modules["0"].sketch.tables(x)
-    return _sketched_linear(  # type: ignore[no-any-return, no-untyped-call]
-        x, held._parameters["original"], self._parameters["bias"], tables
-    )
+    compact, bias = held._parameters["original"], self._parameters["bias"]
+    if not x.requires_grad:  # a first layer: nothing of the sketch is differentiated
+        return F.linear(tables.project(x), compact, bias)
+    return _sketched_linear(x, compact, bias, tables)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _SketchedLinear(torch.autograd.Function):
@@ -117,15 +118,15 @@ class _SketchedLinear(torch.autograd.Function):
         x, compact, version, sketched, tables, biased = ctx.held
         if compact._version != version:
             raise RuntimeError("a sketched weight was changed in place between the forward and the backward pass")
-        inner = grad.mm(compact) if ctx.needs_input_grad[0] else None
+        inner = grad.mm(compact)
         if torch.is_grad_enabled():
             sketched = linear_map(x, tables.project, tables.expand)
-            inner = inner if inner is None else linear_map(inner, tables.expand, tables.project)
-        elif inner is not None:
-            inner = tables.expand(inner)
-        return inner, grad.t().mm(sketched), grad.sum(dim=0) if biased else None, None
+            outer = linear_map(inner, tables.expand, tables.project)
+        else:
+            outer = tables.expand(inner)
+        return outer, grad.t().mm(sketched), grad.sum(dim=0) if biased else None, None
 
 
-_functorch_active, _autocast_enabled = torch._C._are_functorch_transforms_active, torch.is_autocast_enabled
+_functorch_active, _autocast_enabled = torch._C._are_functorch_transforms_active, torch._C._is_any_autocast_enabled
 # Function.apply itself, less its preparations for torch.func, which never comes here.
 _sketched_linear = super(torch.autograd.Function, _SketchedLinear).apply
