@@ -52,8 +52,9 @@ def main() -> None:
     one_thread()
     torch.manual_seed(0)
     results = {}
-    for batch, din, dout in LINEAR:
-        x = torch.randn(batch, din, requires_grad=True)
+    # Last, the first layer of a network: its input is data and needs no gradient.
+    for (batch, din, dout), first in [*((shape, False) for shape in LINEAR), (LINEAR[0], True)]:
+        x = torch.randn(batch, din, requires_grad=not first)
         sides: dict[str, Callable[[], nn.Module]] = {
             "plain": partial(nn.Linear, din, dout),
             "ours": lambda: ours(nn.Linear(din, dout)),  # noqa: B023
@@ -61,9 +62,9 @@ def main() -> None:
         }
         if batch * din <= 40_000:
             sides["listing"] = partial(SketchLinear, din, dout, listing=True)
-        name = f"linear {batch}, {din}, {dout}"
+        name = f"linear {batch}, {din}, {dout}{', first' if first else ''}"
         results[name] = compare(sides, x, inner=max(1, min(100, 3 * 10**8 // (batch * din * dout))))
-        show(f"linear (batch, in, out) = {batch, din, dout}", results[name])
+        show(f"{name} (batch, in, out)", results[name])
     for name, (batch, channels, filters, side) in CONV.items():
         x = torch.randn(batch, channels, side, side, requires_grad=True)
         sides = {
