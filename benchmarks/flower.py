@@ -18,7 +18,7 @@ from common import interleaved, one_thread, ratios, report, show
 import dbcl
 from dbcl import models
 from dbcl.engines import LocalEngine, LocalTraining
-from dbcl.engines.flower import DoubleBlind, FlowerEngine, LocalGrid, blinded, reply
+from dbcl.flower import DoubleBlind, FlowerEngine, LocalGrid, blinded, reply
 
 from flwr.app import Context, Message  # isort: skip  (after dbcl, which turns its telemetry off)
 from flwr.clientapp import ClientApp  # isort: skip

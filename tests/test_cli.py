@@ -212,7 +212,7 @@ def test_every_setting_is_an_option() -> None:
     import dataclasses
     import inspect
 
-    from dbcl.config import RunConfig
+    from dbcl.run.config import RunConfig
 
     options = set(inspect.signature(cli.train).parameters) - {"preset", "data_dir", "out", "resume"}
     settings = {field.name for field in dataclasses.fields(RunConfig)} - {"fixed_secrets"}

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbcl.config import PRESETS, RunConfig, from_toml, preset
 from dbcl.errors import ConfigError, ProtocolError
+from dbcl.run.config import PRESETS, RunConfig, from_toml, preset
 
 
 def test_the_presets_are_what_they_say() -> None:

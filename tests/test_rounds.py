@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dbcl.config import preset
 from dbcl.run import Run
+from dbcl.run.config import preset
 
 
 @pytest.mark.slow

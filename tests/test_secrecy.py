@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from contracts.secrecy import leaks
 from torch import Tensor, nn
 
 import dbcl
 from dbcl import models
 from dbcl.engines import LocalTraining
 from dbcl.plan import SketchPlan
+from dbcl.testing.secrecy import leaks
 
 
 class Recurrent(nn.Module):

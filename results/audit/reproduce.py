@@ -27,16 +27,19 @@ import numpy as np
 import torch
 
 from dbcl import blinded, data, models
-from dbcl.audit import attacks, estimate, pictures, theory
-from dbcl.audit.inference import property_findings
-from dbcl.audit.recover import Matching, as_gradient, gradients, recover
+from dbcl.audit import picture_quality as pictures
+from dbcl.audit import theory
+from dbcl.audit.attacks import images as attacks
+from dbcl.audit.attacks.matching import Matching, as_gradient, gradients, recover
+from dbcl.audit.attacks.properties import property_findings
+from dbcl.audit.estimators import smoother as estimate
 from dbcl.audit.rehearsal import Rehearsal, drawn, rehearse
-from dbcl.audit.score import score
+from dbcl.audit.scoring import score
 from dbcl.audit.suite import FULL, property_script
 from dbcl.blind import lift
-from dbcl.config import RunConfig, preset
 from dbcl.protocol import Server
 from dbcl.run import Run
+from dbcl.run.config import RunConfig, preset
 from dbcl.sketch import CountSketch
 
 HERE = Path(__file__).parent

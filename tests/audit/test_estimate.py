@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dbcl.audit import estimate
-from dbcl.audit.estimate import Noise, View
+from dbcl.audit.estimators import smoother as estimate
+from dbcl.audit.estimators.smoother import Noise, View
 from dbcl.audit.theory import veil_cosine
 from dbcl.sketch import draw
 

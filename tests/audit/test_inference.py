@@ -8,13 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from dbcl import blinded, config, data
-from dbcl.audit import attacks, inference, properties, rehearsal
+from dbcl import blinded, data
+from dbcl.audit import rehearsal
+from dbcl.audit.attacks import images as attacks
+from dbcl.audit.attacks import learners as properties
+from dbcl.audit.attacks import properties as inference
+from dbcl.audit.attacks.matching import example_gradients, gradients
 from dbcl.audit.findings import Finding
-from dbcl.audit.recover import example_gradients, gradients
 from dbcl.data.traits import properties_of
 from dbcl.errors import AuditError
 from dbcl.protocol import Server
+from dbcl.run import config
 
 ROUNDS, BATCH = 36, 16
 NET = "small_net_to_infer_from"

@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 from torch import nn
 
-from dbcl.audit import membership
+from dbcl.audit.attacks import membership
 from dbcl.engines.training import LocalTraining
 
 TRAINING = LocalTraining(lr=0.1, batch_size=32, epochs=40, momentum=0.9)

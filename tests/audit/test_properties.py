@@ -5,8 +5,8 @@ from scipy.stats import norm
 from sklearn.metrics import auc, roc_auc_score
 
 from dbcl import data, models
-from dbcl.audit import properties
-from dbcl.audit.properties import Samples
+from dbcl.audit.attacks import learners as properties
+from dbcl.audit.attacks.learners import Samples
 from dbcl.data.traits import properties_of
 from dbcl.errors import DataError
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import dbcl
 from dbcl import data, models
-from dbcl.audit import pictures
-from dbcl.audit.recover import FirstLayer, Matching, as_gradient, clear_label, first_layer, gradients, recover
+from dbcl.audit import picture_quality as pictures
+from dbcl.audit.attacks.matching import FirstLayer, Matching, as_gradient, clear_label, first_layer, gradients, recover
 from dbcl.blind import lift
 from dbcl.errors import ConfigError, PlanError
 

@@ -9,8 +9,10 @@ from itertools import pairwise
 
 import pytest
 
-from dbcl.audit import drawings, report, words
 from dbcl.audit.findings import Audit, Curve, Finding
+from dbcl.audit.report import figures as drawings
+from dbcl.audit.report import page as report
+from dbcl.audit.report import rating as words
 from dbcl.errors import ConfigError
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" https://example.org"

@@ -13,14 +13,15 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from dbcl import cli, config, data
-from dbcl.audit import attacks, rehearsal, suite
+from dbcl import cli, data
+from dbcl.audit import rehearsal, suite
+from dbcl.audit.attacks import images as attacks
+from dbcl.audit.attacks.matching import Matching
+from dbcl.audit.attacks.properties import property_findings
 from dbcl.audit.findings import Audit, Finding
-from dbcl.audit.inference import property_findings
-from dbcl.audit.recover import Matching
-from dbcl.audit.transcript import Transcript, Truth
 from dbcl.errors import AuditError, ConfigError
-from dbcl.run import Run
+from dbcl.run import Run, config
+from dbcl.transcripts import Transcript, Truth
 
 SMALL = suite.Budget(
     rounds=44,

@@ -12,19 +12,20 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from contracts.secrecy import leaks
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import dbcl
 from dbcl import cli
-from dbcl.audit import attacks, estimate
-from dbcl.audit.score import score
-from dbcl.audit.transcript import Recorder, Setting, Transcript, Truth, summed
+from dbcl.audit.attacks import images as attacks
+from dbcl.audit.estimators import smoother as estimate
+from dbcl.audit.scoring import score
 from dbcl.engines import LocalEngine, LocalTraining, StackedEngine
 from dbcl.engines.engine import Engine, participants
 from dbcl.errors import AuditError, ConfigError
 from dbcl.protocol import Broadcast, Update, momentum
+from dbcl.testing.secrecy import leaks
+from dbcl.transcripts import Recorder, Setting, Transcript, Truth, summed
 
 SEED = bytes(range(32))
 CLIENTS = 4

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.secrecy import leaks
 from torch import Tensor
 
 import dbcl
 from dbcl import models
 from dbcl.protocol import checkpoint
 from dbcl.protocol.codec import BROADCAST, UPDATE
+from dbcl.testing.secrecy import leaks
 from deploy.federation import APP, MINUTE, Federation, Relay
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy]

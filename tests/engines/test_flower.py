@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.engine import SEED, SHARDS, EngineContract, examples, net
-from contracts.secrecy import leaks
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 import dbcl
-from dbcl.audit.transcript import Transcript
-from dbcl.config import ENGINES, RunConfig
 from dbcl.engines import LocalEngine, LocalTraining
-from dbcl.engines.flower import DoubleBlind, FlowerEngine, LocalGrid, SimulationEngine, blinded, reply
-from dbcl.engines.flower.engine import Clients
 from dbcl.errors import ConfigError, ProtocolError
+from dbcl.flower import DoubleBlind, FlowerEngine, LocalGrid, SimulationEngine, blinded, reply
+from dbcl.flower.engine import Clients
 from dbcl.run import Run
+from dbcl.run.config import ENGINES, RunConfig
+from dbcl.testing.engine import SEED, SHARDS, EngineContract, examples, net
+from dbcl.testing.secrecy import leaks
+from dbcl.transcripts import Transcript
 
 
 class TestFlowerEngine(EngineContract):
@@ -238,6 +238,6 @@ def test_a_run_through_flowers_simulation_is_the_local_run_resumed_or_not(tmp_pa
 
 
 def test_who_asks_for_the_engine_flower_without_flower_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dbcl.config.find_spec", lambda name: None)
+    monkeypatch.setattr("dbcl.run.config.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'dbcl\[flower\]'"):
         ENGINES["flower"]()

@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.secrecy import leaks
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import strategy as flower
 from torch import Tensor, nn
 
 import dbcl
-from dbcl.audit.transcript import Recorder, Setting, Transcript
 from dbcl.engines import LocalTraining
-from dbcl.engines.flower import DoubleBlind, LocalGrid, blinded, reply
-from dbcl.engines.flower.grid import PatientGrid
 from dbcl.errors import ConfigError, ProtocolError
+from dbcl.flower import DoubleBlind, LocalGrid, blinded, reply
+from dbcl.flower.grid import PatientGrid
+from dbcl.testing.secrecy import leaks
+from dbcl.transcripts import Recorder, Setting, Transcript
 
 NODES = 4
 TRAINING = LocalTraining(lr=0.1, batch_size=5)

@@ -17,8 +17,8 @@ from torch import nn
 import dbcl
 from dbcl import data, models
 from dbcl.engines import LocalTraining, evaluate
-from dbcl.engines.flower import DoubleBlind, LocalGrid, blinded, reply
 from dbcl.errors import ConfigError, ProtocolError
+from dbcl.flower import DoubleBlind, LocalGrid, blinded, reply
 
 SEED = bytes(range(32))
 NODES = 7  # Bulyan wants four times the malicious ones and three more

@@ -2,13 +2,13 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.engine import EngineContract
 from torch import nn
 
 from dbcl.engines import LocalEngine, LocalTraining, UpdateNoise, evaluate
 from dbcl.engines.engine import participants
 from dbcl.errors import ConfigError
 from dbcl.protocol import Update, encode
+from dbcl.testing.engine import EngineContract
 
 
 class TestLocalEngine(EngineContract):

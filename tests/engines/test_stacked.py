@@ -3,12 +3,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contracts.engine import EngineContract
 from torch import Tensor, nn
 
 import dbcl
 from dbcl import models
 from dbcl.engines import LocalEngine, LocalTraining, StackedEngine
+from dbcl.testing.engine import EngineContract
 
 SEED = bytes(range(32))
 

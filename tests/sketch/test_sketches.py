@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from contracts.sketch import SEED, SketchContract
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dbcl.errors import SketchError
 from dbcl.sketch import SCHEMES, CountSketch, Identity, Sketch, UniformSampling, draw
+from dbcl.testing.sketch import SEED, SketchContract
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sketches.json"
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dbcl import models, seeds
-from dbcl.audit.transcript import Recorder, Setting, Transcript, Truth
-from dbcl.config import RunConfig
 from dbcl.data import Dataset
 from dbcl.engines import LocalTraining, StackedEngine
 from dbcl.protocol import Server
+from dbcl.run.config import RunConfig
+from dbcl.transcripts import Recorder, Setting, Transcript, Truth
 
 ATTACKER, VICTIM = 0, 1
 Script = NDArray[np.int64]

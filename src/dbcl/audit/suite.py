@@ -14,19 +14,19 @@ import safetensors.torch
 from torch import nn
 
 from dbcl import data, models
-from dbcl.audit import attacks
-from dbcl.audit.attacks import Tell
+from dbcl.audit.attacks import images as attacks
+from dbcl.audit.attacks.images import Tell
+from dbcl.audit.attacks.matching import Matching
+from dbcl.audit.attacks.properties import property_findings
 from dbcl.audit.findings import Audit, Finding
-from dbcl.audit.inference import property_findings
-from dbcl.audit.recover import Matching
 from dbcl.audit.rehearsal import ATTACKER, VICTIM, Script, drawn, rehearse
-from dbcl.audit.transcript import Transcript, Truth
-from dbcl.config import RunConfig, from_toml
 from dbcl.data import Dataset
 from dbcl.data.traits import properties_of
 from dbcl.errors import AuditError, DataError, DbclError
 from dbcl.plan import SketchPlan
 from dbcl.protocol import Server, blinded
+from dbcl.run.config import RunConfig, from_toml
+from dbcl.transcripts import Transcript, Truth
 
 PROPERTY_DATA = ("digits", "mnist", "lfw")
 

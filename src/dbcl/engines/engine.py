@@ -73,7 +73,7 @@ class Engine(ABC):
 
     `template` is a client's own copy of the network; its weights are replaced by what the server sends. `shards` says
     which of the examples `x`, `y` each client holds. An engine decides only how the chosen clients are trained. `watch`
-    may be set to something that records the rounds, such as `dbcl.audit.transcript.Recorder`, and `noise` to what
+    may be set to something that records the rounds, such as `dbcl.transcripts.Recorder`, and `noise` to what
     clients do to their updates before they send them.
     """
 

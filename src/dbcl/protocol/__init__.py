@@ -1,6 +1,6 @@
 """Messages, their bytes, the server, the client's verbs, and checkpoints."""
 
-from dbcl.protocol.aggregate import Admission, Admitted, Door, ServerOptimizer, adam, momentum, plain
+from dbcl.protocol.aggregation import Admission, Admitted, Door, ServerOptimizer, adam, momentum, plain
 from dbcl.protocol.client import blinded, update
 from dbcl.protocol.codec import decode_broadcast, decode_update, encode, encoded_size
 from dbcl.protocol.messages import Broadcast, RoundReport, Update

@@ -12,7 +12,7 @@ from dbcl.blind import blind, lift, veil_sizes
 from dbcl.cover import Cover, leaving
 from dbcl.errors import PlanError, ProtocolError
 from dbcl.plan import Ratio, SketchPlan
-from dbcl.protocol.aggregate import Admission, Door, ServerOptimizer, average, average_metrics, norm, plain
+from dbcl.protocol.aggregation import Admission, Door, ServerOptimizer, average, average_metrics, norm, plain
 from dbcl.protocol.codec import WIRE_DTYPES
 from dbcl.protocol.messages import Broadcast, RoundReport, Update, mismatches
 

@@ -29,7 +29,7 @@ def _flower(*arguments: Any, **more: Any) -> Engine:
     """Flower is an extra, and slow to import: only who asks for it needs it."""
     if find_spec("flwr") is None:
         raise ConfigError("the engine flower needs Flower, which is not installed: pip install 'dbcl[flower]'")
-    from dbcl.engines.flower import SimulationEngine
+    from dbcl.flower import SimulationEngine
 
     return SimulationEngine(*arguments, **more)
 

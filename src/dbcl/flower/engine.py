@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dbcl.engines.engine import Engine
-from dbcl.engines.flower.grid import LocalGrid
-from dbcl.engines.flower.records import RECORD, blinded, reply, update_of
 from dbcl.engines.training import LocalTraining
 from dbcl.errors import ConfigError, ProtocolError
+from dbcl.flower.grid import LocalGrid
+from dbcl.flower.records import RECORD, blinded, reply, update_of
 from dbcl.protocol import Broadcast, encode
 
 BACKEND: Any = {

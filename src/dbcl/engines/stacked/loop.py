@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dbcl.engines.stacks import Stack, StageStack
-from dbcl.engines.stages import Batch, Noise, Params
+from dbcl.engines.stacked.layers import Batch, Noise, Params
+from dbcl.engines.stacked.stage_path import Stack, StageStack
 from dbcl.engines.training import LocalTraining
 
 

@@ -4,9 +4,9 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dbcl.audit.drawings import escape, figures, trade_off
 from dbcl.audit.findings import Audit, Finding
-from dbcl.audit.words import (
+from dbcl.audit.report.figures import escape, figures, trade_off
+from dbcl.audit.report.rating import (
     FAILED,
     GLOSSARY,
     HEADS,

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from dbcl import seeds
 from dbcl.cover import Cover, leaving
 from dbcl.engines.engine import Watch
-from dbcl.engines.flower.checks import metrics_of, refuse, same_metrics, with_content
-from dbcl.engines.flower.grid import PatientGrid
-from dbcl.engines.flower.memory import Memory
-from dbcl.engines.flower.records import EXAMPLES, from_record, holds_only, to_record, update_of, with_broadcast
 from dbcl.errors import ConfigError, ProtocolError
+from dbcl.flower.checks import metrics_of, refuse, same_metrics, with_content
+from dbcl.flower.grid import PatientGrid
+from dbcl.flower.records import EXAMPLES, from_record, holds_only, to_record, update_of, with_broadcast
+from dbcl.flower.state import Memory
 from dbcl.plan import Ratio, SketchPlan
 from dbcl.protocol import Admission, Broadcast, Door, RoundReport, Server, checkpoint, encode
 

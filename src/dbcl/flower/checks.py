@@ -10,9 +10,9 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
 
-from dbcl.engines.flower.memory import chain
-from dbcl.engines.flower.records import EXAMPLES
 from dbcl.errors import ConfigError, ProtocolError
+from dbcl.flower.records import EXAMPLES
+from dbcl.flower.state import chain
 
 CLIENT_SIDE = (
     flower.DifferentialPrivacyClientSideFixedClipping,

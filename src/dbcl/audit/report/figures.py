@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dbcl.audit.findings import Audit, Curve, Finding
-from dbcl.audit.words import accuracy_text, kind, plain_text
-from dbcl.plots import GRID, INK, MUTED
+from dbcl.audit.report.rating import accuracy_text, kind, plain_text
+from dbcl.run.plots import GRID, INK, MUTED
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#56B4E9", "#000000")
 EXACT = 100.0  # dB at which an exact copy is drawn

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dbcl.audit import estimate, membership, pictures
-from dbcl.audit.estimate import View, believed
-from dbcl.audit.findings import Curve, Finding
-from dbcl.audit.recover import (
+from dbcl.audit import picture_quality as pictures
+from dbcl.audit.attacks import membership
+from dbcl.audit.attacks.matching import (
     FirstLayer,
     Matching,
     Recovered,
@@ -21,16 +20,19 @@ from dbcl.audit.recover import (
     first_layer,
     recover,
 )
+from dbcl.audit.estimators import smoother as estimate
+from dbcl.audit.estimators.smoother import View, believed
+from dbcl.audit.findings import Curve, Finding
 from dbcl.audit.rehearsal import VICTIM, Rehearsal, guess
-from dbcl.audit.score import Scores, others, score
+from dbcl.audit.scoring import Scores, others, score
 from dbcl.audit.theory import veil_cosine
-from dbcl.audit.transcript import Transcript, Truth
 from dbcl.blind import lift
 from dbcl.data import Dataset
 from dbcl.engines import LocalTraining
 from dbcl.errors import ConfigError
 from dbcl.protocol import Broadcast, blinded
 from dbcl.sketch import Identity
+from dbcl.transcripts import Transcript, Truth
 
 OLD = 40
 """Rounds with so many after them are old: an attacker that goes backward has forgotten its first guess by then."""

@@ -16,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dbcl.audit import estimate, properties
-from dbcl.audit.attacks import ESTIMATORS, OLD, Changes, Tell
-from dbcl.audit.estimate import View
+from dbcl.audit.attacks import learners as properties
+from dbcl.audit.attacks.images import ESTIMATORS, OLD, Changes, Tell
+from dbcl.audit.attacks.matching import as_gradient, example_gradients, gradients
+from dbcl.audit.estimators import smoother as estimate
+from dbcl.audit.estimators.smoother import View
 from dbcl.audit.findings import Curve, Finding
-from dbcl.audit.recover import as_gradient, example_gradients, gradients
 from dbcl.audit.rehearsal import VICTIM, Rehearsal
 from dbcl.data import Dataset
 from dbcl.errors import AuditError

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dbcl.engines import stages
-from dbcl.engines.stages import Batch, Params, Stage
+from dbcl.engines.stacked import layers as stages
+from dbcl.engines.stacked.layers import Batch, Params, Stage
 from dbcl.engines.training import LocalTraining
 from dbcl.protocol import Broadcast, blinded
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from dbcl import data, models, seeds
-from dbcl.audit.transcript import Recorder, Setting, check_parties
-from dbcl.config import ENGINES, RunConfig, from_toml
 from dbcl.data import Dataset
 from dbcl.engines import Engine, StackedEngine, evaluate
 from dbcl.errors import ConfigError
 from dbcl.files import write_atomic
 from dbcl.plan import SketchPlan
-from dbcl.plots import curves
 from dbcl.protocol import Server, checkpoint, encode
+from dbcl.run.config import ENGINES, RunConfig, from_toml
+from dbcl.run.plots import curves
+from dbcl.transcripts import Recorder, Setting, check_parties
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,19 @@ Needs the extra: pip install 'dbcl[flower]'. There is no mod that does it withou
 trains the full-size effective weight leaves the space of the sketch with its first step, so it could not be exact.
 """
 
+import os
 from importlib.util import find_spec
 
 if find_spec("flwr") is None:
     raise ImportError("dbcl.flower needs Flower, which is not installed; the remedy: pip install 'dbcl[flower]'")
 
-from dbcl.engines.flower import DoubleBlind, LocalGrid, blinded, reply
+# Read once, when Flower and Ray are first imported. To enable their telemetry, set the variables to 1.
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-__all__ = ["DoubleBlind", "LocalGrid", "blinded", "reply"]
+from dbcl.flower.engine import FlowerEngine, SimulationEngine
+from dbcl.flower.grid import LocalGrid
+from dbcl.flower.records import blinded, reply
+from dbcl.flower.strategy import DoubleBlind
+
+__all__ = ["DoubleBlind", "FlowerEngine", "LocalGrid", "SimulationEngine", "blinded", "reply"]

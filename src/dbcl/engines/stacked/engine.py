@@ -15,9 +15,9 @@ from torch import Tensor
 from dbcl import seeds
 from dbcl.engines.engine import Engine
 from dbcl.engines.local import LocalEngine
-from dbcl.engines.stacks import Stack, StageStack, VmapStack
-from dbcl.engines.stages import NotStackable, Params
-from dbcl.engines.trainer import Captured, Schedule, Trainer, schedule
+from dbcl.engines.stacked.layers import NotStackable, Params
+from dbcl.engines.stacked.loop import Captured, Schedule, Trainer, schedule
+from dbcl.engines.stacked.stage_path import Stack, StageStack, VmapStack
 from dbcl.protocol import Broadcast, Update
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dbcl import seeds
-from dbcl.audit.properties import Array, Truth, roc
+from dbcl.audit.attacks.learners import Array, Truth, roc
 from dbcl.engines.training import LocalTraining
 
 ENOUGH = 64  # values of an example from which on it has a variance of its own, as in the original

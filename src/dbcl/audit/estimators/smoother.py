@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from torch import Tensor
 
-from dbcl.audit.transcript import Transcript
 from dbcl.errors import AuditError
 from dbcl.sketch import Identity, Sketch
 from dbcl.sketch.buckets import BucketSketch
+from dbcl.transcripts import Transcript
 
 SEGMENT = 16
 """The smoother keeps its covariance every so many rounds and computes the ones between again on its way back."""

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dbcl.audit.estimate import View
-from dbcl.audit.transcript import Truth
+from dbcl.audit.estimators.smoother import View
+from dbcl.transcripts import Truth
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,13 @@ from rich.progress import (
 from rich.table import Table
 
 import dbcl
-from dbcl import config as settings
 from dbcl import data as datasets
 from dbcl import models
 from dbcl.errors import ConfigError, DbclError
 from dbcl.files import write_atomic
 from dbcl.plan import SketchPlan
 from dbcl.run import Run, message_bytes
+from dbcl.run import config as settings
 
 console = Console()
 errors = Console(stderr=True)
@@ -409,7 +409,9 @@ def audit(
       dbcl audit runs/001-blind-digits --parties 10 --fail-above cosine=0.3,psnr=15,auc=0.65
     """
     try:
-        from dbcl.audit import report, suite, words
+        from dbcl.audit import suite
+        from dbcl.audit.report import page as report
+        from dbcl.audit.report import rating as words
     except ImportError as error:
         raise ConfigError(
             f"an audit needs more packages ({error.name} is missing): pip install 'dbcl[audit]'"
@@ -464,8 +466,8 @@ def compare(
     Example:
       dbcl compare runs/001-plain-digits runs/002-paper-digits runs/003-blind-digits
     """
-    from dbcl.audit import report
     from dbcl.audit.findings import Audit
+    from dbcl.audit.report import page as report
 
     audits = []
     for run in runs:

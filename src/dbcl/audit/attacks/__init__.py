@@ -1,0 +1,1 @@
+"""The attacks of an audit; each reads transcripts and gives findings."""

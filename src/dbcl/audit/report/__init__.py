@@ -1,0 +1,1 @@
+"""Findings as words, tables, figures and a page."""

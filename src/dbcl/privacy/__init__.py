@@ -1,0 +1,1 @@
+"""Noise, clipping and what they promise."""

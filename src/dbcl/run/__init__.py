@@ -1,0 +1,16 @@
+"""A training run: its settings, how they become a model, a server and an engine, its folder and its pictures."""
+
+from dbcl.run.config import PRESETS, RunConfig, from_toml, preset
+from dbcl.run.folder import RoundMetrics, Run, message_bytes, read_metrics, setting
+
+__all__ = [
+    "PRESETS",
+    "RoundMetrics",
+    "Run",
+    "RunConfig",
+    "from_toml",
+    "message_bytes",
+    "preset",
+    "read_metrics",
+    "setting",
+]
