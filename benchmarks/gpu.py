@@ -29,7 +29,7 @@ def engine(
 ) -> Engine:
     shape = tuple(x.shape[1:])
     model, template = (models.build(name, shape=shape, seed=seed).to(device, x.dtype) for seed in (0, 1))
-    server = dbcl.Server(model, experiment_seed=0, **settings)
+    server = dbcl.Server(model, insecure_seed=0, **settings)
     shards = data.iid(y.cpu().numpy(), 100, seed=SEED)
     return StackedEngine(server, template, x.to(device), y.to(device), shards, training, fraction=fraction, seed=SEED)
 

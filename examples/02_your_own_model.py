@@ -62,7 +62,7 @@ def main() -> dbcl.Server:
 
     digits = load("digits")
     mixed = torch.randperm(len(digits.y_train))[:600]  # the digits lie in order
-    server = dbcl.Server(model, plan, optimizer=dbcl.momentum(0.5), door=dbcl.Door(min_updates=2))
+    server = dbcl.Server(model, plan, optimizer=dbcl.optim.momentum(0.5), door=dbcl.Door(min_updates=2))
     for _ in range(2):
         broadcast = server.open_round()
         wire = dbcl.encode(broadcast)

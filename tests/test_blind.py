@@ -16,7 +16,7 @@ def net(hidden: int = 50) -> nn.Sequential:
 
 def test_the_veil_is_white_and_has_the_size_that_was_asked_for() -> None:
     model = nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 4))
-    broadcast = dbcl.Server(model, veil=0.5, experiment_seed=0).open_round()
+    broadcast = dbcl.Server(model, veil=0.5, insecure_seed=0).open_round()
     W = model[0].weight.detach()
     noise = broadcast.tensors["0.weight"] - broadcast.sketches()["0.weight"].apply(W)
     scale = noise / (0.5 * W.square().mean().sqrt())

@@ -12,8 +12,8 @@ from dbcl.run.config import PRESETS, RunConfig, from_toml, preset
 def test_the_presets_are_what_they_say() -> None:
     blind, paper, plain = (preset(name) for name in ("blind", "paper", "plain"))
     assert (blind.cover, blind.ratio, blind.veil, blind.server_optimizer) == ("hidden", 2, 0.2, "momentum")
-    assert (paper.cover, paper.ratio, paper.veil, paper.server_optimizer) == ("hidden", 2, 0, "plain")
-    assert (plain.sketch, plain.veil, plain.server_optimizer) == ("identity-v1", 0, "plain")
+    assert (paper.cover, paper.ratio, paper.veil, paper.server_optimizer) == ("hidden", 2, 0, "fedavg")
+    assert (plain.sketch, plain.veil, plain.server_optimizer) == ("identity-v1", 0, "fedavg")
     same = ("data", "model", "clients", "fraction", "epochs", "batch_size", "lr", "algorithm")
     assert len({tuple(getattr(preset(name), field) for field in same) for name in PRESETS}) == 1
 
@@ -54,7 +54,7 @@ def test_options_win_over_a_file_of_ones_own(tmp_path: Path) -> None:
         ("data = 'cats'", "data must be one of digits, mnist, cifar10, lfw, got 'cats'"),
         ("partition = 'x'", "partition must be one of iid, dirichlet, shards"),
         ("algorithm = 'x'", "algorithm must be one of fedavg, fedprox, sgd"),
-        ("server_optimizer = 'x'", "server_optimizer must be one of plain, momentum, adam"),
+        ("server_optimizer = 'x'", "server_optimizer must be one of fedavg, momentum, adam"),
         ("wire = 'int8'", "wire must be one of float64, float32"),
         ("sketch = 'x'", "sketch must be one of count-v1"),
         ("clients = 0", "clients must be 1 or more, got 0"),

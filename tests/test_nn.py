@@ -219,7 +219,7 @@ def test_an_input_of_another_width_is_refused(shape: tuple[int, ...]) -> None:
 
 def test_every_layer_in_any_nesting_trains_and_equals_its_effective_weight() -> None:
     torch.manual_seed(0)
-    server = dbcl.Server(Everything(), cover="all", veil=0, experiment_seed=1)
+    server = dbcl.Server(Everything(), cover="all", veil=0, insecure_seed=1)
     broadcast = server.open_round()
     local = dbcl.blinded(Everything(), broadcast)
     x = torch.randn(5, 3, 8)

@@ -6,7 +6,7 @@ from torch import nn
 
 import dbcl
 from dbcl import models
-from dbcl.cover import leaving
+from dbcl.cover import broadcast_tensors
 from dbcl.errors import PlanError
 from dbcl.plan import SketchPlan
 
@@ -59,7 +59,7 @@ def test_sketch_and_veil_are_independent_choices() -> None:
 
 def test_a_range_of_ratios_draws_a_width_for_each_round() -> None:
     plan = SketchPlan.of(nn.Sequential(nn.Linear(100, 3), nn.Linear(3, 2)), ratio=(2, 5))
-    widths = {plan.draw(bytes(32), round).parts[0].width for round in range(200)}
+    widths = {plan.draw(bytes(32), round).tensors[0].width for round in range(200)}
     assert min(widths) == 20
     assert max(widths) == 50
     assert len(widths) == 31
@@ -70,7 +70,7 @@ def test_a_range_of_ratios_draws_a_width_for_each_round() -> None:
 def test_any_ratio_gives_a_legal_width_or_is_refused(dim: int, ratio: float) -> None:
     layer = nn.Linear(dim, 2)
     if 1 <= int(dim / ratio) < dim:
-        (part, _) = SketchPlan.of(layer, cover="all", ratio=ratio).draw(bytes(32), 0).parts
+        (part, _) = SketchPlan.of(layer, cover="all", ratio=ratio).draw(bytes(32), 0).tensors
         assert part.width == int(dim / ratio)
     else:
         with pytest.raises(PlanError, match="width must be between 1 and"):
@@ -161,4 +161,4 @@ def test_non_persistent_buffers_stay() -> None:
     module = nn.Linear(3, 2)
     module.register_buffer("table", torch.ones(4), persistent=False)
     module.register_buffer("kept", torch.ones(4))
-    assert list(leaving(module)) == ["weight", "bias", "kept"]
+    assert list(broadcast_tensors(module)) == ["weight", "bias", "kept"]

@@ -57,7 +57,7 @@ def covered(model: nn.Module, plan: SketchPlan) -> dict[str, Tensor]:
 def test_a_client_holds_no_covered_weight_and_no_veil(net: str, veil: float) -> None:
     torch.manual_seed(0)
     model = NETS[net]()
-    server = dbcl.Server(model, veil=veil, experiment_seed=0)  # ten numbers and their veil may be alike by chance
+    server = dbcl.Server(model, veil=veil, insecure_seed=0)  # ten numbers and their veil may be alike by chance
     secrets = {}
     kept = []
     # The template is a copy of the server's own model, the worst case: whatever blinding leaves behind is W.

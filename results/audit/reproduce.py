@@ -87,7 +87,7 @@ def one_picture(name: str, index: int, number: int, steps: int, tv: float) -> di
     x, y = dataset.x_test[index : index + 1].double(), dataset.y_test[index : index + 1]
     box, shape = pictures.span(dataset), dataset.shape
     model, template = (models.build("dlg-lenet", shape=shape, seed=seed).double() for seed in (number, 99))
-    broadcast = Server(model, veil=0, ratio=2, experiment_seed=number).open_round()
+    broadcast = Server(model, veil=0, ratio=2, insecure_seed=number).open_round()
     client = blinded(template, broadcast)
     plain, sketched = gradients(model, x, y), gradients(client, x, y)
     sketched = {key: value.detach() for key, value in sketched.items()}
@@ -131,7 +131,7 @@ def batch(count: int) -> list[dict[str, float]]:
     dataset = data.load("mnist")
     x, y = dataset.x_test[:count].double(), dataset.y_test[:count]
     model, template = (models.build("dlg-lenet", shape=dataset.shape, seed=seed).double() for seed in (0, 99))
-    broadcast = Server(model, veil=0, ratio=2, experiment_seed=0).open_round()
+    broadcast = Server(model, veil=0, ratio=2, insecure_seed=0).open_round()
     client = blinded(template, broadcast)
     target = {key: value.detach() for key, value in gradients(client, x, y).items()}
     quiet(f"{count} pictures at once")

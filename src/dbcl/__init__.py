@@ -1,5 +1,6 @@
 """Double-Blind Collaborative Learning: train one PyTorch model together over random sketches of its weights."""
 
+from dbcl import optim
 from dbcl._version import __version__
 from dbcl.errors import DbclError, PlanError, ProtocolError, SketchError
 from dbcl.plan import SketchPlan
@@ -9,13 +10,10 @@ from dbcl.protocol import (
     RoundReport,
     Server,
     Update,
-    adam,
     blinded,
     decode_broadcast,
     decode_update,
     encode,
-    momentum,
-    plain,
     update,
 )
 from dbcl.sketch import CountSketch, Identity, Sketch, UniformSampling
@@ -36,12 +34,10 @@ __all__ = [
     "UniformSampling",
     "Update",
     "__version__",
-    "adam",
     "blinded",
     "decode_broadcast",
     "decode_update",
     "encode",
-    "momentum",
-    "plain",
+    "optim",
     "update",
 ]

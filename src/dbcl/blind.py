@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dbcl import seeds
-from dbcl.cover import leaving, owner
+from dbcl.cover import broadcast_tensors, owner
 from dbcl.errors import PlanError
 from dbcl.nn import compact_parameter, sketch_parameter
 from dbcl.plan import RoundPlan, SketchPlan
@@ -19,16 +19,16 @@ def blind(model: nn.Module, plan: RoundPlan, *, taus: Mapping[str, float], veil_
 
     Z is standard normal and comes from a stream that only the holder of `veil_key` can make.
 
-    >>> from dbcl.plan import Part
-    >>> parts = Part("weight", (2, 6), "count-v1", 3, 3), Part("bias", (2,), "identity-v1", 1, 1)
+    >>> from dbcl.plan import RoundTensor
+    >>> parts = RoundTensor("weight", (2, 6), "count-v1", 3, 3), RoundTensor("bias", (2,), "identity-v1", 1, 1)
     >>> plan = RoundPlan(0, bytes(32), parts)
     >>> sent = blind(nn.Linear(6, 2), plan, taus={"weight": 0.1, "bias": 0.1}, veil_key=bytes(32))
     >>> {name: tuple(tensor.shape) for name, tensor in sent.items()}
     {'weight': (2, 3), 'bias': (2,)}
     """
-    tensors = leaving(model)
+    tensors = broadcast_tensors(model)
     sent = {}
-    for part in plan.parts:
+    for part in plan.tensors:
         weight = tensors[part.name].detach()
         compact = plan.sketches[part.name].apply(weight.reshape(part.shape[0], -1)) if part.sketched else weight.clone()
         if taus[part.name] > 0:
@@ -52,7 +52,7 @@ def veil_sizes(model: nn.Module, plan: SketchPlan) -> dict[str, float]:
     >>> veil_sizes(layer, SketchPlan.of(layer, cover="all", veil=0.2))["bias"]
     0.178...
     """
-    tensors = leaving(model)
+    tensors = broadcast_tensors(model)
     whole = _rms(list(model.parameters()))
     taus = {}
     for planned in plan.tensors:
@@ -67,15 +67,15 @@ def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tens
 
     Everything is checked before anything is copied, and all problems are named at once.
 
-    >>> from dbcl.plan import Part
-    >>> parts = Part("weight", (2, 6), "count-v1", 3, 3), Part("bias", (2,), "identity-v1", 1, 1)
+    >>> from dbcl.plan import RoundTensor
+    >>> parts = RoundTensor("weight", (2, 6), "count-v1", 3, 3), RoundTensor("bias", (2,), "identity-v1", 1, 1)
     >>> plan = RoundPlan(0, bytes(32), parts)
     >>> client = build_client(nn.Linear(6, 2), plan, {"weight": torch.zeros(2, 3), "bias": torch.ones(2)})
     >>> client(torch.ones(1, 6)).detach()
     tensor([[1., 1.]])
     """
-    own = {name: tuple(tensor.shape) for name, tensor in leaving(module).items()}
-    asked = {part.name: part.shape for part in plan.parts}
+    own = {name: tuple(tensor.shape) for name, tensor in broadcast_tensors(module).items()}
+    asked = {part.name: part.shape for part in plan.tensors}
     problems = [f"{name}: the broadcast has it, this model does not" for name in asked if name not in own]
     problems += [f"{name}: this model has it, the broadcast does not" for name in own if name not in asked]
     problems += [
@@ -86,7 +86,7 @@ def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tens
     if problems:
         raise PlanError("\n  - ".join(["this model is not the one that the server trains:", *problems]))
     client = copy.deepcopy(module)
-    for part in plan.parts:
+    for part in plan.tensors:
         home, name = owner(client, part.name)
         if part.sketched:
             sketch_parameter(home, name, plan.sketches[part.name], received[part.name])
@@ -96,10 +96,10 @@ def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tens
     return client
 
 
-def held(client: nn.Module, plan: RoundPlan) -> dict[str, Tensor]:
+def client_tensors(client: nn.Module, plan: RoundPlan) -> dict[str, Tensor]:
     """What a client's model holds now, by the names of the plan."""
     current = {}
-    for part in plan.parts:
+    for part in plan.tensors:
         home, name = owner(client, part.name)
         current[part.name] = (compact_parameter(home, name) if part.sketched else getattr(home, name)).detach()
     return current
@@ -108,8 +108,8 @@ def held(client: nn.Module, plan: RoundPlan) -> dict[str, Tensor]:
 def lift(plan: RoundPlan, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A change of every V as a change of every W: dW = dV R^T.
 
-    >>> from dbcl.plan import Part
-    >>> plan = RoundPlan(0, bytes(32), (Part("weight", (2, 2, 3), "count-v1", 3, 3),))
+    >>> from dbcl.plan import RoundTensor
+    >>> plan = RoundPlan(0, bytes(32), (RoundTensor("weight", (2, 2, 3), "count-v1", 3, 3),))
     >>> lift(plan, {"weight": torch.ones(2, 3)})["weight"].shape
     torch.Size([2, 2, 3])
     """
@@ -117,7 +117,7 @@ def lift(plan: RoundPlan, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         part.name: plan.sketches[part.name].lift(changes[part.name]).reshape(part.shape)
         if part.sketched
         else changes[part.name]
-        for part in plan.parts
+        for part in plan.tensors
     }
 
 

@@ -16,13 +16,13 @@ LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, nn.RNNBase, nn
 Cover = str | Sequence[str]
 
 
-def leaving(model: nn.Module) -> dict[str, Tensor]:
+def broadcast_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model that leave the server: parameters, and floating-point buffers that a state dict holds.
 
     Tied parameters appear once. Whole-number buffers (a batch counter, an index table) stay where they are: every
     client's own model makes them.
 
-    >>> list(leaving(nn.BatchNorm1d(3)))
+    >>> list(broadcast_tensors(nn.BatchNorm1d(3)))
     ['weight', 'bias', 'running_mean', 'running_var']
     """
     kept = model.state_dict(keep_vars=True)

@@ -12,7 +12,7 @@ from functools import cached_property
 from torch import nn
 
 from dbcl import seeds
-from dbcl.cover import Cover, covered_names, leaving, without_shape
+from dbcl.cover import Cover, broadcast_tensors, covered_names, without_shape
 from dbcl.errors import PlanError, SketchError
 from dbcl.sketch import SCHEMES, Sketch, draw
 
@@ -23,13 +23,13 @@ Ratio = float | tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Part:
+class RoundTensor:
     """One tensor of a message: its name, its full shape, and the sketch it is sent through.
 
     `width` is what the sketch is drawn with and `columns` how many columns come out of it: as many, or fewer where a
     hashed sketch has empty buckets.
 
-    >>> part = Part("conv.weight", (8, 3, 5, 5), "count-v1", width=37, columns=37)
+    >>> part = RoundTensor("conv.weight", (8, 3, 5, 5), "count-v1", width=37, columns=37)
     >>> part.dim, part.sketched, part.sent_shape
     (75, True, (8, 37))
     """
@@ -66,29 +66,29 @@ class Part:
 class RoundPlan:
     """What is fixed for one round: the seed and every tensor's sketch. All of it is sent to the clients.
 
-    >>> parts = Part("fc.weight", (2, 6), "count-v1", 3, 3), Part("fc.bias", (2,), CLEAR, 1, 1)
+    >>> parts = RoundTensor("fc.weight", (2, 6), "count-v1", 3, 3), RoundTensor("fc.bias", (2,), CLEAR, 1, 1)
     >>> RoundPlan(0, bytes(32), parts).sketches
     {'fc.weight': CountSketch(6 -> 3)}
     """
 
     round: int
     seed: bytes
-    parts: tuple[Part, ...]
+    tensors: tuple[RoundTensor, ...]
 
     @cached_property
     def sketches(self) -> dict[str, Sketch]:
         """The sketch of every covered tensor, by name."""
-        return {part.name: part.draw(self.seed, self.round) for part in self.parts if part.sketched}
+        return {part.name: part.draw(self.seed, self.round) for part in self.tensors if part.sketched}
 
     @cached_property
     def digest(self) -> str:
         """A name for this plan; an answer to another plan is refused by it."""
-        text = json.dumps([self.round, self.seed.hex(), [dataclasses.astuple(part) for part in self.parts]])
+        text = json.dumps([self.round, self.seed.hex(), [dataclasses.astuple(part) for part in self.tensors]])
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
-class PlannedTensor:
+class TensorPlan:
     """One tensor's two independent choices: its sketch (with the range of its ratio) and its veil."""
 
     name: str
@@ -133,14 +133,14 @@ class PlannedTensor:
                     remedy = f"choose another ratio, or leave it out with '!{self.name}' in cover"
                     yield f"{self.name}: width must be {bounds}, got {width}; {remedy}"
 
-    def draw(self, seed: bytes, round: int) -> tuple[Part, Sketch]:
+    def draw(self, seed: bytes, round: int) -> tuple[RoundTensor, Sketch]:
         """Settle the width of one round, and draw the sketch that has it."""
         low, high = self.widths
         width = low
         if low < high:
             width += int(seeds.words(seed, "width-v1", round, self.name, n=1)[0] % (high - low + 1))
         sketch = draw(self.scheme, self.dim, width, seed=seed, round=round, name=self.name)
-        return Part(self.name, self.shape, self.scheme, width, sketch.width), sketch
+        return RoundTensor(self.name, self.shape, self.scheme, width, sketch.width), sketch
 
     def row(self) -> tuple[str, str, str, str, str]:
         """This tensor as a row of the plan's table."""
@@ -165,7 +165,7 @@ class SketchPlan:
     sketched without a veil, so a client that remembers can undo it: 0.weight
     """
 
-    tensors: tuple[PlannedTensor, ...]
+    tensors: tuple[TensorPlan, ...]
 
     def __post_init__(self) -> None:
         _refuse([problem for tensor in self.tensors for problem in tensor.problems()])
@@ -189,11 +189,11 @@ class SketchPlan:
         paper.
         """
         _refuse(without_shape(model))
-        shapes = {name: tuple(tensor.shape) for name, tensor in leaving(model).items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in broadcast_tensors(model).items()}
         covered, problems = (set[str](), list[str]()) if sketch == CLEAR else covered_names(model, cover)
         low, high = ratio if isinstance(ratio, tuple) else (ratio, ratio)
         tensors = [
-            PlannedTensor(name, shape, sketch if name in covered else CLEAR, (float(low), float(high)), float(veil))
+            TensorPlan(name, shape, sketch if name in covered else CLEAR, (float(low), float(high)), float(veil))
             for name, shape in shapes.items()
         ]
         _refuse([*problems, *(problem for tensor in tensors for problem in tensor.problems())])

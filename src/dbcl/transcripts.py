@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dbcl import models
-from dbcl.cover import leaving
+from dbcl.cover import broadcast_tensors
 from dbcl.engines import LocalTraining
 from dbcl.errors import AuditError, ProtocolError
 from dbcl.files import write_atomic
@@ -32,7 +32,7 @@ class Setting:
     `momentum` and `server_lr` are those of the server's optimiser, `veil` the size of its noise relative to the
     weights. None of it is secret in a deployment: it is in the configuration that the parties agreed on.
 
-    >>> Setting("mnist-mlp", (1, 28, 28), 10, {"lr": 0.01, "steps": 1}, clients=2, chosen=2).local.lr
+    >>> Setting("mnist-mlp", (1, 28, 28), 10, {"lr": 0.01, "steps": 1}, clients=2, cohort=2).local.lr
     0.01
     """
 
@@ -41,8 +41,8 @@ class Setting:
     outputs: int
     training: Mapping[str, float | int | None]
     clients: int
-    chosen: int
-    optimizer: str = "plain"
+    cohort: int
+    optimizer: str = "fedavg"
     momentum: float = 0.0
     server_lr: float = 1.0
     veil: float = 0.0
@@ -133,13 +133,13 @@ class Truth:
         before, after = self.weights(start), self.weights(end)
         return {name: after[name] - before[name] for name in before}
 
-    def chosen(self, round: int) -> list[int]:
+    def cohort(self, round: int) -> list[int]:
         """Which clients took part in a round."""
         return _chosen(self.folder)[str(round)]
 
 
 class Recorder:
-    """Writes the transcripts of a run as it goes: give it to an engine as its `watch`.
+    """Writes the transcripts of a run as it goes: give it to an engine as its `observer`.
 
     Parties are numbers of clients, "server" (which sees each client's update) and "server-sum" (which sees only their
     sum, as under secure aggregation).
@@ -151,8 +151,8 @@ class Recorder:
     >>> x, y, shards = torch.randn(8, 8), torch.arange(8) % 2, [np.arange(4), np.arange(4, 8)]
     >>> engine = LocalEngine(server, nn.Sequential(*net), x, y, shards, LocalTraining(), seed=bytes(32))
     >>> folder = Path(tempfile.mkdtemp())
-    >>> setting = Setting("net", (1, 1, 8), 2, asdict(LocalTraining()), clients=2, chosen=2)
-    >>> engine.watch = Recorder(folder, ["0", "server"], server, setting)
+    >>> setting = Setting("net", (1, 1, 8), 2, asdict(LocalTraining()), clients=2, cohort=2)
+    >>> engine.observer = Recorder(folder, ["0", "server"], server, setting)
     >>> report = engine.play_round()
     >>> seen = Transcript(folder / "client-0")[0]
     >>> sorted(seen.updates), seen.weights is None
@@ -173,14 +173,14 @@ class Recorder:
                 if round >= server.round:
                     _path(place, round).unlink()
         read = _chosen(self.truth) if server.round else {}
-        self.chosen: dict[str, list[int]] = {key: value for key, value in read.items() if int(key) < server.round}
+        self.cohort: dict[str, list[int]] = {key: value for key, value in read.items() if int(key) < server.round}
         self.before = self._weights()
         self._save(self.truth, server.round, self.before)
 
-    def __call__(self, broadcast: Broadcast, chosen: Sequence[int], answers: Sequence[Update | bytes]) -> None:
+    def __call__(self, broadcast: Broadcast, cohort: Sequence[int], answers: Sequence[Update | bytes]) -> None:
         """Take note of a round that was just closed."""
         sent = {"broadcast": _tensor(encode(broadcast))}
-        updates = {str(client): answer for client, answer in zip(chosen, answers, strict=True)}
+        updates = {str(client): answer for client, answer in zip(cohort, answers, strict=True)}
         for party, folder in self.folders.items():
             if party.isdigit():
                 if party in updates:
@@ -190,13 +190,13 @@ class Recorder:
             messages = {f"update/{who}": _message(answer) for who, answer in told.items()}
             own = {f"weights/{name}": tensor for name, tensor in self.before.items()}
             self._save(folder, broadcast.round, {**sent, **messages, **own})
-        self.chosen[str(broadcast.round)] = [int(client) for client in chosen]
-        write_atomic(self.truth / "chosen.json", json.dumps(self.chosen).encode())
+        self.cohort[str(broadcast.round)] = [int(client) for client in cohort]
+        write_atomic(self.truth / "cohorts.json", json.dumps(self.cohort).encode())
         self.before = self._weights()
         self._save(self.truth, broadcast.round + 1, self.before)
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().cpu().clone() for name, tensor in leaving(self.server.model).items()}
+        return {name: tensor.detach().cpu().clone() for name, tensor in broadcast_tensors(self.server.model).items()}
 
     @staticmethod
     def _save(folder: Path, round: int, tensors: Mapping[str, Tensor]) -> None:
@@ -239,9 +239,9 @@ def _rounds(folder: Path) -> list[int]:
 
 def _chosen(truth: Path) -> dict[str, list[int]]:
     try:
-        read: dict[str, list[int]] = json.loads((truth / "chosen.json").read_text())
+        read: dict[str, list[int]] = json.loads((truth / "cohorts.json").read_text())
     except (OSError, ValueError) as error:
-        raise AuditError(f"{truth}: chosen.json cannot be read ({error})") from None
+        raise AuditError(f"{truth}: cohorts.json cannot be read ({error})") from None
     return read
 
 

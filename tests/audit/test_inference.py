@@ -94,7 +94,7 @@ def test_an_estimate_that_was_shrunk_is_known_to_be() -> None:
     own = inference.Own(dataset, np.arange(len(dataset.y_train)) % 2 == 0, SPARE)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 20), nn.ReLU(), nn.Linear(20, 10))
-    models = [blinded(net, Server(net, veil=0, experiment_seed=seed).open_round()) for seed in range(12)]
+    models = [blinded(net, Server(net, veil=0, insecure_seed=seed).open_round()) for seed in range(12)]
     rows, batches = [], []
     for number, model in enumerate(models):
         index = torch.from_numpy(REST[32 * number : 32 * number + 32])
@@ -112,7 +112,7 @@ def test_an_estimate_that_was_shrunk_is_known_to_be() -> None:
 def test_gradients_of_single_examples_make_up_that_of_the_batch() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 2)).double()
-    client = blinded(net, Server(net, cover="all", experiment_seed=0).open_round())
+    client = blinded(net, Server(net, cover="all", insecure_seed=0).open_round())
     x, y = torch.randn(7, 1, 8, 8, dtype=torch.float64), torch.arange(7) % 2
     each, together = example_gradients(client, x, y, together=3), gradients(client, x, y)
     assert list(each) == list(together)

@@ -33,7 +33,7 @@ def digit(*numbers: int) -> tuple[Tensor, Tensor]:
 
 def round_of(name: str, seed: int = 0, **plan: object) -> tuple[nn.Module, dbcl.Broadcast, nn.Module]:
     model = models.build(name, seed=seed).double()
-    broadcast = dbcl.Server(model, veil=0, experiment_seed=seed, **plan).open_round()
+    broadcast = dbcl.Server(model, veil=0, insecure_seed=seed, **plan).open_round()
     return model, broadcast, dbcl.blinded(model, broadcast)
 
 
@@ -115,7 +115,7 @@ def test_a_prior_that_stays_helps_with_noisy_gradients():
 def test_clear_tensors_alone_give_the_label_and_are_matched_alone():
     x, y = digit(400)
     _, broadcast, local = round_of("dlg-lenet")
-    clear = [part.name for part in broadcast.plan.parts if not part.sketched]
+    clear = [part.name for part in broadcast.plan.tensors if not part.sketched]
     target = {name: gradient for name, gradient in gradients(local, x, y).items() if name in clear}
     assert len(target) == 5
     found = recover(local, target, DIGITS.shape, settings=Matching(steps=40, restarts=1))

@@ -237,7 +237,7 @@ def test_a_recording_without_its_truth_fails_with_a_reason(paper: Path, tmp_path
     whole = suite.recorded(paper / "transcripts" / "client-0", work)
     assert whole[0].attack == "rewind (client-0 of the run)"
     assert Transcript(tmp_path / "client-0").rounds == list(range(50))
-    assert Truth(paper / "transcripts").chosen(0) == [0, 1, 2, 3]
+    assert Truth(paper / "transcripts").cohort(0) == [0, 1, 2, 3]
 
 
 def test_a_part_that_fails_is_a_finding_and_the_others_go_on(tmp_path: Path) -> None:

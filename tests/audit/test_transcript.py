@@ -21,7 +21,7 @@ from dbcl.audit.attacks import images as attacks
 from dbcl.audit.estimators import smoother as estimate
 from dbcl.audit.scoring import score
 from dbcl.engines import LocalEngine, LocalTraining, StackedEngine
-from dbcl.engines.engine import Engine, participants
+from dbcl.engines.engine import Engine, draw_cohort
 from dbcl.errors import AuditError, ConfigError
 from dbcl.protocol import Broadcast, Update, momentum
 from dbcl.testing.secrecy import leaks
@@ -57,10 +57,10 @@ class Recording:
             torch.manual_seed(0)
             net = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
             x, y = torch.randn(40, 12, dtype=dtype), torch.arange(40) % 3
-        self.server = dbcl.Server(net, experiment_seed=0, **settings)
+        self.server = dbcl.Server(net, insecure_seed=0, **settings)
         shards = [np.arange(0, 12), np.arange(12, 20), np.arange(20, 32), np.arange(32, 40)]
         self.engine = kind(self.server, copy.deepcopy(net), x, y, shards, TRAINING, fraction=fraction, seed=SEED)
-        chosen = len(participants(CLIENTS, fraction, seed=SEED, round=0))
+        chosen = len(draw_cohort(CLIENTS, fraction, seed=SEED, round=0))
         self.setting = Setting("net", (1, 1, 12), 3, asdict(TRAINING), CLIENTS, chosen, veil=settings.get("veil", 0.2))
         self.crossed: dict[int, tuple[bytes, dict[int, bytes]]] = {}
         self.before: list[dict[str, Tensor]] = []
@@ -74,7 +74,7 @@ class Recording:
             self.crossed[broadcast.round] = dbcl.encode(broadcast), dict(zip(chosen, sent, strict=True))
             recorder(broadcast, chosen, answers)
 
-        self.engine.watch = watch
+        self.engine.observer = watch
 
     def play(self, rounds: int) -> "Recording":
         for _ in range(rounds):
@@ -159,7 +159,7 @@ def test_a_client_that_is_not_chosen_sees_nothing_of_the_round(tmp_path: Path) -
     chosen = {round: sorted(answers) for round, (_, answers) in run.crossed.items()}
     assert all(len(clients) == 2 for clients in chosen.values())
     truth = Truth(tmp_path)
-    assert {round: truth.chosen(round) for round in range(14)} == chosen
+    assert {round: truth.cohort(round) for round in range(14)} == chosen
     for client in range(CLIENTS):
         transcript = run.of(f"client-{client}")
         assert transcript.rounds == [round for round, clients in chosen.items() if client in clients]
@@ -375,9 +375,9 @@ def test_train_records_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     invoke("train", "--resume", "parts", "--rounds", "6")
     transcript = Transcript(folder / "client-0")
     assert transcript.setting.clients == 20
-    assert transcript.setting.chosen == 10
+    assert transcript.setting.cohort == 10
     assert (transcript.setting.momentum, transcript.setting.veil) == (0.5, 0.2)
-    taking_part = json.loads((folder / "truth" / "chosen.json").read_text())
+    taking_part = json.loads((folder / "truth" / "cohorts.json").read_text())
     assert transcript.rounds == [int(round) for round, clients in taking_part.items() if 0 in clients]
     for path in Path("whole/transcripts").rglob("*.*"):
         assert path.read_bytes() == (folder / path.relative_to("whole/transcripts")).read_bytes()

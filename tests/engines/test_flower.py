@@ -33,7 +33,7 @@ class TestFlowerEngine(EngineContract):
 
 def server(**settings: Any) -> dbcl.Server:
     torch.manual_seed(1)
-    return dbcl.Server(net(), experiment_seed=0, **settings)
+    return dbcl.Server(net(), insecure_seed=0, **settings)
 
 
 def distance(one: torch.nn.Module, other: torch.nn.Module) -> float:
@@ -59,7 +59,7 @@ def test_double_blind_around_fedavg_is_the_local_engine() -> None:
         return reply(model, message, examples=len(shard), metrics=metrics)
 
     torch.manual_seed(1)
-    strategy = DoubleBlind(FedAvg(fraction_evaluate=0.0), net(), veil=0.2, experiment_seed=0)
+    strategy = DoubleBlind(FedAvg(fraction_evaluate=0.0), net(), veil=0.2, insecure_seed=0)
     result = strategy.start(LocalGrid(app, len(SHARDS)), num_rounds=3)
     assert distance(local.server.model, strategy.server.model) < 1e-10
     assert torch.equal(result.arrays.to_torch_state_dict()["0.weight"], strategy.server.model[0].weight)

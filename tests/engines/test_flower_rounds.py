@@ -152,7 +152,7 @@ class TestTheWire:
 
 
 def test_the_true_weights_are_evaluated_on_the_server_and_blinded_ones_on_the_nodes() -> None:
-    strategy = DoubleBlind(flower.FedAvg(), net(), experiment_seed=0)
+    strategy = DoubleBlind(flower.FedAvg(), net(), insecure_seed=0)
     seen: dict[int, float] = {}
 
     def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -247,7 +247,7 @@ class TestFaults:
 
     def check(self, app: ClientApp, reason: str, caplog: pytest.LogCaptureFixture, **settings: Any) -> None:
         """The round goes on with three, exactly as if the fourth had not been there."""
-        strategy = DoubleBlind(fedavg(), net(), experiment_seed=0, **settings)
+        strategy = DoubleBlind(fedavg(), net(), insecure_seed=0, **settings)
         with caplog.at_level(logging.WARNING, logger="flwr.dbcl"):
             result = strategy.start(LocalGrid(app, NODES), num_rounds=1)
         (report,) = strategy.reports
@@ -256,7 +256,7 @@ class TestFaults:
         assert re.match(reason, report.refused[0])
         assert "refused node 1002" in caplog.text
         assert dict(result.train_metrics_clientapp[1])["dbcl-refused"] == 1
-        server = dbcl.Server(net(), experiment_seed=0)
+        server = dbcl.Server(net(), insecure_seed=0)
         broadcast = server.open_round()
         answers = []
         for client in (0, 1, 3):
@@ -431,7 +431,7 @@ def evaluate(round, arrays):
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
 strategy = dbcl.flower.DoubleBlind(
-    FedAdam(eta=0.1, fraction_evaluate=0.0), net, experiment_seed=0, checkpoint=folder
+    FedAdam(eta=0.1, fraction_evaluate=0.0), net, insecure_seed=0, checkpoint=folder
 )
 result = strategy.start(dbcl.flower.LocalGrid(app, 3), num_rounds=4, evaluate_fn=evaluate)
 data = b"".join(array.numpy().tobytes() for array in result.arrays.values())
@@ -443,7 +443,7 @@ class TestGoingOn:
     rounds = 4
 
     def make(self, folder: Path | None, inner: str = "FedAdam", **settings: Any) -> DoubleBlind:
-        return DoubleBlind(INNER[inner](), net(), checkpoint=folder, **{"experiment_seed": 5, **settings})
+        return DoubleBlind(INNER[inner](), net(), checkpoint=folder, **{"insecure_seed": 5, **settings})
 
     def whole(self, inner: str) -> tuple[DoubleBlind, Any]:
         strategy = self.make(None, inner)
@@ -519,7 +519,7 @@ class TestGoingOn:
 
         sent: list[bytes] = []
         for _ in range(2):  # fresh secrets, no experiment seed: the second process must send the very same bytes
-            strategy = self.make(tmp_path, experiment_seed=None)
+            strategy = self.make(tmp_path, insecure_seed=None)
             # Other initial weights each time, as of a net that nobody seeds: the veil of a round hides one set only.
             shift = len(sent) / 8
             initial = ArrayRecord({name: tensor + shift for name, tensor in net().state_dict().items()})
@@ -594,9 +594,9 @@ class TestGoingOn:
 
 
 def test_transcripts_are_recorded_as_in_the_other_engines(tmp_path: Path) -> None:
-    strategy = DoubleBlind(fedavg(), net(), experiment_seed=0)
-    setting = Setting("net", (1, 1, 20), 3, asdict(TRAINING), clients=NODES, chosen=NODES)
-    strategy.watch = Recorder(tmp_path, ["2", "server"], strategy.server, setting)
+    strategy = DoubleBlind(fedavg(), net(), insecure_seed=0)
+    setting = Setting("net", (1, 1, 20), 3, asdict(TRAINING), clients=NODES, cohort=NODES)
+    strategy.observer = Recorder(tmp_path, ["2", "server"], strategy.server, setting)
     strategy.start(LocalGrid(clients(), NODES), num_rounds=2)
     seen = Transcript(tmp_path / "client-2")
     assert len(seen) == 2

@@ -77,7 +77,7 @@ def clients() -> ClientApp:
 def by_hand(inner: flower.Strategy, rounds: int, **settings: Any) -> nn.Module:
     """The same rounds with the five verbs; the strategy gets W + dV R^T of every client as ordinary Flower replies."""
     model = net()
-    server = dbcl.Server(model, experiment_seed=0, **settings)
+    server = dbcl.Server(model, insecure_seed=0, **settings)
     grid = LocalGrid(ClientApp(), NODES)
     for round in range(rounds):
         broadcast = server.open_round()
@@ -106,7 +106,7 @@ def by_hand(inner: flower.Strategy, rounds: int, **settings: Any) -> nn.Module:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_three_rounds_give_what_the_strategy_gives_when_fed_by_hand(name: str) -> None:
-    strategy = DoubleBlind(STRATEGIES[name](), net(), veil=0.1, experiment_seed=0)
+    strategy = DoubleBlind(STRATEGIES[name](), net(), veil=0.1, insecure_seed=0)
     result = strategy.start(LocalGrid(clients(), NODES), num_rounds=3)
     expected = by_hand(STRATEGIES[name](), 3, veil=0.1)
     for key, tensor in expected.state_dict().items():
@@ -120,7 +120,7 @@ def test_three_rounds_give_what_the_strategy_gives_when_fed_by_hand(name: str) -
 def test_server_side_clipping_inside_clips_and_adds_its_noise() -> None:
     def play(multiplier: float, clip: float) -> tuple[float, nn.Module]:
         inner = flower.DifferentialPrivacyServerSideFixedClipping(flower.FedAvg(**QUIET), multiplier, clip, NODES)
-        strategy = DoubleBlind(inner, net(), experiment_seed=0)
+        strategy = DoubleBlind(inner, net(), insecure_seed=0)
         strategy.start(LocalGrid(clients(), NODES), num_rounds=1)
         return strategy.reports[0].norm, strategy.server.model
 
@@ -134,9 +134,9 @@ def test_server_side_clipping_inside_clips_and_adds_its_noise() -> None:
 
 def test_averaging_after_the_lift_is_averaging_before_it() -> None:
     """FedAvg inside DoubleBlind against the server's own average in the sketched space."""
-    strategy = DoubleBlind(flower.FedAvg(**QUIET), net(), experiment_seed=0)
+    strategy = DoubleBlind(flower.FedAvg(**QUIET), net(), insecure_seed=0)
     strategy.start(LocalGrid(clients(), NODES), num_rounds=2)
-    server = dbcl.Server(net(), experiment_seed=0)
+    server = dbcl.Server(net(), insecure_seed=0)
     for round in range(2):
         broadcast = server.open_round()
         answers = []
@@ -165,7 +165,7 @@ def test_weights_keep_their_dtype_whatever_the_strategy_computes_in(dtype: torch
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         return reply(model, message, examples=4)
 
-    strategy = DoubleBlind(flower.FedAdam(eta=0.01, **QUIET), small(), wire=wire, experiment_seed=0)
+    strategy = DoubleBlind(flower.FedAdam(eta=0.01, **QUIET), small(), wire=wire, insecure_seed=0)
     result = strategy.start(LocalGrid(app, 2), num_rounds=2)
     for name, parameter in strategy.server.model.named_parameters():
         assert parameter.dtype == dtype
@@ -201,7 +201,7 @@ class Digits:
                 honest.content["dbcl"] = ConfigRecord({"update": dbcl.encode(turned)})
             return honest
 
-        strategy = DoubleBlind(inner, self.net(), experiment_seed=0, **settings)
+        strategy = DoubleBlind(inner, self.net(), insecure_seed=0, **settings)
         strategy.start(LocalGrid(app, 10), num_rounds=rounds)
         return evaluate(strategy.server.model, self.data.x_test, self.data.y_test).accuracy
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dbcl.engines import LocalEngine, LocalTraining, UpdateNoise, evaluate
-from dbcl.engines.engine import participants
+from dbcl.engines.engine import draw_cohort
 from dbcl.errors import ConfigError
 from dbcl.protocol import Update, encode
 from dbcl.testing.engine import EngineContract
@@ -19,14 +19,14 @@ class TestLocalEngine(EngineContract):
 def test_participants_are_uniform_and_change_from_round_to_round() -> None:
     counts = torch.zeros(20)
     for round in range(2000):
-        chosen = participants(20, 0.25, seed=bytes(32), round=round)
+        chosen = draw_cohort(20, 0.25, seed=bytes(32), round=round)
         assert len(chosen) == len(set(chosen)) == 5
         counts[chosen] += 1
     # Each is chosen with probability 1/4: 500 times, standard deviation 19.4; the bound is five of them.
     assert (counts - 500).abs().max() < 97
-    assert participants(3, 0.01, seed=bytes(32), round=0) != []
+    assert draw_cohort(3, 0.01, seed=bytes(32), round=0) != []
     with pytest.raises(ConfigError, match="above 0 and at most 1, got 0"):
-        participants(3, 0, seed=bytes(32), round=0)
+        draw_cohort(3, 0, seed=bytes(32), round=0)
 
 
 def test_batches_cover_every_example_once_an_epoch() -> None:

@@ -46,7 +46,7 @@ def distance(
     for kind in (LocalEngine, StackedEngine):
         model, template = make().to(dtype), make().to(dtype)
         model.load_state_dict(start)
-        server = dbcl.Server(model, experiment_seed=0, **settings)
+        server = dbcl.Server(model, insecure_seed=0, **settings)
         engine = kind(server, template, x, y, shards, training, seed=SEED)
         for _ in range(rounds):
             engine.play_round()
@@ -193,7 +193,7 @@ def test_examples_may_be_whole_numbers() -> None:
         model = Words().double()
         start = model.embed.weight.detach().clone()
         engine = kind(
-            dbcl.Server(model, experiment_seed=0), Words().double(), x, y, shards, LocalTraining(lr=0.1), seed=SEED
+            dbcl.Server(model, insecure_seed=0), Words().double(), x, y, shards, LocalTraining(lr=0.1), seed=SEED
         )
         for _ in range(3):
             engine.play_round()
@@ -263,7 +263,7 @@ def test_the_gpu_gives_the_cpus_weights(
     x, y = torch.randn(60, 1, 28, 28, generator=torch.Generator().manual_seed(0)).to(dtype), torch.arange(60) % 10
     for device in ("cpu", "cuda"):
         model, template = models.build(name).to(device, dtype), models.build(name, seed=1).to(device, dtype)
-        server = dbcl.Server(model, experiment_seed=0)
+        server = dbcl.Server(model, insecure_seed=0)
         shards = np.split(np.arange(60), np.cumsum(sizes)[:-1])
         engine = StackedEngine(server, template, x.to(device), y.to(device), shards, LocalTraining(lr=0.01), seed=SEED)
         engine.chunk = chunk

@@ -12,7 +12,7 @@ def net() -> nn.Sequential:
 @pytest.fixture
 def server() -> dbcl.Server:
     torch.manual_seed(0)
-    return dbcl.Server(net(), experiment_seed=0)
+    return dbcl.Server(net(), insecure_seed=0)
 
 
 def answer(broadcast: dbcl.Broadcast, scale: float = 1.0, examples: int = 10) -> dbcl.Update:

@@ -20,7 +20,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 def make_server() -> dbcl.Server:
     torch.manual_seed(0)
-    return dbcl.Server(net(), experiment_seed=0)
+    return dbcl.Server(net(), insecure_seed=0)
 
 
 def test_messages_come_back_as_they_were(server: dbcl.Server) -> None:
@@ -45,7 +45,7 @@ def golden_messages() -> dict[str, bytes]:
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) + number / 2)
-    broadcast = dbcl.Server(model, veil=0, experiment_seed=0).open_round()
+    broadcast = dbcl.Server(model, veil=0, insecure_seed=0).open_round()
     tensors = {name: torch.full_like(tensor, 0.25) for name, tensor in broadcast.tensors.items()}
     update = dbcl.Update(0, broadcast.plan.digest, tensors, examples=600, metrics={"loss": 0.5})
     return {"broadcast.dbcl": dbcl.encode(broadcast), "update.dbcl": dbcl.encode(update)}

@@ -49,14 +49,14 @@ def test_distributed_sgd_is_the_papers_gradient_step() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
     [
-        (dbcl.plain(), [1.0, 2.0, 3.0]),
-        (dbcl.plain(0.5), [0.5, 1.0, 1.5]),
-        (dbcl.momentum(0.5), [1.0, 2.5, 4.25]),
-        (dbcl.adam(0.1, eps=0.0), [0.1, 0.2, 0.3]),
+        (dbcl.optim.fedavg(), [1.0, 2.0, 3.0]),
+        (dbcl.optim.fedavg(0.5), [0.5, 1.0, 1.5]),
+        (dbcl.optim.momentum(0.5), [1.0, 2.5, 4.25]),
+        (dbcl.optim.adam(0.1, eps=0.0), [0.1, 0.2, 0.3]),
     ],
     ids=["plain", "half", "momentum", "adam"],
 )
-def test_server_optimisers_step_on_the_true_weights(optimizer: dbcl.protocol.ServerOptimizer, expected: list) -> None:
+def test_server_optimisers_step_on_the_true_weights(optimizer: dbcl.optim.ServerOptimizer, expected: list) -> None:
     server = dbcl.Server(net(), veil=0, optimizer=optimizer)
     start = server.model[2].bias.detach().clone()
     for value in expected:
@@ -181,23 +181,25 @@ def test_seeds_are_fresh_unless_an_experiment_fixes_them() -> None:
 
     fresh = seeds(dbcl.Server(net())) + seeds(dbcl.Server(net()))
     assert len(set(fresh)) == 6
-    fixed = seeds(dbcl.Server(net(), experiment_seed=7))
+    fixed = seeds(dbcl.Server(net(), insecure_seed=7))
     assert len(set(fixed)) == 3
-    assert fixed == seeds(dbcl.Server(net(), experiment_seed=7)) != seeds(dbcl.Server(net(), experiment_seed=8))
+    assert fixed == seeds(dbcl.Server(net(), insecure_seed=7)) != seeds(dbcl.Server(net(), insecure_seed=8))
 
 
 @pytest.mark.parametrize("secret", [None, 3])
 @pytest.mark.parametrize(
-    "optimizer", [dbcl.plain(), dbcl.momentum(0.5), dbcl.adam(0.1)], ids=["plain", "momentum", "adam"]
+    "optimizer",
+    [dbcl.optim.fedavg(), dbcl.optim.momentum(0.5), dbcl.optim.adam(0.1)],
+    ids=["plain", "momentum", "adam"],
 )
 def test_a_restored_server_sends_the_same_broadcast_and_goes_on_alike(
-    secret: int | None, optimizer: dbcl.protocol.ServerOptimizer
+    secret: int | None, optimizer: dbcl.optim.ServerOptimizer
 ) -> None:
-    server = dbcl.Server(net(), experiment_seed=secret, optimizer=optimizer)
+    server = dbcl.Server(net(), insecure_seed=secret, optimizer=optimizer)
     for _ in range(2):
         server.close_round([answer(server.open_round())])
     values, tensors = server.state()
-    other = dbcl.Server(net(), experiment_seed=secret, optimizer=optimizer)
+    other = dbcl.Server(net(), insecure_seed=secret, optimizer=optimizer)
     other.load_state(values, tensors)
     assert dbcl.encode(other.open_round()) == dbcl.encode(server.open_round())
     for each in (server, other):
@@ -209,7 +211,7 @@ def test_a_restored_server_sends_the_same_broadcast_and_goes_on_alike(
 
 def test_a_running_mean_of_the_weights_is_kept_beside_them() -> None:
     def make() -> dbcl.Server:
-        return dbcl.Server(net(), veil=0, average=0.5)
+        return dbcl.Server(net(), veil=0, ema_decay=0.5)
 
     server, other = make(), make()
     bias, mean = server.model[2].bias, server.averaged[2].bias.detach().clone()
@@ -225,7 +227,7 @@ def test_a_running_mean_of_the_weights_is_kept_beside_them() -> None:
     with pytest.raises(ProtocolError, match="another kind of averaging"):
         dbcl.Server(net(), veil=0).load_state(*server.state())
     with pytest.raises(ProtocolError, match="average must be at least 0 and below 1, got 1"):
-        dbcl.Server(net(), average=1)
+        dbcl.Server(net(), ema_decay=1)
 
 
 def test_the_state_of_another_plan_is_refused(server: dbcl.Server) -> None:
@@ -253,7 +255,7 @@ def test_wire_dtypes_reach_both_directions(wire: str) -> None:
 def test_frozen_parameters_are_sent_but_never_moved() -> None:
     model = net()
     model[0].weight.requires_grad_(False)
-    server = dbcl.Server(model, optimizer=dbcl.momentum(0.9))
+    server = dbcl.Server(model, optimizer=dbcl.optim.momentum(0.9))
     before = weights(server)
     server.close_round([answer(server.open_round())])
     assert torch.equal(weights(server)["0.weight"], before["0.weight"])
@@ -280,9 +282,9 @@ def test_local_adam_and_any_loop_will_do(server: dbcl.Server) -> None:
 def test_whoever_averages_the_lifted_weights_gets_what_close_round_gives(norm_bound: float | None) -> None:
     torch.manual_seed(0)
     door = dbcl.Door(norm_bound=norm_bound)
-    one = dbcl.Server(net(), experiment_seed=0, door=door)
+    one = dbcl.Server(net(), insecure_seed=0, door=door)
     torch.manual_seed(0)
-    other = dbcl.Server(net(), experiment_seed=0, door=door)
+    other = dbcl.Server(net(), insecure_seed=0, door=door)
     broadcast = one.open_round()
     other.open_round()
     answers = [answer(broadcast, 0.1, examples=10), answer(broadcast, 4.0, examples=30), b"garbage"]

@@ -84,7 +84,7 @@ def rehearse(
         veil=config.veil,
         sketch=config.sketch,
         wire=config.wire,
-        experiment_seed=seed,
+        insecure_seed=seed,
     )
     training = LocalTraining(lr=config.lr, batch_size=batch, steps=1)
     known = Setting(config.model, dataset.shape, dataset.outputs, asdict(training), clients, clients, veil=config.veil)
@@ -99,7 +99,7 @@ def rehearse(
         seed=seeds.derive(bytes(32), "rehearsal", seed),
     )
     engine.noise = config.noise()
-    engine.watch = Recorder(folder, [str(ATTACKER), "server"], server, known)
+    engine.observer = Recorder(folder, [str(ATTACKER), "server"], server, known)
     for number in range(rounds):
         engine.play_round()
         if progress is not None:

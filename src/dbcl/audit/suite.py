@@ -15,7 +15,7 @@ from torch import nn
 
 from dbcl import data, models
 from dbcl.audit.attacks import images as attacks
-from dbcl.audit.attacks.images import Tell
+from dbcl.audit.attacks.images import OnProgress
 from dbcl.audit.attacks.matching import Matching
 from dbcl.audit.attacks.properties import property_findings
 from dbcl.audit.findings import Audit, Finding
@@ -68,7 +68,7 @@ class Job:
     clients: int
     seed: int
     data_dir: str | None
-    tell: Tell
+    tell: OnProgress
 
 
 def audit(
@@ -78,7 +78,7 @@ def audit(
     clients: int = 2,
     seed: int = 0,
     data_dir: str | None = None,
-    tell: Tell = lambda text: None,
+    tell: OnProgress = lambda text: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Audit:
     """Audit a finished run: its recorded transcripts where it has some, and rehearsals under its settings.
@@ -194,7 +194,7 @@ def membership_part(job: Job) -> list[Finding]:
 
     model = make(0)
     model.load_state_dict(safetensors.torch.load_file(path))
-    view = blinded(make(1), Server(model, _plan(config, dataset), experiment_seed=job.seed).open_round())
+    view = blinded(make(1), Server(model, _plan(config, dataset), insecure_seed=job.seed).open_round())
     return attacks.members(model, view, dataset, make, shadows=job.budget.shadows, seed=job.seed, tell=job.tell)
 
 

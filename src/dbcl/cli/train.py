@@ -114,10 +114,10 @@ def train(
     veil: Annotated[
         float | None, _option("Secret noise on all that leaves the server, relative to the weights. Default 0.2.", HIDE)
     ] = None,
-    server_optimizer: Annotated[str | None, _option("plain, momentum or adam.", SERVER)] = None,
+    server_optimizer: Annotated[str | None, _option("fedavg, momentum or adam.", SERVER)] = None,
     server_lr: Annotated[float | None, _option("Default 1 (adam: 0.01).", SERVER)] = None,
     server_momentum: Annotated[float | None, _option("Default 0.5.", SERVER)] = None,
-    average: Annotated[
+    ema_decay: Annotated[
         float | None,
         _option("Evaluate and keep a running mean of W; 0.95: over 20 rounds. Default 0.", SERVER),
     ] = None,
@@ -216,7 +216,7 @@ def _summary(run: Run) -> None:
     refused = sum(len(m.refused) for m in run.history)
     table = Table(title=f"{config.model} on {config.data}, {config.clients} clients", show_header=False, min_width=60)
     best = max(run.history, key=lambda metrics: metrics.accuracy)
-    what = "mean of W" if config.average else "W"
+    what = "mean of W" if config.ema_decay else "W"
     table.add_row(
         f"accuracy of {what}, held-out", f"{last.accuracy:.2%}  (best {best.accuracy:.2%} in round {best.round})"
     )

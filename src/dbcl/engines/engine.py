@@ -14,7 +14,7 @@ from dbcl.engines.training import LocalTraining, evaluate
 from dbcl.errors import ConfigError
 from dbcl.protocol import Broadcast, RoundReport, Server, Update, decode_update, encoded_size
 
-Watch = Callable[[Broadcast, Sequence[int], Sequence[Update | bytes]], None]
+RoundObserver = Callable[[Broadcast, Sequence[int], Sequence[Update | bytes]], None]
 """Is told of every closed round: what was sent, who took part, what they answered."""
 
 
@@ -56,10 +56,10 @@ class RoundResult:
     bytes_up: int
 
 
-def participants(clients: int, fraction: float, *, seed: bytes, round: int) -> list[int]:
+def draw_cohort(clients: int, fraction: float, *, seed: bytes, round: int) -> list[int]:
     """Choose a round's clients, uniformly and without replacement; at least one.
 
-    >>> len(participants(100, 0.1, seed=bytes(32), round=0))
+    >>> len(draw_cohort(100, 0.1, seed=bytes(32), round=0))
     10
     """
     if not 0 < fraction <= 1:
@@ -72,12 +72,12 @@ class Engine(ABC):
     """Runs rounds for a `Server` with clients that all live here.
 
     `template` is a client's own copy of the network; its weights are replaced by what the server sends. `shards` says
-    which of the examples `x`, `y` each client holds. An engine decides only how the chosen clients are trained. `watch`
+    which of the examples `x`, `y` each client holds. An engine decides only how the cohort are trained. `observer`
     may be set to something that records the rounds, such as `dbcl.transcripts.Recorder`, and `noise` to what
     clients do to their updates before they send them.
     """
 
-    watch: Watch | None = None
+    observer: RoundObserver | None = None
     noise: UpdateNoise | None = None
 
     def __init__(
@@ -101,21 +101,21 @@ class Engine(ABC):
         self.shards, self.fraction, self.seed = shards, fraction, seed
 
     def play_round(self) -> RoundResult:
-        """Play one round: broadcast, train the chosen clients, collect, step."""
+        """Play one round: broadcast, train the cohort, collect, step."""
         broadcast = self.server.open_round()
-        chosen = participants(len(self.shards), self.fraction, seed=self.seed, round=broadcast.round)
-        answers: Sequence[Update | bytes] = self.answers(broadcast, chosen)
+        cohort = draw_cohort(len(self.shards), self.fraction, seed=self.seed, round=broadcast.round)
+        answers: Sequence[Update | bytes] = self.train_cohort(broadcast, cohort)
         if self.noise is not None:
-            keys = [seeds.derive(self.seed, "noise", broadcast.round, client) for client in chosen]
+            keys = [seeds.derive(self.seed, "noise", broadcast.round, client) for client in cohort]
             answers = [self.noise(answer, seed=key) for answer, key in zip(answers, keys, strict=True)]
         report = self.server.close_round(answers)
-        if self.watch is not None:
-            self.watch(broadcast, chosen, answers)
-        return RoundResult(report, len(chosen) * encoded_size(broadcast), sum(map(encoded_size, answers)))
+        if self.observer is not None:
+            self.observer(broadcast, cohort, answers)
+        return RoundResult(report, len(cohort) * encoded_size(broadcast), sum(map(encoded_size, answers)))
 
     @abstractmethod
-    def answers(self, broadcast: Broadcast, chosen: list[int]) -> Sequence[Update | bytes]:
-        """Train the chosen clients and give their answers, in the same order."""
+    def train_cohort(self, broadcast: Broadcast, cohort: list[int]) -> Sequence[Update | bytes]:
+        """Train the cohort and give their answers, in the same order."""
 
     def close(self) -> None:  # noqa: B027
         """Let go of what the engine has started elsewhere; most start nothing."""

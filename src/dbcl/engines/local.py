@@ -21,12 +21,12 @@ class LocalEngine(Engine):
     4
     """
 
-    def answers(self, broadcast: Broadcast, chosen: list[int]) -> list[bytes]:
+    def train_cohort(self, broadcast: Broadcast, cohort: list[int]) -> list[bytes]:
         # Every client receives the same bytes, so they are read once and each client trains a copy of what they make.
         broadcast = decode_broadcast(encode(broadcast))
         received = blinded(self.template, broadcast)
         answers = []
-        for client in chosen:
+        for client in cohort:
             local = copy.deepcopy(received)
             index = torch.from_numpy(self.shards[client]).to(self.x.device)
             metrics = self.training.train(

@@ -82,7 +82,7 @@ class Clients:
 
 
 class FlowerEngine(Engine):
-    """Trains the chosen clients as nodes of a Flower grid in this process, over Flower's messages.
+    """Trains the cohort as nodes of a Flower grid in this process, over Flower's messages.
 
     >>> import copy, dbcl
     >>> x, y = torch.randn(40, 8), torch.arange(40) % 2
@@ -96,24 +96,24 @@ class FlowerEngine(Engine):
     round_timeout = 600.0
     _grid: Grid | None = None
 
-    def answers(self, broadcast: Broadcast, chosen: list[int]) -> list[bytes]:
+    def train_cohort(self, broadcast: Broadcast, cohort: list[int]) -> list[bytes]:
         if self._grid is None:
             self._grid = self._connect()
         nodes = sorted(self._grid.get_node_ids())
         data = encode(broadcast)
         messages = []
-        for client in chosen:
+        for client in cohort:
             # Every client's examples are here, so a message says which client its node is.
             record = ConfigRecord({"broadcast": data, "client": client, "round": broadcast.round})
             messages.append(Message(RecordDict({RECORD: record}), nodes[client], "train", ttl=self.round_timeout))
         replies = self._grid.send_and_receive(messages, timeout=self.round_timeout)
         came = {message.metadata.src_node_id: message for message in replies}
-        for client in chosen:
+        for client in cohort:
             message = came.get(nodes[client])
             if message is None or message.has_error():
                 reason = f"did not answer within {self.round_timeout:g} s" if message is None else message.error.reason
                 raise ProtocolError(f"round {broadcast.round}: client {client} failed: {reason}")
-        return [update_of(came[nodes[client]]) for client in chosen]
+        return [update_of(came[nodes[client]]) for client in cohort]
 
     def _connect(self) -> Grid:
         clients = Clients(self.template, (self.x, self.y), self.shards, self.training, self.seed)

@@ -17,8 +17,8 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
 from dbcl import seeds
-from dbcl.cover import Cover, leaving
-from dbcl.engines.engine import Watch
+from dbcl.cover import Cover, broadcast_tensors
+from dbcl.engines.engine import RoundObserver
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.flower.checks import metrics_of, refuse, same_metrics, with_content
 from dbcl.flower.grid import PatientGrid
@@ -39,11 +39,11 @@ class DoubleBlind(Strategy):
     each answer is checked at the `door` and lifted to W + dV R^T before it sees it. (FedAvg and FedProx see the metrics
     alone: the server averages first and lifts once, which is the same.) Nodes get the round's broadcast, to train and
     to evaluate; the true weights stay here, in `server.model`, which is `model`. `plan`, `ratio`, `cover`, `veil`,
-    `sketch`, `wire` and `experiment_seed` are those of `dbcl.Server`.
+    `sketch`, `wire` and `insecure_seed` are those of `dbcl.Server`.
 
     With a folder as `checkpoint` every finished round is kept there, the strategy's own memory too, and the same
     program started again goes on after the last of them. No wait is longer than `round_timeout` seconds, for answers or
-    for nodes. `watch` is told of every round, as in the other engines. `reports` has what became of the rounds.
+    for nodes. `observer` is told of every round, as in the other engines. `reports` has what became of the rounds.
 
     >>> import torch, dbcl.flower
     >>> from flwr.clientapp import ClientApp
@@ -75,15 +75,15 @@ class DoubleBlind(Strategy):
         sketch: str | None = None,
         wire: str | None = None,
         door: Door | None = None,
-        experiment_seed: int | None = None,
+        insecure_seed: int | None = None,
         checkpoint: str | Path | None = None,
         round_timeout: float = 600.0,
-        watch: Watch | None = None,
+        observer: RoundObserver | None = None,
     ) -> None:
         refuse(strategy, outer=DoubleBlind, resumes=checkpoint is not None)
         if not (math.isfinite(round_timeout) and round_timeout > 0):
             raise ConfigError(f"round_timeout must be above 0 seconds, got {round_timeout}")
-        self.strategy, self.round_timeout, self.watch = strategy, round_timeout, watch
+        self.strategy, self.round_timeout, self.observer = strategy, round_timeout, observer
         self.server = Server(
             model,
             plan,
@@ -93,12 +93,12 @@ class DoubleBlind(Strategy):
             sketch=sketch,
             wire=wire,
             door=door,
-            experiment_seed=experiment_seed,
+            insecure_seed=insecure_seed,
         )
         self.reports: list[RoundReport] = []
         self.folder = None if checkpoint is None else Path(checkpoint)
         self._memory = Memory(strategy)
-        self._fixed = None if experiment_seed is None else seeds.derive(bytes(32), "flower", experiment_seed)
+        self._fixed = None if insecure_seed is None else seeds.derive(bytes(32), "flower", insecure_seed)
         self._numbers: dict[int, int] = {}  # of the nodes, in the order in which they were first seen
         self._asked: list[int] = []
         self._written: tuple[int, ArrayRecord] | None = None
@@ -217,9 +217,9 @@ class DoubleBlind(Strategy):
                 "answers; its log says why, most often that it needs more of them"
             )
         self.reports.append(report)
-        if self.watch is not None:
+        if self.observer is not None:
             nodes = [node for node in came if _name(node) in admission.accepted]
-            self.watch(broadcast, [self._numbers[node] for node in nodes], [answers[_name(node)] for node in nodes])
+            self.observer(broadcast, [self._numbers[node] for node in nodes], [answers[_name(node)] for node in nodes])
         told = MetricRecord() if summary is None else summary
         told["dbcl-accepted"], told["dbcl-refused"] = report.accepted, len(report.refused)
         return None, told
@@ -320,7 +320,7 @@ class DoubleBlind(Strategy):
     def _own(self) -> ArrayRecord:
         """The true weights for the inner strategy, written once a round, in a record that it may change."""
         if self._written is None or self._written[0] != self.server.round:
-            self._written = self.server.round, to_record(leaving(self.server.model))
+            self._written = self.server.round, to_record(broadcast_tensors(self.server.model))
         return ArrayRecord(dict(self._written[1]))
 
     def _weights(self) -> ArrayRecord:

@@ -1,6 +1,6 @@
 """Messages, their bytes, the server, the client's verbs, and checkpoints."""
 
-from dbcl.protocol.aggregation import Admission, Admitted, Door, ServerOptimizer, adam, momentum, plain
+from dbcl.protocol.aggregation import Admission, Admitted, Door
 from dbcl.protocol.client import blinded, update
 from dbcl.protocol.codec import decode_broadcast, decode_update, encode, encoded_size
 from dbcl.protocol.messages import Broadcast, RoundReport, Update
@@ -13,15 +13,11 @@ __all__ = [
     "Door",
     "RoundReport",
     "Server",
-    "ServerOptimizer",
     "Update",
-    "adam",
     "blinded",
     "decode_broadcast",
     "decode_update",
     "encode",
     "encoded_size",
-    "momentum",
-    "plain",
     "update",
 ]

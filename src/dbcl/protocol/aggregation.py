@@ -1,14 +1,11 @@
 """The door that every update comes through, the average of what passes, and the step on the true weights."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from dbcl.errors import ProtocolError
 from dbcl.protocol.codec import decode_update
@@ -16,36 +13,6 @@ from dbcl.protocol.messages import Broadcast, Update, mismatches
 
 MAX_LENGTH = 1e18
 """An update this long would carry float32 weights out of their range, and every other client's with them."""
-
-ServerOptimizer = Callable[[Iterable[Parameter]], Optimizer]
-"""Makes an optimiser for the true weights, any of `torch.optim`; its gradient is minus the average update."""
-
-
-def plain(lr: float = 1.0) -> ServerOptimizer:
-    """W + lr * average update: FedAvg.
-
-    >>> plain()([Parameter(torch.zeros(1))]).defaults["lr"]
-    1.0
-    """
-    return partial(torch.optim.SGD, lr=lr)
-
-
-def momentum(beta: float = 0.5, lr: float = 1.0) -> ServerOptimizer:
-    """FedAvg with momentum on the server.
-
-    >>> momentum(0.9)([Parameter(torch.zeros(1))]).defaults["momentum"]
-    0.9
-    """
-    return partial(torch.optim.SGD, lr=lr, momentum=beta)
-
-
-def adam(lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99), eps: float = 1e-3) -> ServerOptimizer:
-    """Adam on the server; `eps` is large, as adaptive federated optimisers want it.
-
-    >>> adam(0.02)([Parameter(torch.zeros(1))]).defaults["lr"]
-    0.02
-    """
-    return partial(torch.optim.Adam, lr=lr, betas=betas, eps=eps)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from dbcl.blind import build_client, held
+from dbcl.blind import build_client, client_tensors
 from dbcl.protocol.messages import Broadcast, Update
 
 
@@ -35,7 +35,7 @@ def update(
     tensor([0., 0.])
     """
     changes = {}
-    for name, now in held(local, broadcast.plan).items():
+    for name, now in client_tensors(local, broadcast.plan).items():
         sent = broadcast.tensors[name]
         changes[name] = (now - sent.to(now)).to(sent)
     return Update(broadcast.round, broadcast.plan.digest, changes, examples, dict(metrics or {}))

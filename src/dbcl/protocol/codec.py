@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dbcl.errors import ProtocolError
-from dbcl.plan import CLEAR, Part, RoundPlan
+from dbcl.plan import CLEAR, RoundPlan, RoundTensor
 from dbcl.protocol.messages import Broadcast, Update
 from dbcl.seeds import SEED_BYTES
 from dbcl.sketch import SCHEMES
@@ -80,8 +80,10 @@ def decode_broadcast(data: bytes) -> Broadcast:
     seed = take("seed", lambda value: isinstance(value, str) and len(value) == 2 * SEED_BYTES and _is_hex(value))
     parts = take("parts", lambda value: isinstance(value, list) and all(map(_is_part, value)))
     take.end()
-    plan = RoundPlan(round, bytes.fromhex(seed), tuple(Part(name, tuple(shape), *rest) for name, shape, *rest in parts))
-    if len({part.name for part in plan.parts}) != len(plan.parts):
+    plan = RoundPlan(
+        round, bytes.fromhex(seed), tuple(RoundTensor(name, tuple(shape), *rest) for name, shape, *rest in parts)
+    )
+    if len({part.name for part in plan.tensors}) != len(plan.tensors):
         raise ProtocolError("broadcast: a tensor is named twice in the plan")
     return Broadcast(plan, tensors)
 
@@ -109,7 +111,7 @@ def decode_update(data: bytes) -> Update:
 
 def _header(message: Broadcast | Update) -> dict[str, Any]:
     if isinstance(message, Broadcast):
-        parts = [[p.name, list(p.shape), p.scheme, p.width, p.columns] for p in message.plan.parts]
+        parts = [[p.name, list(p.shape), p.scheme, p.width, p.columns] for p in message.plan.tensors]
         return {"round": message.plan.round, "seed": message.plan.seed.hex(), "parts": parts}
     return {
         "round": message.round,

@@ -26,7 +26,7 @@ class Broadcast:
     tensors: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
-        problems = mismatches({part.name: part.sent_shape for part in self.plan.parts}, self.tensors)
+        problems = mismatches({part.name: part.sent_shape for part in self.plan.tensors}, self.tensors)
         if problems:
             raise ProtocolError(f"broadcast: {'; '.join(problems[:5])}")
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from dbcl import seeds
 from dbcl.blind import blind, lift, veil_sizes
-from dbcl.cover import Cover, leaving
+from dbcl.cover import Cover, broadcast_tensors
 from dbcl.errors import PlanError, ProtocolError
+from dbcl.optim import ServerOptimizer, fedavg
 from dbcl.plan import Ratio, SketchPlan
-from dbcl.protocol.aggregation import Admission, Door, ServerOptimizer, average, average_metrics, norm, plain
+from dbcl.protocol.aggregation import Admission, Door, average, average_metrics, norm
 from dbcl.protocol.codec import WIRE_DTYPES
 from dbcl.protocol.messages import Broadcast, RoundReport, Update, mismatches
 
@@ -22,7 +23,7 @@ class Server:
 
     `ratio`, `cover`, `veil` and `sketch` are those of `SketchPlan.of`; or give a `plan`. `wire` names the dtype that
     travels ("float64", "float32", "bfloat16", "float16"; the model's own where it is None). The round's seed and veil
-    come from the operating system, anew in every round; `experiment_seed` fixes them all, so that a run can be
+    come from the operating system, anew in every round; `insecure_seed` fixes them all, so that a run can be
     repeated, and must never be set where clients are strangers. With `average` above 0 the server also keeps
     `averaged`, a running mean of W over about 1 / (1 - average) rounds: the noise of single rounds is gone from it, and
     it is what to evaluate and to use. Clients never get it; they go on from W.
@@ -54,8 +55,8 @@ class Server:
         optimizer: ServerOptimizer | None = None,
         door: Door | None = None,
         wire: str | None = None,
-        average: float = 0.0,
-        experiment_seed: int | None = None,
+        ema_decay: float = 0.0,
+        insecure_seed: int | None = None,
     ) -> None:
         given = {"ratio": ratio, "cover": cover, "veil": veil, "sketch": sketch}
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -63,22 +64,24 @@ class Server:
             raise PlanError(f"give either a plan or {', '.join(settings)}, not both")
         if wire is not None and wire not in WIRE_DTYPES:
             raise ProtocolError(f"wire must be one of {', '.join(WIRE_DTYPES)}, got {wire!r}")
-        if not 0 <= average < 1:
-            raise ProtocolError(f"average must be at least 0 and below 1, got {average}")
+        if not 0 <= ema_decay < 1:
+            raise ProtocolError(f"ema_decay must be at least 0 and below 1, got {ema_decay}")
         self.model = model
-        self.average = average
-        self.averaged = copy.deepcopy(model) if average else model
+        self.average = ema_decay
+        self.averaged = copy.deepcopy(model) if ema_decay else model
         self.plan = plan or SketchPlan.of(model, **settings)
-        if {t.name: t.shape for t in self.plan.tensors} != {n: tuple(t.shape) for n, t in leaving(model).items()}:
+        if {t.name: t.shape for t in self.plan.tensors} != {
+            n: tuple(t.shape) for n, t in broadcast_tensors(model).items()
+        }:
             raise PlanError("this plan was made for another model: names or shapes differ")
         self.door = door or Door()
         self.round = 0
         self._wire = WIRE_DTYPES[wire] if wire is not None else None
-        self._master = None if experiment_seed is None else seeds.derive(bytes(32), "experiment", experiment_seed)
+        self._master = None if insecure_seed is None else seeds.derive(bytes(32), "experiment", insecure_seed)
         self._key = self._new_key()
         self._open: Broadcast | None = None
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = (optimizer or plain())(self._trained)
+        self._optimizer = (optimizer or fedavg())(self._trained)
 
     def open_round(self) -> Broadcast:
         """Blind the model for this round. Until the round is closed, every call gives the same broadcast.
@@ -105,7 +108,7 @@ class Server:
 
     def close_averaged(self, admission: Admission) -> RoundReport:
         """Close the round with what was admitted: average, lift the average, and step."""
-        weights = leaving(self.model)
+        weights = broadcast_tensors(self.model)
         mean = average(list(admission.accepted.values()), weights)
         changes = lift(self._opened().plan, mean)
         if not all(torch.isfinite(weights[name] + change).all() for name, change in changes.items()):
@@ -139,7 +142,7 @@ class Server:
         True
         """
         plan = self._opened().plan
-        weights = {name: tensor.detach() for name, tensor in leaving(self.model).items()}
+        weights = {name: tensor.detach() for name, tensor in broadcast_tensors(self.model).items()}
         for who, each in admission.accepted.items():
             changes = lift(plan, {name: each.update.tensors[name].to(W) for name, W in weights.items()})
             yield who, {name: torch.add(W, changes[name], alpha=each.scale) for name, W in weights.items()}
@@ -156,7 +159,7 @@ class Server:
         0
         """
         self._opened()
-        own = leaving(self.model)
+        own = broadcast_tensors(self.model)
         problems = mismatches({name: tuple(tensor.shape) for name, tensor in own.items()}, weights)
         new = {} if problems else {name: weights[name].to(tensor) for name, tensor in own.items()}
         problems += [f"{name} is not finite" for name, tensor in new.items() if not torch.isfinite(tensor).all()]

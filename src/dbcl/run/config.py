@@ -14,14 +14,15 @@ from typing import Any
 from dbcl.data import LOADERS
 from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine, UpdateNoise
 from dbcl.errors import ConfigError
-from dbcl.protocol import Door, ServerOptimizer, adam, momentum, plain
+from dbcl.optim import ServerOptimizer, adam, fedavg, momentum
+from dbcl.protocol import Door
 from dbcl.protocol.codec import WIRE_DTYPES
 from dbcl.sketch import SCHEMES
 
 PRESETS = ("blind", "paper", "plain")
 PARTITIONS = ("iid", "dirichlet", "shards")
 ALGORITHMS = ("fedavg", "fedprox", "sgd")
-OPTIMIZERS = ("plain", "momentum", "adam")
+OPTIMIZERS = ("fedavg", "momentum", "adam")
 PRECISIONS = ("float32", "tf32", "bf16")
 
 
@@ -71,10 +72,10 @@ class RunConfig:
     ratio: float | tuple[float, float] = 2.0
     veil: float = 0.2
     # what the server does
-    server_optimizer: str = "plain"
+    server_optimizer: str = "fedavg"
     server_lr: float | None = None
     server_momentum: float = 0.5
-    average: float = 0.0
+    ema_decay: float = 0.0
     min_updates: int = 1
     norm_bound: float | None = None
     wire: str = "float32"
@@ -122,7 +123,7 @@ class RunConfig:
         self.noise()
 
     @property
-    def per_round(self) -> int:
+    def cohort(self) -> int:
         """How many clients take part in a round."""
         return max(1, int(self.fraction * self.clients + 0.5))
 
@@ -148,7 +149,7 @@ class RunConfig:
             return adam(self.server_lr or 0.01)
         if self.server_optimizer == "momentum":
             return momentum(self.server_momentum, self.server_lr or 1.0)
-        return plain(self.server_lr or 1.0)
+        return fedavg(self.server_lr or 1.0)
 
     def door(self) -> Door:
         """What an update must be to get in."""

@@ -28,7 +28,7 @@ class RoundMetrics:
     """One line of metrics.jsonl.
 
     Accuracy and loss are those of W on held-out examples, measured by the server; of the running mean of W where the
-    configuration sets `average`.
+    configuration sets `ema_decay`.
     """
 
     round: int
@@ -134,7 +134,7 @@ class Run:
     def _record(self) -> None:
         if self.config.transcripts:
             place = self.folder / "transcripts"
-            self.engine.watch = Recorder(
+            self.engine.observer = Recorder(
                 place, self.config.transcripts, self.server, setting(self.config, self.dataset)
             )
 
@@ -162,7 +162,7 @@ def read_metrics(folder: Path) -> list[RoundMetrics]:
 def setting(config: RunConfig, dataset: Dataset) -> Setting:
     """What every party of a run knows.
 
-    >>> setting(RunConfig(clients=2, fraction=1.0), data.load("digits")).chosen
+    >>> setting(RunConfig(clients=2, fraction=1.0), data.load("digits")).cohort
     2
     """
     return Setting(
@@ -171,7 +171,7 @@ def setting(config: RunConfig, dataset: Dataset) -> Setting:
         outputs=dataset.outputs,
         training=asdict(config.training()),
         clients=config.clients,
-        chosen=config.per_round,
+        cohort=config.cohort,
         optimizer=config.server_optimizer,
         momentum=config.server_momentum if config.server_optimizer == "momentum" else 0.0,
         server_lr=config.server_lr or 1.0,
@@ -205,8 +205,8 @@ def _assemble(config: RunConfig, dataset: Dataset) -> tuple[Server, Engine]:
         optimizer=config.optimizer(),
         door=config.door(),
         wire=config.wire,
-        average=config.average,
-        experiment_seed=config.seed if config.fixed_secrets else None,
+        ema_decay=config.ema_decay,
+        insecure_seed=config.seed if config.fixed_secrets else None,
     )
     labels = dataset.y_train.numpy()
     if config.partition == "dirichlet":

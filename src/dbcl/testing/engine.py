@@ -39,7 +39,7 @@ class EngineContract(ABC):
 
     def start(self, training: LocalTraining, fraction: float = 1.0, **settings: Any) -> Any:
         torch.manual_seed(1)
-        server = dbcl.Server(net(), experiment_seed=0, **settings)
+        server = dbcl.Server(net(), insecure_seed=0, **settings)
         return self.engine(server, net(), *examples(), SHARDS, training, fraction=fraction, seed=SEED)
 
     def test_it_learns(self) -> None:
@@ -66,7 +66,7 @@ class EngineContract(ABC):
         """The engine against a loop written out here with the five verbs."""
         engine = self.start(training, veil=veil)
         torch.manual_seed(1)
-        server = dbcl.Server(net(), experiment_seed=0, veil=veil)
+        server = dbcl.Server(net(), insecure_seed=0, veil=veil)
         x, y = examples()
         for round in range(3):
             result = engine.play_round()
@@ -102,11 +102,11 @@ class EngineContract(ABC):
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
     def test_a_restored_server_goes_on_as_if_nothing_had_happened(self) -> None:
-        whole = self.start(LocalTraining(lr=0.1), fraction=0.5, optimizer=dbcl.momentum(0.5))
+        whole = self.start(LocalTraining(lr=0.1), fraction=0.5, optimizer=dbcl.optim.momentum(0.5))
         for _ in range(2):
             whole.play_round()
         state = copy.deepcopy(whole.server.state())
-        again = self.start(LocalTraining(lr=0.1), fraction=0.5, optimizer=dbcl.momentum(0.5))
+        again = self.start(LocalTraining(lr=0.1), fraction=0.5, optimizer=dbcl.optim.momentum(0.5))
         again.server.load_state(*state)
         for _ in range(2):
             whole.play_round()

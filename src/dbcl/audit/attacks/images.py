@@ -36,7 +36,7 @@ from dbcl.transcripts import Transcript, Truth
 
 OLD = 40
 """Rounds with so many after them are old: an attacker that goes backward has forgotten its first guess by then."""
-Tell = Callable[[str], None]
+OnProgress = Callable[[str], None]
 Changes = dict[str, list[Tensor]]
 """For each tensor the estimated changes from each seen round to the next, as matrices over W's columns."""
 
@@ -53,7 +53,7 @@ ESTIMATORS: dict[str, tuple[str, Callable[[View, float], list[Tensor]]]] = {
 }
 
 
-def estimates(transcript: Transcript, names: Sequence[str], tell: Tell = lambda text: None) -> dict[str, Changes]:
+def estimates(transcript: Transcript, names: Sequence[str], tell: OnProgress = lambda text: None) -> dict[str, Changes]:
     """Run estimators on every tensor that a client saw."""
     views = estimate.views(transcript)
     found: dict[str, Changes] = {}
@@ -65,7 +65,7 @@ def estimates(transcript: Transcript, names: Sequence[str], tell: Tell = lambda 
     return found
 
 
-def updates(transcript: Transcript, truth: Truth, found: Mapping[str, Changes], tell: Tell) -> list[Finding]:
+def updates(transcript: Transcript, truth: Truth, found: Mapping[str, Changes], tell: OnProgress) -> list[Finding]:
     """How well the others' updates were estimated: the median cosine over the rounds, worst tensor first.
 
     What was sent sketched and what was sent in clear are told apart: what is in clear needs no attack.
@@ -142,7 +142,7 @@ def images(
     found: Mapping[str, Changes],
     rounds: Sequence[int],
     settings: Matching,
-    tell: Tell,
+    tell: OnProgress,
     *,
     inverting: Matching | None = None,
 ) -> list[Finding]:
@@ -177,7 +177,7 @@ def images(
         shown = FirstLayer(gradient[f"{layer}weight"], gradient[f"{layer}bias"], sketch)
         try:
             image = first_layer([shown], dataset.shape, box=box).reshape(1, *dataset.shape)
-            biases = [part.name for part in broadcast.plan.parts if part.name.endswith("bias")]
+            biases = [part.name for part in broadcast.plan.tensors if part.name.endswith("bias")]
             label = clear_label(None, gradient[biases[-1]])
             result: Recovered | str = Recovered(image, label, 0.0, (), (), perf_counter() - began)
         except (ConfigError, ValueError) as error:
@@ -201,11 +201,11 @@ def images(
         for name, changes in found.items():
             kind = ESTIMATORS[name][0]
             if kind == "naive":
-                shapes = {part.name: torch.empty(part.shape) for part in own.broadcast.plan.parts}
-                target = _shaped(lifted_changes(changes, place, setting.chosen), shapes)
+                shapes = {part.name: torch.empty(part.shape) for part in own.broadcast.plan.tensors}
+                target = _shaped(lifted_changes(changes, place, setting.cohort), shapes)
                 model = guess(template, _lifted_view(own.broadcast))
             else:
-                target = _shaped(compact_changes(views, changes, place, setting.chosen), own.broadcast.tensors)
+                target = _shaped(compact_changes(views, changes, place, setting.cohort), own.broadcast.tensors)
                 model = client
                 if name != "rewind" or setting.veil == 0:
                     solve("client", as_gradient(target, lr), own.broadcast, f" on {name}")
@@ -217,9 +217,9 @@ def images(
 
 def dense_first_layer(broadcast: Broadcast, shape: Sequence[int]) -> str | None:
     """The prefix of a first layer that is dense, has a bias and takes the whole picture; None where there is none."""
-    first = broadcast.plan.parts[0]
+    first = broadcast.plan.tensors[0]
     prefix = first.name.removesuffix("weight")
-    biased = any(part.name == f"{prefix}bias" for part in broadcast.plan.parts)
+    biased = any(part.name == f"{prefix}bias" for part in broadcast.plan.tensors)
     whole = len(first.shape) == 2 and first.shape[1] == int(np.prod(shape))
     return prefix if first.name.endswith("weight") and biased and whole else None
 
@@ -258,7 +258,7 @@ def clear_labels(rehearsal: Rehearsal, dataset: Dataset, rounds: Sequence[int]) 
     transcript = rehearsal.attacker
     views = estimate.views(transcript)
     names = list(views)
-    layer = [part.name for part in transcript[rounds[0]].broadcast.plan.parts if part.name.endswith("bias")][-1]
+    layer = [part.name for part in transcript[rounds[0]].broadcast.plan.tensors if part.name.endswith("bias")][-1]
     bias = list(estimate.option_2(views[layer]))
     assert layer in names
     right = []
@@ -274,7 +274,7 @@ def clear_labels(rehearsal: Rehearsal, dataset: Dataset, rounds: Sequence[int]) 
 
 
 def members(
-    model: Any, view: Any, dataset: Dataset, make: Callable[[int], Any], *, shadows: int, seed: int, tell: Tell
+    model: Any, view: Any, dataset: Dataset, make: Callable[[int], Any], *, shadows: int, seed: int, tell: OnProgress
 ) -> list[Finding]:
     """Was an example in the training data: by the final model's loss, by LiRA, and by a client's noisy view of it."""
     count = min(1000, len(dataset.y_test), len(dataset.y_train))

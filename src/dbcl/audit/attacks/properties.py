@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dbcl.audit.attacks import learners as properties
-from dbcl.audit.attacks.images import ESTIMATORS, OLD, Changes, Tell
+from dbcl.audit.attacks.images import ESTIMATORS, OLD, Changes, OnProgress
 from dbcl.audit.attacks.matching import as_gradient, example_gradients, gradients
 from dbcl.audit.estimators import smoother as estimate
 from dbcl.audit.estimators.smoother import View
@@ -80,9 +80,9 @@ def property_findings(
     batches: int,
     examples: int,
     seed: int,
-    tell: Tell,
+    tell: OnProgress,
 ) -> list[Finding]:
-    """Tell whether the victim's batch had a property, from each seat and by forest and matched filter.
+    """OnProgress whether the victim's batch had a property, from each seat and by forest and matched filter.
 
     For the forest the attacker makes so many `batches` of each kind in each round, at the models that it received; for
     the filter it takes the gradients of so many `examples` of each kind.
@@ -133,10 +133,10 @@ def _finding(
 def _sources(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Sequence[int]) -> list[Source]:
     attacker, server = rehearsal.attacker, rehearsal.server
     views, setting = estimate.views(attacker), attacker.setting
-    lr, others = setting.local.lr, setting.chosen - 1
+    lr, others = setting.local.lr, setting.cohort - 1
 
     def sums(changes: Changes) -> list[Row]:
-        return [as_gradient(_sum(views, changes, place, setting.chosen), lr) for place in range(len(tested))]
+        return [as_gradient(_sum(views, changes, place, setting.cohort), lr) for place in range(len(tested))]
 
     itself = [as_gradient(server[round].updates[str(VICTIM)].tensors, lr) for round in tested]
     sources = [Source("the update itself", "server", "adaptive", itself, 1, exact=True)]
@@ -144,7 +144,7 @@ def _sources(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Sequenc
         kind = ESTIMATORS[name][0]
         exact = setting.veil == 0 and kind == "adaptive"
         sources.append(Source(name, "client", kind, sums(changes), others, exact))
-    clear = [part.name for part in attacker[tested[0]].broadcast.plan.parts if not part.sketched]
+    clear = [part.name for part in attacker[tested[0]].broadcast.plan.tensors if not part.sketched]
     if clear:
         plain: Changes = {name: list(estimate.option_2(views[name])) for name in clear}
         sources.append(
@@ -160,7 +160,7 @@ def _sum(views: Mapping[str, View], changes: Changes, place: int, chosen: int) -
 
 def _lifted(broadcast: Broadcast, row: Row) -> Row:
     """The same over W's entries, which mean the same in every round; less precise, as it is held for many batches."""
-    sketches, shapes = broadcast.sketches(), {part.name: part.shape for part in broadcast.plan.parts}
+    sketches, shapes = broadcast.sketches(), {part.name: part.shape for part in broadcast.plan.tensors}
     lifted = {}
     for name, tensor in row.items():
         matrix = sketches[name].lift(tensor.reshape(shapes[name][0], -1)) if name in sketches else tensor
@@ -212,7 +212,7 @@ def _filtered(
     tested: Sequence[int],
     examples: int,
     seed: int,
-    tell: Tell,
+    tell: OnProgress,
 ) -> dict[str, NDArray[np.float64]]:
     """The log odds of every source in every tested round, by filters that are made for that round."""
     template, size = rehearsal.attacker.setting.template(), rehearsal.script.shape[2]

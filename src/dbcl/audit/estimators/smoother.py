@@ -77,7 +77,7 @@ def views(transcript: Transcript, names: Sequence[str] | None = None) -> dict[st
         sketches = each.broadcast.sketches()
         for name, tensor in each.broadcast.tensors.items():
             if names is None or name in names:
-                own = each.updates[client].tensors[name] / setting.chosen
+                own = each.updates[client].tensors[name] / setting.cohort
                 seen = tensor.double()
                 matrix = seen.reshape(len(seen), -1) if seen.ndim > 1 else seen.reshape(1, -1)
                 sketch = sketches.get(name) or Identity(matrix.shape[1])

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class StackedEngine(Engine):
-    """Trains the chosen clients together, in chunks that fit the cache on a CPU and all at once on a GPU.
+    """Trains the cohort together, in chunks that fit the cache on a CPU and all at once on a GPU.
 
     It takes every model that `LocalEngine` takes, by the fastest way that is exact for it, and `path` says which:
     "stages" for a plain stack of known layers, "vmap" for anything that `torch.func` can batch, "loop" for the rest.
@@ -48,23 +48,23 @@ class StackedEngine(Engine):
     _held: Stack | None = None
     _captured: Captured | None = None
 
-    def answers(self, broadcast: Broadcast, chosen: list[int]) -> list[Update] | list[bytes]:
+    def train_cohort(self, broadcast: Broadcast, cohort: list[int]) -> list[Update] | list[bytes]:
         with products(self.precision):
             stack = self._stack(broadcast)
             if stack is None:
-                return LocalEngine.answers(self, broadcast, chosen)  # type: ignore[arg-type]
-            return self._stacked_answers(stack, broadcast, chosen)
+                return LocalEngine.train_cohort(self, broadcast, cohort)  # type: ignore[arg-type]
+            return self._train_stacked(stack, broadcast, cohort)
 
-    def _stacked_answers(self, stack: Stack, broadcast: Broadcast, chosen: list[int]) -> list[Update]:
+    def _train_stacked(self, stack: Stack, broadcast: Broadcast, cohort: list[int]) -> list[Update]:
         stack.load(broadcast)
         done: dict[int, Update] = {}
         # Clients of similar size share a chunk, so that little of it is padding.
-        queue = sorted(chosen, key=lambda client: -len(self.shards[client]))
+        queue = sorted(cohort, key=lambda client: -len(self.shards[client]))
         size = self.chunk or stack.fitting_chunk(self.training, len(queue))
         for start in range(0, len(queue), size):
             members = queue[start : start + size]
             done |= dict(zip(members, self._train(stack, broadcast, members), strict=True))
-        return [done[client] for client in chosen]
+        return [done[client] for client in cohort]
 
     def _stack(self, broadcast: Broadcast) -> Stack | None:
         if self.path == "loop" or (self._held is not None and self._held.fits(broadcast)):

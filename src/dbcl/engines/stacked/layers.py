@@ -345,7 +345,7 @@ def clients_first(h: Tensor, clients: int) -> Tensor:  # (b, c * ch, ...) -> (c,
 
 def build(model: nn.Module, plan: RoundPlan, ndim: int) -> list[Stage]:
     """Turn a network into stages, or raise `NotStackable` with the reason; `ndim` is that of one example."""
-    for part in plan.parts:
+    for part in plan.tensors:
         if part.sketched and not isinstance(plan.sketches[part.name], BucketSketch):
             raise NotStackable(f"{part.name}: sketch {part.scheme}")
     stages: list[Stage] = []
@@ -361,7 +361,7 @@ def build(model: nn.Module, plan: RoundPlan, ndim: int) -> list[Stage]:
             images = False
         stages.append(_stage(layer, f"{name}.", images))
     known = {name for stage in stages for name in stage.names}
-    missing = [part.name for part in plan.parts if part.name not in known]
+    missing = [part.name for part in plan.tensors if part.name not in known]
     if missing:
         raise NotStackable(f"no stage holds {', '.join(missing)}")
     _fold(stages, plan)
@@ -400,7 +400,7 @@ def _stage(layer: nn.Module, prefix: str, images: bool) -> Stage:
 
 def _fold(stages: list[Stage], plan: RoundPlan) -> None:
     """Let each sketched `Linear` that follows another over elementwise layers only take its input in its own order."""
-    covered = {part.name for part in plan.parts if part.sketched and part.scheme != "sampling-v1"}
+    covered = {part.name for part in plan.tensors if part.sketched and part.scheme != "sampling-v1"}
     before: Linear | None = None
     for stage in stages:
         if isinstance(stage, Linear):

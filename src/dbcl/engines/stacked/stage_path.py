@@ -78,7 +78,7 @@ class StageStack(Stack):
 
     @staticmethod
     def _key(broadcast: Broadcast) -> object:
-        return [(part.name, part.shape, part.scheme) for part in broadcast.plan.parts]
+        return [(part.name, part.shape, part.scheme) for part in broadcast.plan.tensors]
 
     def fits(self, broadcast: Broadcast) -> bool:
         return self._key(broadcast) == self.key
@@ -176,7 +176,7 @@ class StageStack(Stack):
         for name, stage in self.holder.items():
             change = stage.unpack(name, params[name] - self.sent[name])
             moved[name] = change.to(broadcast.tensors[name])
-        return {part.name: moved[part.name] for part in broadcast.plan.parts}
+        return {part.name: moved[part.name] for part in broadcast.plan.tensors}
 
     def fitting_chunk(self, training: LocalTraining, clients: int) -> int:
         if self.like.is_cuda:
@@ -204,10 +204,10 @@ class VmapStack(Stack):
     """The general path: `torch.func` batches the client's own model over the client axis."""
 
     def __init__(self, template: nn.Module, broadcast: Broadcast, example: Tensor) -> None:
-        self.template, self.key = template, [(part.name, part.shape) for part in broadcast.plan.parts]
+        self.template, self.key = template, [(part.name, part.shape) for part in broadcast.plan.tensors]
 
     def fits(self, broadcast: Broadcast) -> bool:
-        return [(part.name, part.shape) for part in broadcast.plan.parts] == self.key
+        return [(part.name, part.shape) for part in broadcast.plan.tensors] == self.key
 
     def load(self, broadcast: Broadcast) -> None:
         self.local = blinded(self.template, broadcast).train()
@@ -217,7 +217,7 @@ class VmapStack(Stack):
             part.name: "{}parametrizations.{}.original".format(*_split(part.name))
             if part.name in covered
             else part.name
-            for part in broadcast.plan.parts
+            for part in broadcast.plan.tensors
         }
 
     def fresh(self, clients: int) -> Params:

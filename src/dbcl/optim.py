@@ -1,0 +1,41 @@
+"""Server optimisers: what the server does with the average update of a round.
+
+Each is a function that makes a `torch.optim.Optimizer` for the true weights; the gradient that the optimiser sees is
+minus the average update. Any of `torch.optim` will do: `functools.partial(torch.optim.AdamW, lr=0.01)`.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+ServerOptimizer = Callable[[Iterable[Parameter]], Optimizer]
+
+
+def fedavg(lr: float = 1.0) -> ServerOptimizer:
+    """W + lr * average update: plain federated averaging.
+
+    >>> fedavg()([Parameter(torch.zeros(1))]).defaults["lr"]
+    1.0
+    """
+    return partial(torch.optim.SGD, lr=lr)
+
+
+def momentum(beta: float = 0.5, lr: float = 1.0) -> ServerOptimizer:
+    """Federated averaging with momentum on the server.
+
+    >>> momentum(0.9)([Parameter(torch.zeros(1))]).defaults["momentum"]
+    0.9
+    """
+    return partial(torch.optim.SGD, lr=lr, momentum=beta)
+
+
+def adam(lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99), eps: float = 1e-3) -> ServerOptimizer:
+    """Adam on the server; `eps` is large, as adaptive federated optimisers need it.
+
+    >>> adam(0.02)([Parameter(torch.zeros(1))]).defaults["lr"]
+    0.02
+    """
+    return partial(torch.optim.Adam, lr=lr, betas=betas, eps=eps)
