@@ -66,7 +66,7 @@ def difference(name: str, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
         made = engine(name, x, y, LocalTraining(lr=0.01), 0.1, device=device)
         for _ in range(3):
             made.play_round()
-        ends.append({key: value.cpu() for key, value in made.server.model.state_dict().items()})
+        ends.append({key: value.cpu() for key, value in made.session.model.state_dict().items()})
     worst = max(float((ends[0][key] - ends[1][key]).abs().max()) for key in ends[0])
     size = float(np.sqrt(np.mean([float(value.square().mean()) for value in ends[0].values()])))
     return {"difference": worst, "rms": size}
@@ -100,7 +100,7 @@ def main() -> None:
     x_test, y_test = mnist.x_test.cuda(), mnist.y_test.cuda()
     made.play_round()
     spent, rounds = 0.0, 1
-    while evaluate(made.server.model, x_test, y_test).accuracy < 0.97 and rounds < 300:
+    while evaluate(made.session.model, x_test, y_test).accuracy < 0.97 and rounds < 300:
         spent += seconds(made.play_round, 1)
         rounds += 1
     results["mlp with dbcl to 97 %"] = {"rounds": rounds, "training_s": spent}

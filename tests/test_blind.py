@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import dbcl
-from dbcl.blind import veil_sizes
 from dbcl.errors import PlanError
 from dbcl.plan import SketchPlan
+from dbcl.privacy import veil_sizes
 
 
 def net(hidden: int = 50) -> nn.Sequential:
@@ -59,7 +59,7 @@ def test_a_zero_bias_is_veiled_like_the_rest_of_its_layer() -> None:
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
     nn.init.ones_(model[2].weight)
-    assert veil_sizes(model, SketchPlan.of(model, veil=0.2))["0.bias"] > 0
+    assert veil_sizes(model, SketchPlan.of(model, veil=0.2).veils)["0.bias"] > 0
 
 
 def test_a_running_variance_never_turns_negative() -> None:
@@ -104,6 +104,7 @@ def test_another_model_is_refused_with_all_that_differs() -> None:
     with pytest.raises(PlanError) as caught:
         dbcl.blinded(other, broadcast)
     text = str(caught.value)
-    assert "0.weight: shape (30, 40) here and (50, 40) in the broadcast" in text
-    assert "2.bias: the broadcast has it, this model does not" in text
-    assert "3.weight: this model has it, the broadcast does not" in text
+    assert "this model is not the one that the server trains" in text
+    assert "0.weight has shape (30, 40) and must have (50, 40)" in text
+    assert "2.bias is missing" in text
+    assert "'3.weight' was not asked for" in text

@@ -1,10 +1,23 @@
 """Double-Blind Collaborative Learning: train one PyTorch model together over random sketches of its weights."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from dbcl import optim
 from dbcl._version import __version__
-from dbcl.errors import DbclError, PlanError, ProtocolError, SketchError
+from dbcl.errors import (
+    AuditError,
+    ConfigError,
+    DataError,
+    DbclError,
+    PlanError,
+    ProtocolError,
+    SketchError,
+)
 from dbcl.plan import SketchPlan
+from dbcl.privacy import UpdateNoise, Veil, WhiteVeil
 from dbcl.protocol import (
+    Aggregate,
     Broadcast,
     Door,
     RoundReport,
@@ -17,10 +30,32 @@ from dbcl.protocol import (
     update,
 )
 from dbcl.sketch import CountSketch, Identity, Sketch, UniformSampling
+from dbcl.state import State
+
+if TYPE_CHECKING:
+    from dbcl import audit, data, engines, flower, run, testing, transcripts
+
+ROOMS = ("audit", "data", "engines", "flower", "run", "testing", "transcripts")
+"""Loaded when they are first used: `import dbcl` is enough for `dbcl.flower.DoubleBlind`."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in ROOMS:
+        return importlib.import_module(f"dbcl.{name}")
+    raise AttributeError(f"module 'dbcl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 __all__ = [
+    "Aggregate",
+    "AuditError",
     "Broadcast",
+    "ConfigError",
     "CountSketch",
+    "DataError",
     "DbclError",
     "Door",
     "Identity",
@@ -31,13 +66,24 @@ __all__ = [
     "Sketch",
     "SketchError",
     "SketchPlan",
+    "State",
     "UniformSampling",
     "Update",
+    "UpdateNoise",
+    "Veil",
+    "WhiteVeil",
     "__version__",
+    "audit",
     "blinded",
+    "data",
     "decode_broadcast",
     "decode_update",
     "encode",
+    "engines",
+    "flower",
     "optim",
+    "run",
+    "testing",
+    "transcripts",
     "update",
 ]

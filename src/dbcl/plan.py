@@ -4,12 +4,12 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
-from torch import nn
+from torch import Tensor, nn
 
 from dbcl import seeds
 from dbcl.cover import Cover, broadcast_tensors, covered_names, without_shape
@@ -29,8 +29,8 @@ class RoundTensor:
     `width` is what the sketch is drawn with and `columns` how many columns come out of it: as many, or fewer where a
     hashed sketch has empty buckets.
 
-    >>> part = RoundTensor("conv.weight", (8, 3, 5, 5), "count-v1", width=37, columns=37)
-    >>> part.dim, part.sketched, part.sent_shape
+    >>> tensor = RoundTensor("conv.weight", (8, 3, 5, 5), "count-v1", width=37, columns=37)
+    >>> tensor.dim, tensor.sketched, tensor.sent_shape
     (75, True, (8, 37))
     """
 
@@ -66,8 +66,8 @@ class RoundTensor:
 class RoundPlan:
     """What is fixed for one round: the seed and every tensor's sketch. All of it is sent to the clients.
 
-    >>> parts = RoundTensor("fc.weight", (2, 6), "count-v1", 3, 3), RoundTensor("fc.bias", (2,), CLEAR, 1, 1)
-    >>> RoundPlan(0, bytes(32), parts).sketches
+    >>> tensors = RoundTensor("fc.weight", (2, 6), "count-v1", 3, 3), RoundTensor("fc.bias", (2,), CLEAR, 1, 1)
+    >>> RoundPlan(0, bytes(32), tensors).sketches
     {'fc.weight': CountSketch(6 -> 3)}
     """
 
@@ -78,12 +78,12 @@ class RoundPlan:
     @cached_property
     def sketches(self) -> dict[str, Sketch]:
         """The sketch of every covered tensor, by name."""
-        return {part.name: part.draw(self.seed, self.round) for part in self.tensors if part.sketched}
+        return {tensor.name: tensor.draw(self.seed, self.round) for tensor in self.tensors if tensor.sketched}
 
     @cached_property
     def digest(self) -> str:
         """A name for this plan; an answer to another plan is refused by it."""
-        text = json.dumps([self.round, self.seed.hex(), [dataclasses.astuple(part) for part in self.tensors]])
+        text = json.dumps([self.round, self.seed.hex(), [dataclasses.astuple(tensor) for tensor in self.tensors]])
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -232,6 +232,11 @@ class SketchPlan:
         )
 
     @property
+    def veils(self) -> dict[str, float]:
+        """The relative size of every tensor's veil, by name."""
+        return {tensor.name: tensor.veil for tensor in self.tensors}
+
+    @property
     def in_clear(self) -> tuple[str, ...]:
         """The tensors that every client receives exactly."""
         return tuple(tensor.name for tensor in self.tensors if tensor.in_clear)
@@ -244,8 +249,8 @@ class SketchPlan:
     def draw(self, seed: bytes, round: int) -> RoundPlan:
         """Settle a round: draw the width of every covered tensor."""
         drawn = [tensor.draw(seed, round) for tensor in self.tensors]
-        plan = RoundPlan(round, seed, tuple(part for part, _ in drawn))
-        vars(plan)["sketches"] = {part.name: sketch for part, sketch in drawn if part.sketched}  # not drawn again
+        plan = RoundPlan(round, seed, tuple(tensor for tensor, _ in drawn))
+        vars(plan)["sketches"] = {tensor.name: sketch for tensor, sketch in drawn if tensor.sketched}  # not drawn again
         return plan
 
     def numbers_sent(self) -> int:
@@ -269,6 +274,21 @@ class SketchPlan:
         if bare:
             lines.append(f"sketched without a veil, so a client that remembers can undo it: {', '.join(bare)}")
         return "\n".join(lines)
+
+
+def mismatches(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor]) -> list[str]:
+    """Say where the names and shapes of tensors are not those expected.
+
+    >>> import torch
+    >>> mismatches({"a": (2,), "b": (3, 4)}, {"b": torch.zeros(4, 3), "c": torch.zeros(1)})
+    ['a is missing', "'c' was not asked for", 'b has shape (4, 3) and must have (3, 4)']
+    """
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [f"{name!r} was not asked for" for name in found if name not in expected]
+    for name, shape in expected.items():
+        if name in found and tuple(found[name].shape) != shape:
+            problems.append(f"{name} has shape {tuple(found[name].shape)} and must have {shape}")
+    return problems
 
 
 def _refuse(problems: list[str]) -> None:

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from dbcl import models
 from dbcl.cover import broadcast_tensors
-from dbcl.engines import LocalTraining
+from dbcl.engines import LocalTraining, Session
+from dbcl.engines.session import session_of
 from dbcl.errors import AuditError, ProtocolError
 from dbcl.files import write_atomic
 from dbcl.protocol import Broadcast, Server, Update, decode_broadcast, decode_update, encode
+from dbcl.protocol.aggregation import Weighted, average
 
 SUM = "sum"
 
@@ -135,7 +137,7 @@ class Truth:
 
     def cohort(self, round: int) -> list[int]:
         """Which clients took part in a round."""
-        return _chosen(self.folder)[str(round)]
+        return _cohorts(self.folder)[str(round)]
 
 
 class Recorder:
@@ -147,21 +149,20 @@ class Recorder:
     >>> import tempfile, dbcl
     >>> from dbcl.engines import LocalEngine
     >>> net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
-    >>> server = dbcl.Server(net)
     >>> x, y, shards = torch.randn(8, 8), torch.arange(8) % 2, [np.arange(4), np.arange(4, 8)]
-    >>> engine = LocalEngine(server, nn.Sequential(*net), x, y, shards, LocalTraining(), seed=bytes(32))
+    >>> engine = LocalEngine(dbcl.Server(net), nn.Sequential(*net), x, y, shards, LocalTraining(), seed=bytes(32))
     >>> folder = Path(tempfile.mkdtemp())
     >>> setting = Setting("net", (1, 1, 8), 2, asdict(LocalTraining()), clients=2, cohort=2)
-    >>> engine.observer = Recorder(folder, ["0", "server"], server, setting)
+    >>> engine.observer = Recorder(folder, ["0", "server"], engine.session, setting)
     >>> report = engine.play_round()
     >>> seen = Transcript(folder / "client-0")[0]
     >>> sorted(seen.updates), seen.weights is None
     (['0'], True)
     """
 
-    def __init__(self, folder: Path, parties: Sequence[str], server: Server, setting: Setting) -> None:
+    def __init__(self, folder: Path, parties: Sequence[str], holder: Server | Session, setting: Setting) -> None:
         check_parties(parties, setting.clients)
-        self.server = server
+        self.session = session = session_of(holder)
         self.folders = {party: folder / (f"client-{party}" if party.isdigit() else party) for party in parties}
         for place in self.folders.values():
             place.mkdir(parents=True, exist_ok=True)
@@ -170,53 +171,50 @@ class Recorder:
         self.truth.mkdir(parents=True, exist_ok=True)
         for place in (*self.folders.values(), self.truth):  # rounds that a crash recorded and resume plays again
             for round in _rounds(place):
-                if round >= server.round:
+                if round >= session.round:
                     _path(place, round).unlink()
-        read = _chosen(self.truth) if server.round else {}
-        self.cohort: dict[str, list[int]] = {key: value for key, value in read.items() if int(key) < server.round}
+        read = _cohorts(self.truth) if session.round else {}
+        self.cohorts: dict[str, list[int]] = {key: value for key, value in read.items() if int(key) < session.round}
         self.before = self._weights()
-        self._save(self.truth, server.round, self.before)
+        self._save(self.truth, session.round, self.before)
 
-    def __call__(self, broadcast: Broadcast, cohort: Sequence[int], answers: Sequence[Update | bytes]) -> None:
+    def __call__(self, broadcast: Broadcast, cohort: Sequence[int], messages: Sequence[Update | bytes]) -> None:
         """Take note of a round that was just closed."""
         sent = {"broadcast": _tensor(encode(broadcast))}
-        updates = {str(client): answer for client, answer in zip(cohort, answers, strict=True)}
+        updates = {str(client): message for client, message in zip(cohort, messages, strict=True)}
         for party, folder in self.folders.items():
             if party.isdigit():
                 if party in updates:
                     self._save(folder, broadcast.round, {**sent, f"update/{party}": _message(updates[party])})
                 continue
             told = {SUM: summed(list(updates.values()))} if party == "server-sum" else updates
-            messages = {f"update/{who}": _message(answer) for who, answer in told.items()}
+            messages = {f"update/{who}": _message(update) for who, update in told.items()}
             own = {f"weights/{name}": tensor for name, tensor in self.before.items()}
             self._save(folder, broadcast.round, {**sent, **messages, **own})
-        self.cohort[str(broadcast.round)] = [int(client) for client in cohort]
-        write_atomic(self.truth / "cohorts.json", json.dumps(self.cohort).encode())
+        self.cohorts[str(broadcast.round)] = [int(client) for client in cohort]
+        write_atomic(self.truth / "cohorts.json", json.dumps(self.cohorts).encode())
         self.before = self._weights()
         self._save(self.truth, broadcast.round + 1, self.before)
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().cpu().clone() for name, tensor in broadcast_tensors(self.server.model).items()}
+        return {name: tensor.detach().cpu().clone() for name, tensor in broadcast_tensors(self.session.model).items()}
 
     @staticmethod
     def _save(folder: Path, round: int, tensors: Mapping[str, Tensor]) -> None:
         write_atomic(_path(folder, round), safetensors.torch.save(dict(tensors)))
 
 
-def summed(answers: Sequence[Update | bytes]) -> Update:
+def summed(messages: Sequence[Update | bytes]) -> Update:
     """The average of a round's updates by examples, which is all that secure aggregation would show.
 
     >>> one = Update(0, "ab", {"bias": torch.ones(2)}, examples=1)
     >>> summed([one, Update(0, "ab", {"bias": torch.zeros(2)}, examples=3)]).tensors["bias"]
     tensor([0.2500, 0.2500])
     """
-    updates = [decode_update(answer) if isinstance(answer, bytes) else answer for answer in answers]
-    total = sum(update.examples for update in updates)
-    tensors = {
-        name: torch.stack([update.tensors[name] * (update.examples / total) for update in updates]).sum(dim=0)
-        for name in updates[0].tensors
-    }
-    return Update(updates[0].round, updates[0].plan, tensors, total)
+    updates = [decode_update(message) if isinstance(message, bytes) else message for message in messages]
+    first = updates[0]
+    mean = average([Weighted(update.tensors, update.examples) for update in updates], first.tensors).mean()
+    return Update(first.round, first.plan, mean, sum(update.examples for update in updates))
 
 
 def check_parties(parties: Sequence[str], clients: int) -> None:
@@ -237,7 +235,7 @@ def _rounds(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in folder.glob("*.safetensors") if path.stem.isdecimal())
 
 
-def _chosen(truth: Path) -> dict[str, list[int]]:
+def _cohorts(truth: Path) -> dict[str, list[int]]:
     try:
         read: dict[str, list[int]] = json.loads((truth / "cohorts.json").read_text())
     except (OSError, ValueError) as error:
@@ -257,8 +255,8 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def _message(answer: Update | bytes) -> Tensor:
-    return _tensor(answer if isinstance(answer, bytes) else encode(answer))
+def _message(update: Update | bytes) -> Tensor:
+    return _tensor(update if isinstance(update, bytes) else encode(update))
 
 
 def _under(held: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

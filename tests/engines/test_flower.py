@@ -61,7 +61,7 @@ def test_double_blind_around_fedavg_is_the_local_engine() -> None:
     torch.manual_seed(1)
     strategy = DoubleBlind(FedAvg(fraction_evaluate=0.0), net(), veil=0.2, insecure_seed=0)
     result = strategy.start(LocalGrid(app, len(SHARDS)), num_rounds=3)
-    assert distance(local.server.model, strategy.server.model) < 1e-10
+    assert distance(local.session.model, strategy.server.model) < 1e-10
     assert torch.equal(result.arrays.to_torch_state_dict()["0.weight"], strategy.server.model[0].weight)
     assert sorted(result.train_metrics_clientapp) == [1, 2, 3]
 
@@ -79,7 +79,7 @@ def test_flowers_ray_simulation_gives_the_weights_of_the_local_engine() -> None:
                 engine.play_round()
     finally:
         engines[1].close()
-    assert distance(engines[0].server.model, engines[1].server.model) < 1e-10
+    assert distance(engines[0].session.model, engines[1].session.model) < 1e-10
 
 
 def test_what_travels_to_the_nodes_holds_nothing_of_the_server() -> None:
@@ -96,7 +96,7 @@ def test_a_client_that_fails_ends_a_simulated_round_with_its_reason() -> None:
     engine = FlowerEngine(server(), net(), *examples(), broken, LocalTraining(), seed=SEED)
     with pytest.raises(ProtocolError, match="round 0: client 3 failed: IndexError"):
         engine.play_round()
-    assert engine.server.round == 0
+    assert engine.session.round == 0
 
 
 def echo(message: Message, context: Context) -> Message:
@@ -231,7 +231,7 @@ def test_a_run_through_flowers_simulation_is_the_local_run_resumed_or_not(tmp_pa
     assert len(list(first.play())) == 2
     second = Run.resume(tmp_path / "flower", rounds=4)
     assert len(list(second.play())) == 2
-    assert distance(whole.server.model, second.server.model) < 1e-6
+    assert distance(whole.session.model, second.session.model) < 1e-6
     for run in (whole, second):
         assert len(Transcript(run.folder / "transcripts" / "server")) == 4
     assert [m.accuracy for m in whole.history] == pytest.approx([m.accuracy for m in second.history], abs=0.002)

@@ -544,7 +544,7 @@ class TestGoingOn:
         with pytest.raises(ProtocolError, match="another model, another plan"):
             self.make(tmp_path / "a", veil=0.5)
         server = dbcl.Server(net())
-        dbcl.protocol.checkpoint.save(tmp_path / "b", *server.state())
+        server.save(tmp_path / "b")
         with pytest.raises(ProtocolError, match="checkpoints of another engine; choose another folder"):
             self.make(tmp_path / "b")
 

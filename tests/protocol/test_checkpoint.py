@@ -9,33 +9,32 @@ import dbcl
 from dbcl.errors import ProtocolError
 from dbcl.protocol import checkpoint
 from dbcl.protocol.codec import CHECKPOINT, unpack
-from protocol.conftest import answer, same, weights
+from protocol.conftest import answer, net, same, weights
 
 
 def played(server: dbcl.Server, folder: Path, rounds: int) -> None:
-    checkpoint.save(folder, *server.state())
+    server.save(folder)
     for _ in range(rounds):
         server.close_round([answer(server.open_round())])
-        checkpoint.save(folder, *server.state())
+        server.save(folder)
 
 
 def test_the_last_two_are_kept_and_the_newest_comes_back(server: dbcl.Server, tmp_path: Path) -> None:
     played(server, tmp_path, rounds=4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["round-00000003.dbcl", "round-00000004.dbcl"]
-    other = dbcl.Server(server.model.__class__(*[torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2)]))
-    other.load_state(*checkpoint.load(tmp_path))
+    other = dbcl.Server.load(tmp_path, net())
     assert other.round == 4
     assert same(weights(other), weights(server))
 
 
 def test_only_the_owner_may_read_it(server: dbcl.Server, tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, *server.state())
+    path = server.save(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_every_flipped_bit_and_every_truncation_is_found(tmp_path: Path) -> None:
     server = dbcl.Server(torch.nn.Linear(4, 2), cover="all")
-    data = checkpoint.save(tmp_path, *server.state()).read_bytes()
+    data = server.save(tmp_path).read_bytes()
     unpack(CHECKPOINT, data)
     for place in range(len(data)):
         for bit in range(8):
@@ -65,8 +64,8 @@ def test_the_last_whole_one_is_used(
     }
     newest.write_bytes(ruined[damage])
     with caplog.at_level(logging.WARNING):
-        values, _ = checkpoint.load(tmp_path)
-    assert values["round"] == 2
+        state = checkpoint.load(tmp_path)
+    assert state.values["round"]["number"] == 2
     assert "passed over round-00000003.dbcl" in caplog.text
 
 
@@ -78,7 +77,7 @@ def test_no_checkpoint_at_all_is_an_error(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = dbcl.Server(torch.nn.Linear(4, 2), cover="all")
-    path = checkpoint.save(tmp_path, *server.state())
+    path = server.save(tmp_path)
     before = path.read_bytes()
 
     def full(descriptor: int) -> None:
@@ -86,6 +85,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        checkpoint.save(tmp_path, *server.state())
+        server.save(tmp_path)
     assert path.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == [path.name]

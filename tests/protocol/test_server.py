@@ -7,6 +7,7 @@ from torch import nn
 
 import dbcl
 from dbcl.errors import ProtocolError
+from dbcl.protocol.aggregation import Aggregate, replacement
 from protocol.conftest import answer, net, same, weights
 
 
@@ -198,9 +199,8 @@ def test_a_restored_server_sends_the_same_broadcast_and_goes_on_alike(
     server = dbcl.Server(net(), insecure_seed=secret, optimizer=optimizer)
     for _ in range(2):
         server.close_round([answer(server.open_round())])
-    values, tensors = server.state()
     other = dbcl.Server(net(), insecure_seed=secret, optimizer=optimizer)
-    other.load_state(values, tensors)
+    other.load_state_dict(server.state_dict())
     assert dbcl.encode(other.open_round()) == dbcl.encode(server.open_round())
     for each in (server, other):
         each.close_round([answer(each.open_round(), 0.5)])
@@ -209,30 +209,13 @@ def test_a_restored_server_sends_the_same_broadcast_and_goes_on_alike(
         assert dbcl.encode(other.open_round()) == dbcl.encode(server.open_round())
 
 
-def test_a_running_mean_of_the_weights_is_kept_beside_them() -> None:
-    def make() -> dbcl.Server:
-        return dbcl.Server(net(), veil=0, ema_decay=0.5)
-
-    server, other = make(), make()
-    bias, mean = server.model[2].bias, server.averaged[2].bias.detach().clone()
-    for round in range(1, 4):
-        server.close_round([answer(server.open_round())])
-        keep = min(0.5, round / (round + 10))
-        mean = keep * mean + (1 - keep) * bias.detach()
-        torch.testing.assert_close(server.averaged[2].bias.detach(), mean)
-    other.load_state(*server.state())
-    assert torch.equal(other.averaged[0].weight, server.averaged[0].weight)
-    assert not torch.equal(other.averaged[0].weight, other.model[0].weight)
-    assert torch.equal(server.open_round().tensors["2.bias"], server.model[2].bias)  # clients go on from W itself
-    with pytest.raises(ProtocolError, match="another kind of averaging"):
-        dbcl.Server(net(), veil=0).load_state(*server.state())
-    with pytest.raises(ProtocolError, match="average must be at least 0 and below 1, got 1"):
-        dbcl.Server(net(), ema_decay=1)
-
-
 def test_the_state_of_another_plan_is_refused(server: dbcl.Server) -> None:
-    with pytest.raises(ProtocolError, match="another model, another plan"):
-        dbcl.Server(net(), veil=0).load_state(*server.state())
+    with pytest.raises(ProtocolError, match="another model or another plan"):
+        dbcl.Server(net(), veil=0).load_state_dict(server.state_dict())
+    with pytest.raises(ProtocolError, match="with the optimiser SGD and this one has Adam"):
+        dbcl.Server(net(), optimizer=dbcl.optim.adam()).load_state_dict(server.state_dict())
+    with pytest.raises(ProtocolError, match="of an older dbcl or of something else: it has no 'model'"):
+        server.load_state_dict({"values": {"round": 3, "key": "ab", "plan": "cd"}, "tensors": {}})
 
 
 @pytest.mark.parametrize("wire", ["float64", "float32", "bfloat16", "float16"])
@@ -292,7 +275,8 @@ def test_whoever_averages_the_lifted_weights_gets_what_close_round_gives(norm_bo
     admission = other.admit((f"update {number}", each) for number, each in enumerate(answers))
     lifted = [(admission.accepted[who].update.examples, tensors) for who, tensors in other.lifted(admission)]
     mean = {name: sum(n / 40 * tensors[name].double() for n, tensors in lifted) for name in broadcast.tensors}
-    same_report = other.close_with(admission, mean)
+    made = replacement(mean, dict(other.model.named_parameters()), count=len(admission.accepted))
+    same_report = other.close(made, admission.tally())
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(other)[name], tensor, rtol=1e-5, atol=1e-6)
     assert same_report.norm == pytest.approx(report.norm, rel=1e-5)
@@ -301,19 +285,40 @@ def test_whoever_averages_the_lifted_weights_gets_what_close_round_gives(norm_bo
     assert same(one.open_round().tensors, one.open_round().tensors)
 
 
-def test_new_weights_that_are_no_weights_leave_the_round_open(server: dbcl.Server) -> None:
+def test_an_aggregate_that_does_not_fit_leaves_the_round_open(server: dbcl.Server) -> None:
     before = weights(server)
     broadcast = server.open_round()
-    admission = server.admit([("me", answer(broadcast))])
-    bad = {**before, "2.bias": torch.tensor([1.0, math.nan])}
-    for new, reason in ((bad, "2.bias is not finite"), ({}, "0.weight is missing")):
+    sums = {name: torch.ones_like(tensor) for name, tensor in broadcast.tensors.items()}
+    huge = {name: torch.full_like(tensor, 3e38) for name, tensor in before.items()}
+    bad = {
+        "2.bias is not finite": replacement({**before, "2.bias": torch.tensor([1.0, math.nan])}, before, count=1),
+        "0.weight is missing": replacement({}, before, count=1),
+        r"2.bias has shape \(1,\) and must have \(2,\)": replacement({**before, "2.bias": torch.ones(1)}, before, 1),
+        r"0.weight has shape \(6, 8\) and must have \(6, 4\)": Aggregate(before, weight=1.0, count=1),
+        "0.bias leaves the range of the weights' dtype": Aggregate(huge, weight=1.0, count=1, lifted=True),
+    }
+    server.model[0].bias.data.fill_(3e38)
+    before["0.bias"] = server.model[0].bias.detach().clone()
+    for reason, aggregate in bad.items():
         with pytest.raises(ProtocolError, match=reason):
-            server.close_with(admission, new)
+            server.close(aggregate)
+    with pytest.raises(ProtocolError, match="of 1 update or more, got 0"):
+        Aggregate(sums, weight=1.0, count=0)
     assert same(weights(server), before)
     assert server.open_round() is broadcast
-    server.close_round([answer(broadcast)])
+    server.close(Aggregate(sums, weight=2.0, count=1))
+    torch.testing.assert_close(weights(server)["2.bias"], before["2.bias"] + 0.5)
     with pytest.raises(ProtocolError, match="no round is open"):
-        server.close_with(admission, before)
+        server.close(Aggregate(sums, weight=2.0, count=1))
+
+
+def test_an_aggregate_of_too_few_updates_is_refused() -> None:
+    """Where the server learns only a sum, the door still counts."""
+    server = dbcl.Server(net(), door=dbcl.Door(min_updates=3))
+    sums = dict(server.open_round().tensors)
+    with pytest.raises(ProtocolError, match="made of 2 updates and 3 are needed"):
+        server.close(Aggregate(sums, weight=2.0, count=2))
+    assert server.close(Aggregate(sums, weight=3.0, count=3)).accepted == 3
 
 
 def test_a_running_mean_may_turn_negative() -> None:

@@ -1,7 +1,9 @@
-"""Whatever carries the messages between the server and its clients."""
+"""Whatever carries the messages between whoever holds the model and the clients."""
 
-from dbcl.engines.engine import Engine, RoundResult, UpdateNoise
+from dbcl.engines.cohort import cohort_size, draw_cohort
+from dbcl.engines.engine import Engine, RoundObserver, RoundResult
 from dbcl.engines.local import LocalEngine
+from dbcl.engines.session import ServerSession, Session
 from dbcl.engines.stacked import StackedEngine
 from dbcl.engines.training import Evaluation, LocalTraining, evaluate
 
@@ -10,8 +12,12 @@ __all__ = [
     "Evaluation",
     "LocalEngine",
     "LocalTraining",
+    "RoundObserver",
     "RoundResult",
+    "ServerSession",
+    "Session",
     "StackedEngine",
-    "UpdateNoise",
+    "cohort_size",
+    "draw_cohort",
     "evaluate",
 ]

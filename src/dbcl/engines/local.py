@@ -22,10 +22,10 @@ class LocalEngine(Engine):
     """
 
     def train_cohort(self, broadcast: Broadcast, cohort: list[int]) -> list[bytes]:
-        # Every client receives the same bytes, so they are read once and each client trains a copy of what they make.
+        # Every client receives the same bytes, so they are decoded once and each client trains a copy of the model.
         broadcast = decode_broadcast(encode(broadcast))
         received = blinded(self.template, broadcast)
-        answers = []
+        updates = []
         for client in cohort:
             local = copy.deepcopy(received)
             index = torch.from_numpy(self.shards[client]).to(self.x.device)
@@ -33,5 +33,6 @@ class LocalEngine(Engine):
                 local, self.x[index], self.y[index], seed=self.seed, round=broadcast.round, client=client
             )
             counted = self.training.counted(len(index))
-            answers.append(encode(update(local, broadcast, examples=counted, metrics=metrics)))
-        return answers
+            noise = self.noise_of(client)
+            updates.append(encode(update(local, broadcast, examples=counted, metrics=metrics, noise=noise)))
+        return updates

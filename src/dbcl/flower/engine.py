@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,7 @@ from dbcl.engines.training import LocalTraining
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.flower.grid import LocalGrid
 from dbcl.flower.records import RECORD, blinded, reply, update_of
+from dbcl.privacy import UpdateNoise
 from dbcl.protocol import Broadcast, encode
 
 BACKEND: Any = {
@@ -36,22 +37,22 @@ BACKEND: Any = {
 
 
 @dataclass(frozen=True)
-class Shelf:
+class ExampleFile:
     """Examples in a file: what travels to another process is the name of the file."""
 
     path: str
 
     @classmethod
-    def of(cls, path: Path, x: Tensor, y: Tensor) -> "Shelf":
+    def write(cls, path: Path, x: Tensor, y: Tensor) -> "ExampleFile":
         safetensors.torch.save_file({"x": x.contiguous(), "y": y.contiguous()}, path)
         return cls(str(path))
 
     def read(self) -> tuple[Tensor, Tensor]:
-        return _shelved(self.path)
+        return _read_examples(self.path)
 
 
 @lru_cache(maxsize=1)
-def _shelved(path: str) -> tuple[Tensor, Tensor]:
+def _read_examples(path: str) -> tuple[Tensor, Tensor]:
     tensors = safetensors.torch.load_file(path)
     return tensors["x"], tensors["y"]
 
@@ -61,19 +62,21 @@ class Clients:
     """What the nodes do. It holds nothing of the server's, since it goes to wherever the nodes are."""
 
     template: nn.Module
-    examples: tuple[Tensor, Tensor] | Shelf
+    examples: tuple[Tensor, Tensor] | ExampleFile
     shards: Sequence[NDArray[np.int64]]
     training: LocalTraining
     seed: bytes
+    noise: UpdateNoise | None = None
 
     def train(self, message: Message, context: Context) -> Message:
         record: Any = message.content[RECORD]
         client, round = int(record["client"]), int(record["round"])
-        x, y = self.examples.read() if isinstance(self.examples, Shelf) else self.examples
+        x, y = self.examples.read() if isinstance(self.examples, ExampleFile) else self.examples
         local = blinded(self.template, message)
         index = torch.tensor(self.shards[client], device=x.device)  # a copy: what Ray brings is not writable
         metrics = self.training.train(local, x[index], y[index], seed=self.seed, round=round, client=client)
-        return reply(local, message, examples=self.training.counted(len(index)), metrics=metrics)
+        noise = None if self.noise is None else replace(self.noise, client=client)
+        return reply(local, message, examples=self.training.counted(len(index)), metrics=metrics, noise=noise)
 
     def app(self) -> ClientApp:
         app = ClientApp()
@@ -116,7 +119,7 @@ class FlowerEngine(Engine):
         return [update_of(came[nodes[client]]) for client in cohort]
 
     def _connect(self) -> Grid:
-        clients = Clients(self.template, (self.x, self.y), self.shards, self.training, self.seed)
+        clients = Clients(self.template, (self.x, self.y), self.shards, self.training, self.seed, self.noise)
         return LocalGrid(clients.app(), len(self.shards))
 
 
@@ -136,8 +139,8 @@ class SimulationEngine(FlowerEngine):
             raise ConfigError("the engine flower trains on the CPU; on a GPU use --engine stacked")
         # The app is sent to a worker with every message, so the examples stay in a file.
         self._folder = tempfile.TemporaryDirectory(prefix="dbcl-")
-        shelf = Shelf.of(Path(self._folder.name, "examples.safetensors"), self.x, self.y)
-        clients = Clients(self.template, shelf, self.shards, self.training, self.seed)
+        file = ExampleFile.write(Path(self._folder.name, "examples.safetensors"), self.x, self.y)
+        clients = Clients(self.template, file, self.shards, self.training, self.seed, self.noise)
         self._simulation = Simulation(clients.app(), len(self.shards))
         return self._simulation.grid()
 

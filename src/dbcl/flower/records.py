@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dbcl import protocol
 from dbcl.errors import ProtocolError
+from dbcl.privacy import UpdateNoise
 from dbcl.protocol import Broadcast, decode_broadcast, encode
 
 RECORD = "dbcl"
@@ -37,11 +38,16 @@ def blinded(module: nn.Module, message: Message) -> nn.Module:
 
 
 def reply(
-    model: nn.Module | None, message: Message, *, examples: int, metrics: Mapping[str, float] | None = None
+    model: nn.Module | None,
+    message: Message,
+    *,
+    examples: int,
+    metrics: Mapping[str, float] | None = None,
+    noise: UpdateNoise | None = None,
 ) -> Message:
     """Answer a message of `DoubleBlind`: to train with the change of the model, to evaluate with the metrics alone.
 
-    In a function that evaluates, `model` may be None.
+    In a function that evaluates, `model` may be None. With `noise` the client clips its update and adds noise to it.
 
     >>> import dbcl
     >>> from dbcl.flower import LocalGrid
@@ -58,7 +64,7 @@ def reply(
         return Message(RecordDict({"metrics": MetricRecord({EXAMPLES: examples, **numbers})}), reply_to=message)
     if model is None:
         raise ProtocolError("an answer to a train message needs the trained model, got None")
-    update = protocol.update(model, received(message), examples=examples, metrics=numbers)
+    update = protocol.update(model, received(message), examples=examples, metrics=numbers, noise=noise)
     return Message(RecordDict({RECORD: ConfigRecord({"update": encode(update)})}), reply_to=message)
 
 

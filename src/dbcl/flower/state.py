@@ -11,11 +11,10 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from dbcl.errors import ProtocolError
+from dbcl.state import State
 
-_PREFIX = "strategy."
 
-
-class Memory:
+class StrategyState:
     """Watches the attributes of a strategy, and of the strategies that it wraps, and tells what has changed.
 
     Arrays, numbers, texts, Flower's records, and lists, tuples and dicts of these can be kept. What a strategy was
@@ -23,10 +22,9 @@ class Memory:
 
     >>> from flwr.serverapp.strategy import FedAdam
     >>> strategy = FedAdam()
-    >>> memory = Memory(strategy)
+    >>> kept = StrategyState(strategy)
     >>> strategy.m_t = {"w": np.ones(2)}
-    >>> values, tensors = memory.state()
-    >>> Memory(again := FedAdam()).load_state(values, tensors)
+    >>> StrategyState(again := FedAdam()).load_state(kept.state())
     >>> again.m_t
     {'w': array([1., 1.])}
     """
@@ -48,7 +46,7 @@ class Memory:
                     found.append(f"{type(strategy).__name__}.{name} (a {type(value).__name__})")
         return found
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def state(self) -> State:
         """What has changed since the strategy was built."""
         tensors: dict[str, Tensor] = {}
         told = []
@@ -57,12 +55,13 @@ class Memory:
             for name, value in vars(strategy).items():
                 if not _storable(value) or (name in first and first[name] == _text(value)):
                     continue
-                values[name] = _put(value, f"{_PREFIX}{number}.{name}", tensors)
+                values[name] = _put(value, f"{number}.{name}", tensors)
             told.append(values)
-        return {"names": self.names, "attributes": told}, tensors
+        return State({"names": self.names, "attributes": told}, tensors)
 
-    def load_state(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def load_state(self, state: State) -> None:
         """Go back to what `state` returned; refuses the state of other strategies."""
+        values = state.values
         if values["names"] != self.names:
             raise ProtocolError(
                 f"the checkpoint is of {' around '.join(values['names'])} and the strategy is "
@@ -70,7 +69,7 @@ class Memory:
             )
         for strategy, attributes in zip(self.strategies, values["attributes"], strict=True):
             for name, told in attributes.items():
-                setattr(strategy, name, _get(told, tensors))
+                setattr(strategy, name, _get(told, state.tensors))
 
     @staticmethod
     def _texts(strategy: Strategy) -> dict[str, str | None]:

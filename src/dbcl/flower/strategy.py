@@ -23,9 +23,12 @@ from dbcl.errors import ConfigError, ProtocolError
 from dbcl.flower.checks import metrics_of, refuse, same_metrics, with_content
 from dbcl.flower.grid import PatientGrid
 from dbcl.flower.records import EXAMPLES, from_record, holds_only, to_record, update_of, with_broadcast
-from dbcl.flower.state import Memory
+from dbcl.flower.state import StrategyState
 from dbcl.plan import Ratio, SketchPlan
 from dbcl.protocol import Admission, Broadcast, Door, RoundReport, Server, checkpoint, encode
+from dbcl.protocol.aggregation import average, replacement
+from dbcl.protocol.state import restore_server, server_state
+from dbcl.state import State, join
 
 log = logging.getLogger("flwr.dbcl")  # on the console of a Flower app, as the inner strategy's own words
 
@@ -97,7 +100,7 @@ class DoubleBlind(Strategy):
         )
         self.reports: list[RoundReport] = []
         self.folder = None if checkpoint is None else Path(checkpoint)
-        self._memory = Memory(strategy)
+        self._kept = StrategyState(strategy)
         self._fixed = None if insecure_seed is None else seeds.derive(bytes(32), "flower", insecure_seed)
         self._numbers: dict[int, int] = {}  # of the nodes, in the order in which they were first seen
         self._asked: list[int] = []
@@ -169,7 +172,7 @@ class DoubleBlind(Strategy):
 
     def summary(self) -> None:
         """Log what a client will see, and the inner strategy's own summary."""
-        log.info("double-blind around %s:\n%s", " around ".join(self._memory.names), self.server.plan)
+        log.info("double-blind around %s:\n%s", " around ".join(self._kept.names), self.server.plan)
         self.strategy.summary()
 
     def configure_train(
@@ -208,14 +211,15 @@ class DoubleBlind(Strategy):
         with repeatable(self._fixed, "aggregate", server_round):
             new, summary = self.strategy.aggregate_train(server_round, self._lifted(admission, senders))
         if self._averages:
-            report = self.server.close_averaged(admission)
+            made = average(admission.weighted(), broadcast_tensors(self.server.model))
         elif new:
-            report = self.server.close_with(admission, from_record(new))
+            made = replacement(from_record(new), broadcast_tensors(self.server.model), len(admission.accepted))
         else:
             raise ProtocolError(
-                f"round {admission.round}: {self._memory.names[0]} made no weights of {len(admission.accepted)} good "
+                f"round {admission.round}: {self._kept.names[0]} made no weights of {len(admission.accepted)} good "
                 "answers; its log says why, most often that it needs more of them"
             )
+        report = self.server.close(made, admission.tally())
         self.reports.append(report)
         if self.observer is not None:
             nodes = [node for node in came if _name(node) in admission.accepted]
@@ -245,7 +249,7 @@ class DoubleBlind(Strategy):
     def _blind(self, asked: list[Message], own: ArrayRecord, broadcast: Broadcast, grid: Grid) -> list[Message]:
         if any(not holds_only(message, own) for message in asked):
             raise ProtocolError(
-                f"{self._memory.names[0]} sends other arrays than the model's; only the model can be blinded, so a "
+                f"{self._kept.names[0]} sends other arrays than the model's; only the model can be blinded, so a "
                 "strategy that sends more (control variates, for example) cannot be inside DoubleBlind"
             )
         data = encode(broadcast)
@@ -293,7 +297,7 @@ class DoubleBlind(Strategy):
 
     def _patient(self, grid: Grid, phase: str) -> PatientGrid:
         names = ("min_available_nodes", f"min_{phase}_nodes")
-        counts = [getattr(each, name, 0) for each in self._memory.strategies for name in names]
+        counts = [getattr(each, name, 0) for each in self._kept.strategies for name in names]
         return PatientGrid(grid, self.round_timeout, str(max(counts) or "more"))
 
     @property
@@ -304,11 +308,11 @@ class DoubleBlind(Strategy):
 
     @property
     def _weight_key(self) -> str:
-        return str(getattr(self._memory.strategies[-1], "weighted_by_key", EXAMPLES))
+        return str(getattr(self._kept.strategies[-1], "weighted_by_key", EXAMPLES))
 
     @property
     def _array_key(self) -> str:
-        return str(getattr(self._memory.strategies[-1], "arrayrecord_key", "arrays"))
+        return str(getattr(self._kept.strategies[-1], "arrayrecord_key", "arrays"))
 
     def _check_outermost(self) -> None:
         if not self._started:
@@ -324,7 +328,7 @@ class DoubleBlind(Strategy):
         return ArrayRecord(dict(self._written[1]))
 
     def _weights(self) -> ArrayRecord:
-        return to_record(self.server.averaged.state_dict())
+        return to_record(self.server.model.state_dict())
 
     @staticmethod
     def _note(history: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:
@@ -337,28 +341,32 @@ class DoubleBlind(Strategy):
     def _save(self) -> None:
         if self.folder is None:
             return
-        values, tensors = self.server.state()
-        remembered, more = self._memory.state()
         own = {
-            "strategy": remembered,
             "evaluated": self._evaluated,
             "nodes": [str(node) for node in self._numbers],
             "history": [[[n, dict(m)] for n, m in kept.items()] for kept in _histories(self._result)],
         }
-        checkpoint.save(self.folder, {**values, "flower": own}, {**tensors, **more})
+        parts = {
+            "server": server_state(self.server),
+            "strategy": self._kept.state(),
+            "flower": State(own, {}),
+        }
+        checkpoint.save(self.folder, self.server.round, join(**parts))
 
     def _resume(self, folder: Path) -> None:
-        forgotten = self._memory.forgotten()
+        forgotten = self._kept.forgotten()
         if forgotten:
             log.warning("not in checkpoints, so a run that goes on starts with it anew: %s", ", ".join(forgotten))
         if not any(folder.glob("round-*.dbcl")):
             return
-        values, tensors = checkpoint.load(folder)
-        if "flower" not in values:
-            raise ProtocolError(f"{folder} holds checkpoints of another engine; choose another folder")
-        own: Mapping[str, Any] = values["flower"]
-        self._memory.load_state(own["strategy"], tensors)
-        self.server.load_state(values, tensors)
+        state = checkpoint.load(folder)
+        if not {"flower", "strategy", "server"} <= state.values.keys():
+            raise ProtocolError(
+                f"{folder} holds checkpoints of another engine or of an older dbcl; choose another folder"
+            )
+        own: Mapping[str, Any] = state.values["flower"]
+        self._kept.load_state(state.part("strategy"))
+        restore_server(self.server, state.part("server"))
         self._evaluated, self._resumed = own["evaluated"], True
         self._numbers = {int(node): number for number, node in enumerate(own["nodes"])}
         for kept, told in zip(_histories(self._result), own["history"], strict=True):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from dbcl.blind import build_client, client_tensors
+from dbcl.privacy import UpdateNoise
 from dbcl.protocol.messages import Broadcast, Update
 
 
@@ -24,9 +25,16 @@ def blinded(module: nn.Module, broadcast: Broadcast) -> nn.Module:
 
 
 def update(
-    local: nn.Module, broadcast: Broadcast, *, examples: int, metrics: Mapping[str, float] | None = None
+    local: nn.Module,
+    broadcast: Broadcast,
+    *,
+    examples: int,
+    metrics: Mapping[str, float] | None = None,
+    noise: UpdateNoise | None = None,
 ) -> Update:
     """Make the answer: how every tensor has changed since the broadcast, in the dtype that it was sent in.
+
+    With `noise` the client clips the change and adds noise of its own, before anything is encoded.
 
     >>> import torch, dbcl
     >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round()
@@ -38,4 +46,6 @@ def update(
     for name, now in client_tensors(local, broadcast.plan).items():
         sent = broadcast.tensors[name]
         changes[name] = (now - sent.to(now)).to(sent)
+    if noise is not None:
+        changes = noise(changes, round=broadcast.round)
     return Update(broadcast.round, broadcast.plan.digest, changes, examples, dict(metrics or {}))

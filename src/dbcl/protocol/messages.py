@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dbcl.errors import ProtocolError
-from dbcl.plan import RoundPlan
+from dbcl.plan import RoundPlan, mismatches
 from dbcl.sketch import Sketch
 
 
@@ -26,7 +26,7 @@ class Broadcast:
     tensors: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
-        problems = mismatches({part.name: part.sent_shape for part in self.plan.tensors}, self.tensors)
+        problems = mismatches({tensor.name: tensor.sent_shape for tensor in self.plan.tensors}, self.tensors)
         if problems:
             raise ProtocolError(f"broadcast: {'; '.join(problems[:5])}")
 
@@ -61,6 +61,22 @@ class Update:
 
 
 @dataclass(frozen=True)
+class Tally:
+    """What is known of the updates behind an aggregate, for the round's report.
+
+    >>> Tally(refused=("update 1: bias holds NaN",), examples=9).clipped
+    0
+    """
+
+    refused: tuple[str, ...] = ()
+    """Who was refused, and why."""
+    clipped: int = 0
+    examples: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The clients' metrics, averaged over examples."""
+
+
+@dataclass(frozen=True)
 class RoundReport:
     """What became of a round.
 
@@ -77,18 +93,3 @@ class RoundReport:
     """The length of the average update, all tensors together."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The clients' metrics, averaged over examples."""
-
-
-def mismatches(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Say where the names and shapes of tensors are not those expected.
-
-    >>> import torch
-    >>> mismatches({"a": (2,), "b": (3, 4)}, {"b": torch.zeros(4, 3), "c": torch.zeros(1)})
-    ['a is missing', "'c' was not asked for", 'b has shape (4, 3) and must have (3, 4)']
-    """
-    problems = [f"{name} is missing" for name in expected if name not in tensors]
-    problems += [f"{name!r} was not asked for" for name in tensors if name not in expected]
-    for name, shape in expected.items():
-        if name in tensors and tuple(tensors[name].shape) != shape:
-            problems.append(f"{name} has shape {tuple(tensors[name].shape)} and must have {shape}")
-    return problems

@@ -1,7 +1,7 @@
 """A training run: its settings, how they become a model, a server and an engine, its folder and its pictures."""
 
 from dbcl.run.config import PRESETS, RunConfig, from_toml, preset
-from dbcl.run.folder import RoundMetrics, Run, message_bytes, read_metrics, setting
+from dbcl.run.folder import RoundMetrics, Run, message_bytes, read_metrics
 
 __all__ = [
     "PRESETS",
@@ -12,5 +12,4 @@ __all__ = [
     "message_bytes",
     "preset",
     "read_metrics",
-    "setting",
 ]

@@ -1,0 +1,25 @@
+"""Who takes part in a round."""
+
+from dbcl import seeds
+from dbcl.errors import ConfigError
+
+
+def cohort_size(clients: int, fraction: float) -> int:
+    """How many of the clients take part in a round: the nearest whole number (halves up), and at least one.
+
+    >>> cohort_size(100, 0.1), cohort_size(25, 0.1), cohort_size(3, 0.01)
+    (10, 3, 1)
+    """
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"the fraction of clients in a round must be above 0 and at most 1, got {fraction}")
+    return max(1, int(fraction * clients + 0.5))
+
+
+def draw_cohort(clients: int, fraction: float, *, seed: bytes, round: int) -> list[int]:
+    """Choose a round's clients, uniformly and without replacement.
+
+    >>> len(draw_cohort(100, 0.1, seed=bytes(32), round=0))
+    10
+    """
+    size = cohort_size(clients, fraction)
+    return sorted(seeds.permutation(seed, "participants", round, n=clients)[:size].tolist())

@@ -1,0 +1,130 @@
+"""What an engine and a run need of whoever holds the model; `ServerSession` is a server behind that contract."""
+
+import copy
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from dbcl.errors import ConfigError, ProtocolError
+from dbcl.plan import SketchPlan
+from dbcl.protocol import Broadcast, RoundReport, Server, Update
+from dbcl.protocol.state import all_tensors, load_model, model_state, restore_server, server_state
+from dbcl.state import State, join
+
+
+class Session(Protocol):
+    """Whoever holds a model and plays rounds with others: a server, or a peer.
+
+    `model` holds the true weights and `released` what is evaluated and kept as the result, which may be another.
+    `open` gives what the clients of the round receive, the same until `close` takes their updates and steps.
+
+    >>> import dbcl
+    >>> session: Session = ServerSession(dbcl.Server(nn.Linear(6, 2), cover="all"))
+    >>> session.round, session.open().round
+    (0, 0)
+    """
+
+    @property
+    def round(self) -> int: ...
+
+    @property
+    def plan(self) -> SketchPlan: ...
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def released(self) -> nn.Module: ...
+
+    def open(self) -> Broadcast: ...
+
+    def close(self, updates: Sequence[Update | bytes]) -> RoundReport: ...
+
+    def state(self) -> State: ...
+
+    def load_state(self, state: State) -> None: ...
+
+
+class ServerSession:
+    """A server, and with `ema_decay` above 0 an exponential moving average of its weights.
+
+    The average is taken over about 1 / (1 - ema_decay) rounds. The noise of single rounds is gone from it, so it is
+    what is evaluated and released. Clients never receive it; they go on from W.
+
+    >>> import dbcl
+    >>> session = ServerSession(dbcl.Server(nn.Linear(6, 2), cover="all"), ema_decay=0.9)
+    >>> session.released is session.model
+    False
+    """
+
+    def __init__(self, server: Server, ema_decay: float = 0.0) -> None:
+        if not 0 <= ema_decay < 1:
+            raise ConfigError(f"ema_decay must be at least 0 and below 1, got {ema_decay}")
+        self.server = server
+        self.ema_decay = ema_decay
+        self.ema_model = copy.deepcopy(server.model) if ema_decay else None
+
+    @property
+    def round(self) -> int:
+        return self.server.round
+
+    @property
+    def plan(self) -> SketchPlan:
+        return self.server.plan
+
+    @property
+    def model(self) -> nn.Module:
+        return self.server.model
+
+    @property
+    def released(self) -> nn.Module:
+        return self.server.model if self.ema_model is None else self.ema_model
+
+    def open(self) -> Broadcast:
+        """The broadcast of the round."""
+        return self.server.open_round()
+
+    def close(self, updates: Sequence[Update | bytes]) -> RoundReport:
+        """Step on the updates, and take the new weights into the average."""
+        report = self.server.close_round(updates)
+        self._average()
+        return report
+
+    def state(self) -> State:
+        """The server's state, and the average where there is one."""
+        parts = {"server": server_state(self.server)}
+        if self.ema_model is not None:
+            parts["ema"] = model_state(self.ema_model)
+        return join(**parts)
+
+    def load_state(self, state: State) -> None:
+        """Go back to what `state` gave."""
+        if "server" not in state.values:
+            raise ProtocolError("the checkpoint is of an older dbcl or of something else: it has no 'server'")
+        if ("ema" in state.values) != (self.ema_model is not None):
+            raise ProtocolError(
+                "the checkpoint belongs to a run with another ema_decay: only one of the two has an average"
+            )
+        restore_server(self.server, state.part("server"))
+        if self.ema_model is not None:
+            load_model(self.ema_model, state.part("ema"))
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        if self.ema_model is None:
+            return
+        # The decay rises from 0: an average of few rounds should not remember the initial weights.
+        decay = min(self.ema_decay, self.round / (self.round + 10))
+        current = all_tensors(self.model)
+        for name, mean in all_tensors(self.ema_model).items():
+            if mean.is_floating_point():
+                mean.lerp_(current[name], 1 - decay)
+            else:
+                mean.copy_(current[name])
+
+
+def session_of(holder: Server | Session) -> Session:
+    """A bare server as a session; a session as it is."""
+    return ServerSession(holder) if isinstance(holder, Server) else holder

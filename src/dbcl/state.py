@@ -1,0 +1,36 @@
+"""What a checkpoint holds: plain values and tensors, of several parts under names."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class State(NamedTuple):
+    """Values that JSON can write, and tensors by name.
+
+    >>> import torch
+    >>> whole = join(server=State({"round": 3}, {"W": torch.zeros(2)}), veil=State({}, {}))
+    >>> whole.values, list(whole.tensors)
+    ({'server': {'round': 3}, 'veil': {}}, ['server.W'])
+    >>> whole.part("server").tensors
+    {'W': tensor([0., 0.])}
+    """
+
+    values: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def part(self, name: str) -> "State":
+        """The state that `join` put under a name; a `KeyError` where there is none."""
+        prefix = f"{name}."
+        inside = {key.removeprefix(prefix): each for key, each in self.tensors.items() if key.startswith(prefix)}
+        return State(self.values[name], inside)
+
+
+def join(**parts: State) -> State:
+    """One state of several, each under its name.
+
+    >>> join(a=State({"x": 1}, {})).part("a").values
+    {'x': 1}
+    """
+    tensors = {f"{name}.{key}": each for name, part in parts.items() for key, each in part.tensors.items()}
+    return State({name: part.values for name, part in parts.items()}, tensors)
