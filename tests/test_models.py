@@ -68,3 +68,29 @@ def test_one_output_is_a_yes_or_no_task() -> None:
     logits, labels = torch.tensor([[2.0], [-3.0]]), torch.tensor([1, 0])
     assert models.predict(logits).tolist() == [1, 0]
     assert models.loss(logits, labels) < 0.1 < models.loss(-logits, labels)
+
+
+@pytest.mark.parametrize("outputs", [1, 4])
+def test_the_loss_is_the_mean_of_the_losses_and_the_gradient_is_autograds(outputs: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, outputs, dtype=torch.float64, generator=generator, requires_grad=True)
+    labels = torch.randint(0, max(2, outputs), (6,), generator=generator)
+    each = models.losses(logits, labels)
+    torch.testing.assert_close(each.mean(), models.loss(logits, labels))
+    (expected,) = torch.autograd.grad(each.sum(), logits)
+    again, gradients = models.losses_and_gradients(logits.detach(), labels)
+    torch.testing.assert_close(again, each.detach(), rtol=0, atol=1e-14)
+    torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-14)
+    in_a_grid = models.losses_and_gradients(logits.detach().view(2, 3, outputs), labels.view(2, 3))
+    assert torch.equal(in_a_grid[0].flatten(), again)
+    assert torch.equal(in_a_grid[1].flatten(0, 1), gradients)
+
+
+def test_labels_may_be_probabilities() -> None:
+    logits, soft = torch.tensor([[2.0, -1.0, 0.5]]), torch.tensor([[0.2, 0.5, 0.3]])
+    by_class = torch.cat([models.losses(logits, torch.tensor([label])) for label in range(3)])
+    torch.testing.assert_close(models.losses(logits, soft), (soft @ by_class))
+    torch.testing.assert_close(models.loss(logits, soft), (soft @ by_class)[0])
+    logit, probability = torch.tensor([[2.0]]), torch.tensor([0.3])
+    no, yes = (models.losses(logit, torch.tensor([label])) for label in (0, 1))
+    torch.testing.assert_close(models.losses(logit, probability), 0.7 * no + 0.3 * yes)

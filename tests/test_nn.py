@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import dbcl
 from dbcl.errors import SketchError
-from dbcl.nn import EffectiveWeight, compact_parameter, sketch_parameter
+from dbcl.nn import EffectiveWeight, compact_parameter, inner_name, plan_name, sketch_parameter
 from dbcl.sketch import CountSketch, Sketch, draw
 
 SEED = bytes(range(32))
@@ -238,6 +238,16 @@ def test_every_layer_in_any_nesting_trains_and_equals_its_effective_weight() -> 
     torch.testing.assert_close(local(x), plain(x), rtol=1e-4, atol=1e-5)
     for mode in (local.train(), local.eval()):
         torch.testing.assert_close(mode(x), plain(x), rtol=1e-4, atol=1e-5)
+
+
+def test_the_names_of_a_clients_model_and_those_of_the_plan() -> None:
+    broadcast = dbcl.Server(Everything(), cover="all").open_round()
+    inside = [name for name, _ in dbcl.blinded(Everything(), broadcast).named_parameters()]
+    of_plan = [part.name for part in broadcast.plan.tensors]
+    covered = set(broadcast.sketches())
+    assert sorted(map(plan_name, inside)) == sorted(of_plan)
+    assert sorted(inside) == sorted(inner_name(name) if name in covered else name for name in of_plan)
+    assert plan_name("myparametrizations.weight.original") == "myparametrizations.weight.original"
 
 
 def test_a_copy_of_a_client_model_is_its_own() -> None:

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
+from dbcl._torch import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 from dbcl.errors import PlanError
 
-LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+LAYERS = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 """The layers that `cover="hidden"` and `cover="all"` know; any other matrix is covered by naming it."""
 
 Cover = str | Sequence[str]
@@ -19,8 +19,8 @@ Cover = str | Sequence[str]
 def broadcast_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model that leave the server: parameters, and floating-point buffers that a state dict holds.
 
-    Tied parameters appear once. Whole-number buffers (a batch counter, an index table) stay where they are: every
-    client's own model makes them.
+    Tied parameters appear once. Integer buffers (a batch counter, an index table) are not sent: a client has those of
+    its own copy of the network.
 
     >>> list(broadcast_tensors(nn.BatchNorm1d(3)))
     ['weight', 'bias', 'running_mean', 'running_var']
@@ -62,9 +62,9 @@ def covered_names(model: nn.Module, cover: Cover) -> tuple[set[str], list[str]]:
     else:
         matched, problems = _match(list(names), cover)
         chosen = {name for name in matched if names[name].ndim >= 2}
-    homes = _homes(model)
+    aliases = _names_of(model)
     for name in sorted(matched):
-        reason = _not_coverable(model, name, names[name], homes[name])
+        reason = _not_coverable(model, name, names[name], aliases[name])
         if reason:
             problems.append(reason)
     if not chosen and not problems:
@@ -73,7 +73,7 @@ def covered_names(model: nn.Module, cover: Cover) -> tuple[set[str], list[str]]:
 
 
 def without_shape(model: nn.Module) -> list[str]:
-    """Complain about lazy parameters, which nothing can be planned for.
+    """A complaint for each lazy parameter, which has no shape to plan for.
 
     >>> without_shape(nn.LazyLinear(3))
     ['weight: has no shape yet; run one batch through the model first']
@@ -85,7 +85,7 @@ def without_shape(model: nn.Module) -> list[str]:
 def _weights_of(path: str, module: nn.Module) -> list[str]:
     prefix = f"{path}." if path else ""
     own = module.named_parameters(recurse=False)
-    if isinstance(module, _ConvTransposeNd):
+    if isinstance(module, TRANSPOSED_CONVOLUTIONS):
         return []
     return [prefix + name for name, parameter in own if "weight" in name and parameter.ndim >= 2]
 
@@ -101,24 +101,24 @@ def _match(names: list[str], patterns: Sequence[str]) -> tuple[set[str], list[st
     return matched, problems
 
 
-def _homes(model: nn.Module) -> dict[str, list[str]]:
-    """For every parameter, all the names under which the model knows it."""
+def _names_of(model: nn.Module) -> dict[str, list[str]]:
+    """For every parameter, all its names in the model; tied parameters have several."""
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), []).append(name)
     return {name: places[id(parameter)] for name, parameter in model.named_parameters()}
 
 
-def _not_coverable(model: nn.Module, name: str, parameter: Tensor, homes: list[str]) -> str | None:
-    """Why a parameter that was asked for cannot be sketched; None where it can be, or is a mere vector."""
+def _not_coverable(model: nn.Module, name: str, parameter: Tensor, aliases: list[str]) -> str | None:
+    """Why a parameter that was asked for cannot be sketched; None where it can, and for vectors, which never are."""
     module, _ = owner(model, name)
     out = f"leave it out with '!{name}' in cover"
     if parameter.ndim < 2:
         return None
-    if len(homes) > 1:
-        others = ", ".join(homes[1:])
+    if len(aliases) > 1:
+        others = ", ".join(aliases[1:])
         return f"{name}: is one tensor with {others}, and tied weights cannot be covered; untie them or {out}"
-    if isinstance(module, _ConvTransposeNd):
+    if isinstance(module, TRANSPOSED_CONVOLUTIONS):
         return f"{name}: a transposed convolution's weight has its inputs first and cannot be covered; {out}"
     if isinstance(module, ParametrizationList):
         return f"{name}: belongs to another parametrization; remove that one or {out}"

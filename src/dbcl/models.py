@@ -1,4 +1,4 @@
-"""The paper's five networks, by name, with the paper's initial weights."""
+"""The paper's five networks, by name, with the paper's initial weights; and the loss that they are trained with."""
 
 import importlib
 import math
@@ -97,19 +97,54 @@ NETWORKS: dict[str, Callable[[Shape, int], nn.Module]] = {
 }
 
 
-def loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy; with a single output the labels are 0 or 1 and the output is the logit of 1.
+def loss(logits: Tensor, labels: Tensor) -> Tensor:  # (n, outputs), (n,) -> ()
+    """The mean of `losses`.
 
     >>> loss(torch.zeros(2, 4), torch.tensor([0, 3]))
     tensor(1.3863)
     """
+    return _cross_entropy(logits, labels, "mean")
+
+
+def losses(logits: Tensor, labels: Tensor) -> Tensor:  # (n, outputs), (n,) -> (n,)
+    """The cross entropy of every example. With a single output, that is the logit of class 1 against class 0.
+
+    The labels are classes, or probabilities of the classes, (n, outputs); of class 1, (n,), with a single output.
+
+    >>> losses(torch.zeros(2, 4), torch.tensor([0, 3]))
+    tensor([1.3863, 1.3863])
+    >>> losses(torch.zeros(2, 4), torch.full((2, 4), 0.25))
+    tensor([1.3863, 1.3863])
+    """
+    return _cross_entropy(logits, labels, "none")
+
+
+def losses_and_gradients(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """`losses` for classes, (..., outputs) and (...), and the derivative of each by its logits.
+
+    The derivative is softmax(logits) - onehot(label), or sigmoid(logit) - label with a single output.
+
+    >>> losses_and_gradients(torch.zeros(1, 4), torch.tensor([3]))
+    (tensor([1.3863]), tensor([[ 0.2500,  0.2500,  0.2500, -0.7500]]))
+    """
     if logits.shape[-1] == 1:
-        return F.binary_cross_entropy_with_logits(logits.squeeze(-1), labels.to(logits.dtype))
-    return F.cross_entropy(logits, labels)
+        return _cross_entropy(logits, labels, "none"), (logits.squeeze(-1).sigmoid() - labels).unsqueeze(-1)
+    logp = F.log_softmax(logits, dim=-1)
+    label = labels.unsqueeze(-1)
+    each = logp.gather(-1, label).squeeze(-1).neg_()
+    gradients = logp.exp_()
+    gradients.scatter_add_(-1, label, gradients.new_full((), -1.0).expand_as(label))
+    return each, gradients
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    if logits.shape[-1] == 1:
+        return F.binary_cross_entropy_with_logits(logits.squeeze(-1), labels.to(logits.dtype), reduction=reduction)
+    return F.cross_entropy(logits, labels, reduction=reduction)
 
 
 def predict(logits: Tensor) -> Tensor:
-    """The class that the outputs speak for.
+    """The most probable class of every example.
 
     >>> predict(torch.tensor([[0.1, 0.9], [0.8, 0.2]]))
     tensor([1, 0])

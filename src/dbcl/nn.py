@@ -1,7 +1,7 @@
 """Sketched layers: one parametrization for any matrix weight, and a faster form for `nn.Linear`.
 
 Both compute z = x W_eff^T with the effective weight W_eff = V D R^T. The parametrization writes W_eff out, which costs
-one gather and leaves the layer's native kernel alone. `nn.Linear` never needs it: it sketches its input,
+one gather and leaves the layer's native kernel alone. `nn.Linear` never needs W_eff: it sketches its input,
 z = (x R) D V^T, and works with matrices `ratio` times smaller.
 """
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from dbcl._torch import autocast_enabled, children, direct_apply, functorch_active, own_parameters, version
 from dbcl.sketch import Sketch
 from dbcl.sketch.buckets import BucketSketch, Tables
 from dbcl.sketch.operator import linear_map
@@ -36,7 +37,10 @@ class EffectiveWeight(nn.Module):
 
 
 class _Replace(EffectiveWeight):
-    """While it is being registered: takes the compact weight from the server and drops the one in the layer."""
+    """An `EffectiveWeight` whose registration puts the server's compact weight in place of the layer's own weight.
+
+    `register_parametrization` asks `right_inverse` what to keep of the old weight: nothing.
+    """
 
     def __init__(self, sketch: Sketch, shape: torch.Size, compact: Tensor) -> None:
         super().__init__(sketch, shape)
@@ -66,7 +70,7 @@ def sketch_parameter(module: nn.Module, name: str, sketch: Sketch, compact: Tens
         type(module).forward = _bucket_linear if isinstance(sketch, BucketSketch) else _linear
     if isinstance(module, nn.RNNBase):
         with torch.no_grad():
-            module._init_flat_weights()  # its cache still held the old weight
+            module.to(weight.device)  # makes it rebuild its own list of weights, which now has V in W's place
     return module
 
 
@@ -82,41 +86,63 @@ def compact_parameter(module: nn.Module, name: str) -> Tensor:
     return original
 
 
+def inner_name(plan_name: str) -> str:
+    """The name that a covered weight has inside a client's model; the plan and the messages use the plain name.
+
+    >>> inner_name("encoder.0.weight")
+    'encoder.0.parametrizations.weight.original'
+    """
+    path, dot, last = plan_name.rpartition(".")
+    return f"{path}{dot}parametrizations.{last}.original"
+
+
+def plan_name(inner_name: str) -> str:
+    """The name in the plan of a parameter of a client's model, covered or not: undoes `inner_name`.
+
+    >>> plan_name("encoder.0.parametrizations.weight.original"), plan_name("encoder.0.bias")
+    ('encoder.0.weight', 'encoder.0.bias')
+    """
+    match inner_name.split("."):
+        case [*path, "parametrizations", last, "original"]:
+            return ".".join([*path, last])
+    return inner_name
+
+
 def _linear(self: nn.Linear, x: Tensor) -> Tensor:
-    held: Any = self.parametrizations["weight"]  # type: ignore[index]
-    return F.linear(held[0].sketch.project(x), held.original, self.bias)
+    weight: Any = self.parametrizations["weight"]  # type: ignore[index]
+    return F.linear(weight[0].sketch.project(x), weight.original, self.bias)
 
 
 def _bucket_linear(self: nn.Linear, x: Tensor) -> Tensor:
-    # What torch.func or autocast change must be seen by them operation by operation.
-    if x.ndim != 2 or x.shape[1] != self.in_features or _functorch_active() or _autocast_enabled():
+    # torch.func and autocast must see each operation by itself, not one function of them all.
+    if x.ndim != 2 or x.shape[1] != self.in_features or functorch_active() or autocast_enabled():
         return _linear(self, x)
     # Looked up in the dictionaries: nn.Module's own look-up takes a noticeable part of a small layer's time.
-    held: Any = self._modules["parametrizations"]._modules["weight"]  # type: ignore[union-attr]
-    tables = held._modules["0"].sketch.tables(x)
-    compact, bias = held._parameters["original"], self._parameters["bias"]
+    weight = children(children(self)["parametrizations"])["weight"]
+    tables = children(weight)["0"].sketch.tables(x)
+    compact, bias = own_parameters(weight)["original"], own_parameters(self)["bias"]
     if not x.requires_grad:  # a first layer: nothing of the sketch is differentiated
         return F.linear(tables.project(x), compact, bias)
-    return _sketched_linear(x, compact, bias, tables)  # type: ignore[no-any-return, no-untyped-call]
+    return _sketched_linear(x, compact, bias, tables)  # type: ignore[no-any-return]
 
 
 class _SketchedLinear(torch.autograd.Function):
-    """z = (x R) D V^T + b in one function: for a small layer, each step that autograd sees costs as much as a product.
+    """z = (x R) D V^T + b as one node of the graph: in a small layer each node costs as much time as a product.
 
-    Its derivative, if that is to be differentiated in turn, is written with operations that autograd sees.
+    Where the gradient is to be differentiated in turn, it is computed with operations that autograd records.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, compact: Tensor, bias: Tensor | None, tables: Tables) -> Tensor:
         sketched = tables.project(x)
-        # Held as it is, with a look at its version below: `save_for_backward` does the same and takes longer.
-        ctx.held = x, compact, compact._version, sketched, tables, bias is not None
+        # Not `save_for_backward`, which takes longer; its check that V was not changed in place is made below.
+        ctx.kept = x, compact, version(compact), sketched, tables, bias is not None
         return F.linear(sketched, compact, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, compact, version, sketched, tables, biased = ctx.held
-        if compact._version != version:
+        x, compact, before, sketched, tables, biased = ctx.kept
+        if version(compact) != before:
             raise RuntimeError("a sketched weight was changed in place between the forward and the backward pass")
         inner = grad.mm(compact)
         if torch.is_grad_enabled():
@@ -127,6 +153,4 @@ class _SketchedLinear(torch.autograd.Function):
         return outer, grad.t().mm(sketched), grad.sum(dim=0) if biased else None, None
 
 
-_functorch_active, _autocast_enabled = torch._C._are_functorch_transforms_active, torch._C._is_any_autocast_enabled
-# Function.apply itself, less its preparations for torch.func, which never comes here.
-_sketched_linear = super(torch.autograd.Function, _SketchedLinear).apply
+_sketched_linear = direct_apply(_SketchedLinear)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dbcl._torch import direct_apply, functorch_active
 from dbcl.errors import SketchError
 
 Map = Callable[[Tensor], Tensor]
@@ -40,11 +41,11 @@ class Sketch(ABC):
         return linear_map(y, self._lift, self._apply)
 
     def project(self, x: Tensor) -> Tensor:  # (..., dim) -> (..., width)
-        """What a layer does to its input: x R D."""
+        """Sketch a layer's input: x R D."""
         return self.apply(x) * self.gain(x)
 
     def expand(self, y: Tensor) -> Tensor:  # (..., width) -> (..., dim)
-        """What makes an effective weight of a compact one: y D R^T, the adjoint of `project`."""
+        """Turn a compact weight into an effective one: y D R^T, the adjoint of `project`."""
         return self.lift(y * self.gain(y))
 
     @abstractmethod
@@ -58,17 +59,17 @@ class Sketch(ABC):
     def _lift(self, y: Tensor) -> Tensor: ...
 
     def dense(self, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Tensor:  # (dim, width)
-        """Write R out as a matrix; meant for tests and for looking at."""
+        """R as a matrix; for tests and inspection."""
         return self.apply(torch.eye(self.dim, dtype=dtype, device=device))
 
     def fingerprint(self) -> str:
-        """Name the map: two sketches have the same fingerprint when they are the same map, on any machine."""
+        """A hash of the map: equal for equal maps, on every machine."""
         head = f"{self.scheme} {self.dim} {self.width} ".encode()
         return hashlib.sha256(head + self._table()).hexdigest()
 
     @abstractmethod
     def _table(self) -> bytes:
-        """What was drawn, as whole numbers."""
+        """What was drawn, as integers in a fixed byte order."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Sketch":
         return self
@@ -84,18 +85,16 @@ class Sketch(ABC):
 
 
 def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
-    """Apply a linear map whose derivative is its adjoint, however often it is differentiated.
+    """Apply a linear map and tell autograd its adjoint; derivatives of any order work.
 
-    Without it the backward pass of a gather would be a scatter, which is slow and, on a GPU, not deterministic.
+    Left to itself, autograd would turn a gather into a scatter, which is slow and, on a GPU, not deterministic.
 
     >>> linear_map(torch.ones(2), lambda x: 3 * x, lambda y: 3 * y)
     tensor([3., 3.])
     """
-    if torch._C._are_functorch_transforms_active():
+    if functorch_active():
         return forward(x)  # torch.func differentiates and batches the gathers themselves
-    # Function.apply itself, less its preparations for torch.func, which are a tenth of a small layer's time.
-    quick = super(torch.autograd.Function, _LinearMap).apply
-    result: Tensor = quick(x, forward, adjoint)  # type: ignore[no-untyped-call]
+    result: Tensor = _apply_linear_map(x, forward, adjoint)
     return result
 
 
@@ -110,6 +109,9 @@ class _LinearMap(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return ctx.adjoint(grad), None, None
         return _LinearMap.apply(grad, ctx.adjoint, ctx.forward), None, None  # type: ignore[no-untyped-call]
+
+
+_apply_linear_map = direct_apply(_LinearMap)
 
 
 def check_width(dim: int, width: int) -> None:
