@@ -14,9 +14,9 @@ if find_spec("flwr") is None:
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
+from dbcl.flower.client import blinded, reply
 from dbcl.flower.engine import FlowerEngine, SimulationEngine
 from dbcl.flower.grid import LocalGrid
-from dbcl.flower.records import blinded, reply
 from dbcl.flower.strategy import DoubleBlind
 
 __all__ = ["DoubleBlind", "FlowerEngine", "LocalGrid", "SimulationEngine", "blinded", "reply"]

@@ -1,4 +1,4 @@
-"""The experiments of the other engines, carried by Flower: on a grid in this process, or through its Ray simulation."""
+"""Engines whose messages are carried by Flower: on a grid in this process, or through its Ray simulation."""
 
 import logging
 import os
@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from dbcl.engines.engine import Engine
 from dbcl.engines.training import LocalTraining
 from dbcl.errors import ConfigError, ProtocolError
+from dbcl.flower.client import blinded, reply
 from dbcl.flower.grid import LocalGrid
-from dbcl.flower.records import RECORD, blinded, reply, update_of
+from dbcl.flower.records import RECORD, update_of
 from dbcl.privacy import UpdateNoise
 from dbcl.protocol import Broadcast, encode
 
@@ -38,7 +39,7 @@ BACKEND: Any = {
 
 @dataclass(frozen=True)
 class ExampleFile:
-    """Examples in a file: what travels to another process is the name of the file."""
+    """Examples in a file, so that only its name is sent to another process."""
 
     path: str
 
@@ -59,7 +60,7 @@ def _read_examples(path: str) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Clients:
-    """What the nodes do. It holds nothing of the server's, since it goes to wherever the nodes are."""
+    """What the nodes run. It is sent to the nodes' processes, so it holds nothing of the server's."""
 
     template: nn.Module
     examples: tuple[Tensor, Tensor] | ExampleFile
@@ -161,13 +162,13 @@ class Simulation:
         self._thread = threading.Thread(target=self._run, name="flower simulation", daemon=True)
         self._thread.start()
 
-    def grid(self, patience: float = 120.0) -> Grid:
+    def grid(self, timeout: float = 120.0) -> Grid:
         """The grid, once all its nodes are there."""
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         try:
-            grid = self._handed.get(timeout=patience)
+            grid = self._handed.get(timeout=timeout)
         except queue.Empty:
-            raise ProtocolError(f"Flower's simulation did not start within {patience:g} s") from None
+            raise ProtocolError(f"Flower's simulation did not start within {timeout:g} s") from None
         if isinstance(grid, BaseException):
             raise ProtocolError(f"Flower's simulation did not start: {grid}") from grid
         while len(list(grid.get_node_ids())) < self.nodes:
@@ -183,7 +184,7 @@ class Simulation:
     def _run(self) -> None:
         from flwr.simulation import run_simulation
 
-        # Both talk to the console themselves; what matters is in errors that we raise.
+        # Both log to the console; what matters is in the errors that we raise.
         for name in ("flwr", "ray"):
             logging.getLogger(name).setLevel(logging.ERROR)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -1,4 +1,4 @@
-"""Two grids: one whose nodes live in this process, and one that does not wait for ever."""
+"""A grid whose nodes live in this process, and a wrapper that puts a timeout on waiting for nodes."""
 
 import copy
 import threading
@@ -51,7 +51,7 @@ class LocalGrid(Grid):
         self.client_app, self.hook = client_app, hook
         self._run: Any = None
         self._replies: dict[str, Message] = {}
-        _introduce()
+        _set_identity()
         self.contexts = {
             FIRST_NODE + number: Context(
                 run_id=0,
@@ -136,14 +136,14 @@ class LocalGrid(Grid):
         return reply
 
 
-class PatientGrid(Grid):
-    """Another grid, with an end to the waiting: strategies ask for nodes again and again until enough are there.
+class TimeoutGrid(Grid):
+    """A wrapper with a timeout: strategies poll a grid for nodes until enough are there, however long that takes.
 
-    `needed` says what the error is to say of how many are waited for.
+    `needed` is how many nodes the error message says are needed.
     """
 
-    def __init__(self, grid: Grid, patience: float, needed: str) -> None:
-        self.grid, self.patience, self.needed = grid, patience, needed
+    def __init__(self, grid: Grid, timeout: float, needed: str) -> None:
+        self.grid, self.timeout, self.needed = grid, timeout, needed
         self._deadline: float | None = None
 
     def set_run(self, run: Any) -> None:
@@ -159,14 +159,14 @@ class PatientGrid(Grid):
         return self.grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def get_node_ids(self) -> list[int]:
-        """The nodes that are there, always in the same order; an error where somebody still asks after the patience."""
+        """The nodes that are there, always in the same order; an error if they are asked for after the timeout."""
         nodes = sorted(self.grid.get_node_ids())
         now = time.monotonic()
         if self._deadline is None:
-            self._deadline = now + self.patience
+            self._deadline = now + self.timeout
         elif now > self._deadline:
             raise ProtocolError(
-                f"waited {self.patience:g} s for nodes: {len(nodes)} are there and {self.needed} are needed; start "
+                f"waited {self.timeout:g} s for nodes: {len(nodes)} are there and {self.needed} are needed; start "
                 "more nodes and run the same command again, or lower min_available_nodes and min_train_nodes"
             )
         return nodes
@@ -178,11 +178,11 @@ class PatientGrid(Grid):
         return self.grid.pull_messages(message_ids)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        return self.grid.send_and_receive(messages, timeout=self.patience if timeout is None else timeout)
+        return self.grid.send_and_receive(messages, timeout=self.timeout if timeout is None else timeout)
 
 
-def _introduce() -> None:
-    """Say who we are, where nobody has: recent Flower refuses to make a message in a process without an identity."""
+def _set_identity() -> None:
+    """Set Flower's process identity if unset: recent versions cannot make a message without one."""
     try:
         from flwr.supercore.task_identity import TaskIdentity
     except ImportError:

@@ -20,9 +20,10 @@ from dbcl import seeds
 from dbcl.cover import Cover, broadcast_tensors
 from dbcl.engines.engine import RoundObserver
 from dbcl.errors import ConfigError, ProtocolError
-from dbcl.flower.checks import metrics_of, refuse, same_metrics, with_content
-from dbcl.flower.grid import PatientGrid
+from dbcl.flower.checks import refuse
+from dbcl.flower.grid import TimeoutGrid
 from dbcl.flower.records import EXAMPLES, from_record, holds_only, to_record, update_of, with_broadcast
+from dbcl.flower.replies import metrics_of, same_metrics, with_content
 from dbcl.flower.state import StrategyState
 from dbcl.plan import Ratio, SketchPlan
 from dbcl.protocol import Admission, Broadcast, Door, RoundReport, Server, checkpoint, encode
@@ -183,7 +184,7 @@ class DoubleBlind(Strategy):
         broadcast = self.server.open_round()
         own = self._own()
         with repeatable(self._fixed, "configure", server_round):
-            asked = list(self.strategy.configure_train(server_round, own, config, self._patient(grid, "train")))
+            asked = list(self.strategy.configure_train(server_round, own, config, self._with_timeout(grid, "train")))
         return self._blind(asked, own, broadcast, grid)
 
     def configure_evaluate(
@@ -193,13 +194,15 @@ class DoubleBlind(Strategy):
         self._check_outermost()
         own = self._own()
         with repeatable(self._fixed, "evaluate", server_round):
-            asked = list(self.strategy.configure_evaluate(server_round, own, config, self._patient(grid, "evaluate")))
+            asked = list(
+                self.strategy.configure_evaluate(server_round, own, config, self._with_timeout(grid, "evaluate"))
+            )
         return self._blind(asked, own, self.server.open_round(), grid) if asked else []
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check the answers, lift them, let the inner strategy aggregate, and take its arrays as the new weights."""
+        """Check the updates, lift them, let the inner strategy aggregate, and take its arrays as the new weights."""
         self._check_outermost()
         broadcast = self.server.open_round()
         came = self._by_node(replies)
@@ -260,7 +263,7 @@ class DoubleBlind(Strategy):
         return messages
 
     def _by_node(self, replies: Iterable[Message]) -> dict[int, Message]:
-        """The answers in the order of the nodes, so that sums do not depend on who was first."""
+        """The replies in the order of the nodes, so that sums do not depend on who was first."""
         came = {message.metadata.src_node_id: message for message in replies}
         return {node: came[node] for node in sorted(came) if node in self._asked}
 
@@ -284,7 +287,7 @@ class DoubleBlind(Strategy):
         return replace(admission, accepted=accepted, refused={**refused, **admission.refused, **odd}), answers
 
     def _lifted(self, admission: Admission, senders: Mapping[str, Message]) -> list[Message]:
-        """The answers as the inner strategy expects them: full-size weights, metrics with the number of examples."""
+        """The updates as the inner strategy expects them: full-size weights, metrics with the number of examples."""
         empty: dict[str, Tensor] = {}
         weights = ((who, empty) for who in admission.accepted) if self._averages else self.server.lifted(admission)
         messages = []
@@ -295,10 +298,10 @@ class DoubleBlind(Strategy):
             messages.append(with_content(senders[who], content))
         return messages
 
-    def _patient(self, grid: Grid, phase: str) -> PatientGrid:
+    def _with_timeout(self, grid: Grid, phase: str) -> TimeoutGrid:
         names = ("min_available_nodes", f"min_{phase}_nodes")
         counts = [getattr(each, name, 0) for each in self._kept.strategies for name in names]
-        return PatientGrid(grid, self.round_timeout, str(max(counts) or "more"))
+        return TimeoutGrid(grid, self.round_timeout, str(max(counts) or "more"))
 
     @property
     def _averages(self) -> bool:
@@ -376,7 +379,7 @@ class DoubleBlind(Strategy):
 
 @contextlib.contextmanager
 def repeatable(seed: bytes | None, phase: str, round: int) -> Iterator[None]:
-    """With a seed, whatever a strategy draws follows from it; without one from randomness that nobody repeats."""
+    """With a seed, whatever a strategy draws follows from it; without one it is not repeatable."""
     if seed is None:
         yield
         return

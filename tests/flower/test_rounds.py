@@ -24,7 +24,7 @@ import dbcl
 from dbcl.engines import LocalTraining
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.flower import DoubleBlind, LocalGrid, blinded, reply
-from dbcl.flower.grid import PatientGrid
+from dbcl.flower.grid import TimeoutGrid
 from dbcl.testing.secrecy import leaks
 from dbcl.transcripts import Recorder, Setting, Transcript
 
@@ -541,7 +541,7 @@ class TestGoingOn:
         self.make(tmp_path / "a").start(LocalGrid(clients(), NODES), num_rounds=1)
         with pytest.raises(ProtocolError, match="the checkpoint is of FedAdam and the strategy is FedYogi"):
             self.make(tmp_path / "a", "FedYogi")
-        with pytest.raises(ProtocolError, match="another model, another plan"):
+        with pytest.raises(ProtocolError, match="another model or another plan"):
             self.make(tmp_path / "a", veil=0.5)
         server = dbcl.Server(net())
         server.save(tmp_path / "b")
@@ -610,7 +610,7 @@ def test_transcripts_are_recorded_as_in_the_other_engines(tmp_path: Path) -> Non
 
 def test_a_patient_grid_passes_everything_on() -> None:
     app = clients()
-    grid = PatientGrid(LocalGrid(app, 2), patience=5.0, needed="2")
+    grid = TimeoutGrid(LocalGrid(app, 2), timeout=5.0, needed="2")
     grid.set_run("run")
     assert grid.run == "run"
     message = grid.create_message(RecordDict(), "query", 1000, "1")
