@@ -1,8 +1,8 @@
 import gzip
 import hashlib
 import io
-import os
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +15,6 @@ from dbcl.data.fetch import SOURCES, Remote
 from dbcl.errors import DataError
 
 SEED = bytes(range(32))
-
-
-def need(relative: str) -> None:
-    path = Path(os.environ.get("DBCL_DATA", "/nowhere")) / relative
-    if not path.exists():
-        pytest.skip(f"DBCL_DATA has no {relative}")
 
 
 def test_the_digits_come_with_the_package() -> None:
@@ -46,8 +40,10 @@ def test_the_digits_come_with_the_package() -> None:
         ("lfw", "lfw/lfw.npz", (9228, 3, 62, 47), (3955, 3, 62, 47), 1),
     ],
 )
-def test_real_datasets(name: str, relative: str, train: tuple, test: tuple, outputs: int) -> None:
-    need(relative)
+def test_real_datasets(
+    name: str, relative: str, train: tuple, test: tuple, outputs: int, real_data: Callable[[str], Path]
+) -> None:
+    real_data(relative)
     found = data.load(name)
     assert tuple(found.x_train.shape) == train
     assert tuple(found.x_test.shape) == test
@@ -55,8 +51,8 @@ def test_real_datasets(name: str, relative: str, train: tuple, test: tuple, outp
     assert torch.isfinite(found.x_train).all()
 
 
-def test_the_embedded_digits_are_real_mnist() -> None:
-    need("MNIST/raw")
+def test_the_embedded_digits_are_real_mnist(real_data: Callable[[str], Path]) -> None:
+    real_data("MNIST/raw")
     mnist, digits = data.load("mnist"), data.load("digits")
 
     def images(dataset: data.Dataset) -> set[bytes]:

@@ -10,6 +10,7 @@ from dbcl import seeds
 from dbcl.errors import ProtocolError
 from dbcl.privacy import Veil, WhiteVeil, veil_sizes
 from dbcl.privacy.veil import SCHEME
+from dbcl.testing import VeilContract
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "veil.json").read_text())
 KEY = bytes(range(32))
@@ -55,6 +56,11 @@ def test_two_sketches_of_one_round_show_one_noise() -> None:
     sketch = broadcast.sketches()["weight"]
     torch.testing.assert_close(broadcast.tensors["weight"], sketch.apply(layer.weight.detach() + noise))
     torch.testing.assert_close(broadcast.tensors["bias"], layer.bias.detach() + server.veil.noise(0, "bias", (32,)))
+
+
+class TestWhiteVeil(VeilContract):
+    def veil(self) -> WhiteVeil:
+        return WhiteVeil({"weight": 0.2, "bias": 0.2})
 
 
 class Shift(Veil):

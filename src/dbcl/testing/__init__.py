@@ -1,1 +1,20 @@
-"""Contract suites for people who write a sketch or an engine of their own."""
+"""Contract suites for people who write a sketch, a veil or an engine of their own; they need pytest.
+
+A test class inherits a suite, supplies the one method that makes the new thing, and gets every test:
+
+    class TestMySketch(SketchContract):
+        def draw(self, dim, width, seed=SEED, round=0, name="w"):
+            return MySketch(dim, width, seed=seed, round=round, name=name)
+"""
+
+from importlib.util import find_spec
+
+if find_spec("pytest") is None:
+    raise ImportError("dbcl.testing needs pytest, which is not installed; the remedy: pip install pytest")
+
+from dbcl.testing.engine import EngineContract
+from dbcl.testing.secrecy import leaks
+from dbcl.testing.sketch import SketchContract
+from dbcl.testing.veil import VeilContract
+
+__all__ = ["EngineContract", "SketchContract", "VeilContract", "leaks"]
