@@ -1,5 +1,5 @@
-"""The `dbcl` command: the only place that prints."""
+"""The `dbcl` command: one file for each of its commands. Only this package prints."""
 
-from dbcl.cli.train import app, main
+from dbcl.cli.app import app, main
 
 __all__ = ["app", "main"]

@@ -1,33 +1,44 @@
-"""The settings of a run, and the presets that ship with dbcl."""
+"""The settings of a run, each with its default, meaning and choices, and the presets that ship with dbcl."""
 
 import dataclasses
 import json
 import math
+import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import resources
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from dbcl.data import LOADERS
-from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine, UpdateNoise
+from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine, cohort_size
 from dbcl.errors import ConfigError
+from dbcl.models import NETWORKS
 from dbcl.optim import ServerOptimizer, adam, fedavg, momentum
+from dbcl.privacy import UpdateNoise
 from dbcl.protocol import Door
 from dbcl.protocol.codec import WIRE_DTYPES
+from dbcl.run.settings import about, check_type, described
 from dbcl.sketch import SCHEMES
 
 PRESETS = ("blind", "paper", "plain")
-PARTITIONS = ("iid", "dirichlet", "shards")
-ALGORITHMS = ("fedavg", "fedprox", "sgd")
-OPTIMIZERS = ("fedavg", "momentum", "adam")
-PRECISIONS = ("float32", "tf32", "bf16")
+"""The presets that ship with dbcl; the first one is the default of the commands."""
+
+WHAT, WHO, CLIENT, HIDE, SERVER, LONG = (
+    "What is trained",
+    "Who takes part",
+    "What a client does",
+    "What is hidden",
+    "What the server does",
+    "How long, and how",
+)
 
 
 def _flower(*arguments: Any, **more: Any) -> Engine:
-    """Flower is an extra, and slow to import: only who asks for it needs it."""
+    """Optional dependency, imported lazily."""
     if find_spec("flwr") is None:
         raise ConfigError("the engine flower needs Flower, which is not installed: pip install 'dbcl[flower]'")
     from dbcl.flower import SimulationEngine
@@ -38,9 +49,54 @@ def _flower(*arguments: Any, **more: Any) -> Engine:
 ENGINES: dict[str, Callable[..., Engine]] = {"stacked": StackedEngine, "local": LocalEngine, "flower": _flower}
 
 
+def read_cover(text: str) -> str | tuple[str, ...]:
+    """Read what is covered, as a person writes it: hidden, all, or patterns with commas between them.
+
+    >>> read_cover("hidden"), read_cover("conv*, !conv1*")
+    ('hidden', ('conv*', '!conv1*'))
+    """
+    return text if text in ("hidden", "all") else read_names(text)
+
+
+def read_ratio(text: str) -> float | tuple[float, float]:
+    """Read a ratio, as a person writes it: a number, or a range that every round draws from.
+
+    >>> read_ratio("2"), read_ratio("2-4")
+    (2.0, (2.0, 4.0))
+    """
+    try:
+        numbers = [float(part) for part in text.split("-")]
+    except ValueError:
+        numbers = []
+    if len(numbers) == 1:
+        return numbers[0]
+    if len(numbers) == 2:
+        return numbers[0], numbers[1]
+    raise ConfigError(f"ratio is a number or a range such as 2-4, got {text!r}")
+
+
+def read_names(text: str) -> tuple[str, ...]:
+    """Read names with commas between them.
+
+    >>> read_names("0, server")
+    ('0', 'server')
+    """
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _unexplained(names: Iterable[str]) -> dict[str, str]:
+    return dict.fromkeys(names, "")
+
+
+def _rate(optimizer: Callable[..., ServerOptimizer]) -> float:
+    """The learning rate of a server optimiser that is given none."""
+    default: float = signature(optimizer).parameters["lr"].default
+    return default
+
+
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides a training run.
+    """Everything that decides a training run. `dbcl train --help` explains each field.
 
     >>> RunConfig(rounds=0)
     Traceback (most recent call last):
@@ -48,63 +104,110 @@ class RunConfig:
     dbcl.errors.ConfigError: rounds must be 1 or more, got 0
     """
 
-    data: str = "digits"
-    model: str = "mnist-mlp"
-    # who takes part
-    clients: int = 100
-    fraction: float = 0.1
-    partition: str = "iid"
-    alpha: float = 0.5
-    # what a client does
-    algorithm: str = "fedavg"
-    epochs: int = 1
-    batch_size: int = 10
-    lr: float = 0.05
-    lr_decay: float = 1.0
-    momentum: float = 0.0
-    proximal: float = 0.1
-    update_clip: float | None = None
-    update_noise: float = 0.0
-    """Noise that clients add to their updates, relative to `update_clip`, the length that they shorten them to."""
-    # what hides
-    cover: str | tuple[str, ...] = "hidden"
-    sketch: str = "count-v1"
-    ratio: float | tuple[float, float] = 2.0
-    veil: float = 0.2
-    # what the server does
-    server_optimizer: str = "fedavg"
-    server_lr: float | None = None
-    server_momentum: float = 0.5
-    ema_decay: float = 0.0
-    min_updates: int = 1
-    norm_bound: float | None = None
-    wire: str = "float32"
-    # how long, and from which seed
-    rounds: int = 200
-    target: float | None = None
-    seed: int = 0
-    fixed_secrets: bool = False
-    """True: the server's secrets follow from the seed, so that the run can be repeated. Only for experiments."""
-    engine: str = "stacked"
-    device: str = "cpu"
-    precision: str = "float32"
-    transcripts: tuple[str, ...] = ()
-    """Whose view is recorded for an audit: numbers of clients, "server", "server-sum"."""
+    data: str = described("digits", "The dataset", WHAT, choices=_unexplained(LOADERS) | {"digits": "in the package"})
+    model: str = described("mnist-mlp", f"The network: {', '.join(NETWORKS)}, or module:factory of your own", WHAT)
+
+    clients: int = described(100, "How many clients share the training examples", WHO)
+    fraction: float = described(0.1, "The share of the clients that takes part in each round", WHO)
+    partition: str = described(
+        "iid",
+        "How the examples are divided among the clients",
+        WHO,
+        choices={"iid": "", "dirichlet": "labels unevenly, by --alpha", "shards": "few labels each"},
+    )
+    alpha: float = described(0.5, "How even --partition dirichlet is: the smaller, the less", WHO)
+
+    algorithm: str = described(
+        "fedavg",
+        "How a client trains",
+        CLIENT,
+        choices={
+            "fedavg": "",
+            "fedprox": "held near the weights it received, by --proximal",
+            "sgd": "one batch a round: plain gradients",
+        },
+    )
+    epochs: int = described(1, "Passes over a client's examples in a round", CLIENT)
+    batch_size: int = described(10, "Examples in a local step", CLIENT)
+    lr: float = described(0.05, "Local learning rate", CLIENT)
+    lr_decay: float = described(1.0, "The learning rate is multiplied by this after every round", CLIENT)
+    momentum: float = described(0.0, "Local momentum", CLIENT)
+    proximal: float = described(0.1, "Weight of FedProx's penalty on the distance to the received weights", CLIENT)
+    update_clip: float | None = described(
+        None, "Clients scale longer updates down to this norm", CLIENT, unset="they do not"
+    )
+    update_noise: float = described(0.0, "Clients add Gaussian noise of this size, relative to --update-clip", CLIENT)
+
+    cover: str | tuple[str, ...] = described(
+        "hidden",
+        "What is sketched: hidden (all but the output layer), all, or patterns such as 'conv*,!conv1*'",
+        HIDE,
+        read=read_cover,
+    )
+    sketch: str = described(
+        "count-v1", "The kind of sketch", HIDE, choices=_unexplained(SCHEMES) | {"identity-v1": "none"}
+    )
+    ratio: float | tuple[float, float] = described(
+        2.0,
+        "How many inputs share one output of a sketch, or a range that each round draws from: 2-4",
+        HIDE,
+        read=read_ratio,
+    )
+    veil: float = described(0.2, "Secret noise on all that leaves the server, relative to the weights", HIDE)
+
+    server_optimizer: str = described(
+        "fedavg",
+        "What the server does with the average update",
+        SERVER,
+        choices={"fedavg": "adds it", "momentum": "", "adam": ""},
+    )
+    server_lr: float | None = described(
+        None, "The server's learning rate", SERVER, unset=f"{_rate(fedavg):g}, with adam {_rate(adam):g}"
+    )
+    server_momentum: float = described(0.5, "Momentum of --server-optimizer momentum", SERVER)
+    ema_decay: float = described(
+        0.0, "Evaluate and keep a running mean of W that decays so; 0.95 is a mean over about 20 rounds", SERVER
+    )
+    min_updates: int = described(1, "A round with fewer accepted updates is an error", SERVER)
+    norm_bound: float | None = described(
+        None, "The server scales longer updates down to this norm", SERVER, unset="it does not"
+    )
+    wire: str = described("float32", "The numbers of a message", SERVER, choices=_unexplained(WIRE_DTYPES))
+
+    rounds: int = described(200, "At most so many rounds", LONG)
+    target: float | None = described(None, "Stop at this accuracy, for example 0.97", LONG, unset="play all rounds")
+    seed: int | None = described(
+        None,
+        "Fix everything, the server's secrets too, so that an experiment can be repeated; insecure",
+        LONG,
+        unset="fresh secrets and fresh randomness",
+    )
+    engine: str = described(
+        "stacked",
+        "How the clients of a round are computed",
+        LONG,
+        choices={"stacked": "all at once", "local": "one after another", "flower": "in Flower's simulation"},
+    )
+    device: str = described("cpu", "Where it is computed: cpu, cuda, or one of several as cuda:1", LONG)
+    precision: str = described(
+        "float32",
+        "Arithmetic of matrix products on a GPU",
+        LONG,
+        choices={"float32": "", "tf32": "faster, less exact", "bf16": "more so"},
+    )
+    transcripts: tuple[str, ...] = described(
+        (),
+        "Record for an audit what these parties saw: numbers of clients, server, server-sum; for example 0,server",
+        LONG,
+        unset="nothing is recorded",
+        read=read_names,
+    )
 
     def __post_init__(self) -> None:
-        choices = {
-            "data": tuple(LOADERS),
-            "partition": PARTITIONS,
-            "algorithm": ALGORITHMS,
-            "server_optimizer": OPTIMIZERS,
-            "sketch": tuple(SCHEMES),
-            "wire": tuple(WIRE_DTYPES),
-            "engine": tuple(ENGINES),
-            "precision": PRECISIONS,
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        for field in dataclasses.fields(self):
+            value, allowed = getattr(self, field.name), about(field).choices
+            if allowed and value not in allowed:
+                raise ConfigError(f"{field.name} must be one of {', '.join(allowed)}, got {value!r}")
         for name in ("clients", "rounds"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
@@ -116,6 +219,8 @@ class RunConfig:
             raise ConfigError(f"server_lr must be above 0, got {self.server_lr}")
         if not 0 <= self.server_momentum < 1:
             raise ConfigError(f"server_momentum must be between 0 and 1, got {self.server_momentum}")
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device must be cpu, cuda or, of several, cuda:1; got {self.device!r}")
         if self.update_noise and self.update_clip is None:
             raise ConfigError("update_noise is relative to update_clip: set that, too")
         self.training()
@@ -124,8 +229,21 @@ class RunConfig:
 
     @property
     def cohort(self) -> int:
-        """How many clients take part in a round."""
-        return max(1, int(self.fraction * self.clients + 0.5))
+        """How many clients take part in a round.
+
+        >>> RunConfig(clients=25, fraction=0.1).cohort
+        3
+        """
+        return cohort_size(self.clients, self.fraction)
+
+    @property
+    def insecure(self) -> bool:
+        """Whether everything follows from `seed`, the server's secrets too: for experiments only.
+
+        >>> RunConfig().insecure, RunConfig(seed=0).insecure
+        (False, True)
+        """
+        return self.seed is not None
 
     def training(self) -> LocalTraining:
         """What a client does with its examples."""
@@ -141,15 +259,17 @@ class RunConfig:
 
     def noise(self) -> UpdateNoise | None:
         """What a client does to its update before it sends it."""
-        return None if self.update_clip is None else UpdateNoise(self.update_clip, self.update_noise)
+        if self.update_clip is None:
+            return None
+        return UpdateNoise(self.update_clip, self.update_noise, insecure_seed=self.seed)
 
     def optimizer(self) -> ServerOptimizer:
         """What the server does with the average update."""
         if self.server_optimizer == "adam":
-            return adam(self.server_lr or 0.01)
+            return adam(self.server_lr or _rate(adam))
         if self.server_optimizer == "momentum":
-            return momentum(self.server_momentum, self.server_lr or 1.0)
-        return fedavg(self.server_lr or 1.0)
+            return momentum(self.server_momentum, self.server_lr or _rate(momentum))
+        return fedavg(self.server_lr or _rate(fedavg))
 
     def door(self) -> Door:
         """What an update must be to get in."""
@@ -168,26 +288,26 @@ class RunConfig:
 def from_toml(text: str, **overrides: Any) -> RunConfig:
     """Read a configuration; `overrides` win over the file, and what neither names has its default.
 
-    >>> from_toml('lr = 0.1', rounds=7).rounds
-    7
+    `cover`, `ratio` and `transcripts` may also be given as the text that the command line takes.
+
+    >>> from_toml('lr = 0.1', rounds=7, ratio="2-4").ratio
+    (2.0, 4.0)
     """
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"not a TOML file: {error}") from error
-    values.update(overrides)
+    values = {**_parsed(text), **overrides}
     fields = {field.name: field for field in dataclasses.fields(RunConfig)}
     unknown = sorted(set(values) - set(fields))
+    if "fixed_secrets" in unknown:
+        raise ConfigError("fixed_secrets is gone since dbcl 0.2: with a seed all is fixed, without one nothing is")
     if unknown:
         raise ConfigError(f"unknown settings: {', '.join(unknown)}; known are {', '.join(fields)}")
+    hints = get_type_hints(RunConfig)
     for name, value in values.items():
+        read = about(fields[name]).read
         if isinstance(value, list):
             values[name] = tuple(value)
-        default = fields[name].default
-        if isinstance(default, bool | int | float | str) and name not in ("cover", "ratio"):
-            number = isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool)
-            if not number and type(value) is not type(default):
-                raise ConfigError(f"{name} must be a {type(default).__name__}, got {value!r}")
+        elif isinstance(value, str) and read is not None:
+            values[name] = read(value)
+        check_type(name, values[name], hints[name])
     return RunConfig(**values)
 
 
@@ -197,14 +317,42 @@ def preset(name: str, **overrides: Any) -> RunConfig:
     >>> preset("paper").veil, preset("plain").sketch
     (0.0, 'identity-v1')
     """
+    return from_toml(_preset_text(name), **overrides)
+
+
+def explain(name: str) -> str:
+    """A setting in full: what it decides, its choices, its default, and the presets that set something else.
+
+    >>> explain("veil")
+    'Secret noise on all that leaves the server, relative to the weights. Default 0.2; presets paper, plain: 0.'
+    """
+    field = next(field for field in dataclasses.fields(RunConfig) if field.name == name)
+    setting = about(field)
+    default = setting.shown(field.default)
+    spoken = f"Default: {default}" if field.default in (None, ()) else f"Default {default}"
+    others: dict[str, list[str]] = {}
+    for each in PRESETS:
+        value = setting.shown(getattr(preset(each), name))
+        if value != default:
+            others.setdefault(value, []).append(each)
+    listed = [f"; preset{'s' * (len(names) > 1)} {', '.join(names)}: {value}" for value, names in others.items()]
+    return f"{setting.sentence()} {spoken}{''.join(listed)}."
+
+
+def _preset_text(name: str) -> str:
     if name in PRESETS:
-        text = (resources.files("dbcl") / "presets" / f"{name}.toml").read_text()
-    else:
-        try:
-            text = Path(name).read_text()
-        except OSError:
-            raise ConfigError(f"no preset {name!r}: neither one of {', '.join(PRESETS)} nor a file") from None
-    return from_toml(text, **overrides)
+        return (resources.files("dbcl") / "presets" / f"{name}.toml").read_text()
+    try:
+        return Path(name).read_text()
+    except OSError:
+        raise ConfigError(f"no preset {name!r}: neither one of {', '.join(PRESETS)} nor a file") from None
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"not a TOML file: {error}") from error
 
 
 def _toml(value: Any) -> str:

@@ -4,33 +4,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from typer.testing import CliRunner
 
-from dbcl import cli, models
+from dbcl import models
 from dbcl.errors import ConfigError, DataError, PlanError
 from dbcl.run import read_metrics
 
-QUICK = ["train", "--clients", "10", "--fraction", "0.5"]
+Invoke = Callable[..., str]
+
+QUICK = ["train", "--fraction", "0.03"]
+"""A round of three clients with forty examples each."""
 
 
-def invoke(*arguments: str) -> str:
-    result = CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "160"})
-    if result.exception:
-        raise result.exception
-    return result.output
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def test_a_run_leaves_its_folder_and_says_what_happened() -> None:
+def test_a_run_leaves_its_folder_and_says_what_happened(invoke: Invoke) -> None:
     out = invoke(*QUICK, "--rounds", "3", "--seed", "1")
     folder = Path("runs/001-blind-digits")
     assert {path.name for path in folder.iterdir()} == {
@@ -44,7 +35,7 @@ def test_a_run_leaves_its_folder_and_says_what_happened() -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [1, 2, 3]
     assert {"accuracy", "loss", "bytes_up", "bytes_down", "refused", "seconds"} <= lines[0].keys()
-    assert lines[0]["bytes_down"] > 5 * 400_000
+    assert lines[0]["bytes_down"] > 3 * 400_000
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert "392 of 784 numbers of each row" in (folder / "plan.txt").read_text()
     for words in (
@@ -64,30 +55,38 @@ def test_a_run_leaves_its_folder_and_says_what_happened() -> None:
     assert Path("runs/002-paper-digits").is_dir()
 
 
-def test_the_paper_preset_says_what_went_in_clear_and_that_it_can_be_undone() -> None:
+def test_the_paper_preset_says_what_went_in_clear_and_that_it_can_be_undone(invoke: Invoke) -> None:
     out = invoke(*QUICK, "--rounds", "1", "--preset", "paper")
     assert "1.bias, 3.bias, 5.weight, 5.bias" in out
     assert "none: a client that remembers can undo the sketch" in out
     assert "fresh in every round" in out
 
 
-def test_without_a_seed_every_run_has_its_own_secrets() -> None:
+def test_without_a_seed_every_run_has_its_own_secrets(invoke: Invoke) -> None:
     invoke(*QUICK, "--rounds", "1", "--out", "one")
     invoke(*QUICK, "--rounds", "1", "--out", "two")
-    assert Path("one/config.toml").read_text() != Path("two/config.toml").read_text()
-    assert "fixed_secrets = false" in Path("one/config.toml").read_text()
+    assert "seed" not in Path("one/config.toml").read_text()
+    assert Path("one/model.safetensors").read_bytes() != Path("two/model.safetensors").read_bytes()
 
 
-def test_stop_at_a_target_and_go_on_for_longer() -> None:
-    invoke(*QUICK, "--rounds", "30", "--target", "0.8", "--seed", "1", "--out", "run")
+def test_a_seed_fixes_everything_from_an_option_or_from_a_file(invoke: Invoke) -> None:
+    Path("mine.toml").write_text('seed = 7\nserver_optimizer = "momentum"\n')
+    invoke(*QUICK, "--rounds", "1", "--seed", "7", "--out", "option")
+    out = invoke(*QUICK, "--rounds", "1", "--preset", "mine.toml", "--out", "file")
+    assert "fixed by --seed, for experiments" in out
+    assert Path("option/model.safetensors").read_bytes() == Path("file/model.safetensors").read_bytes()
+
+
+def test_stop_at_a_target_and_go_on_for_longer(invoke: Invoke) -> None:
+    invoke(*QUICK, "--rounds", "30", "--target", "0.7", "--seed", "1", "--out", "run")
     reached = read_metrics(Path("run"))
     assert len(reached) < 30
-    assert reached[-1].accuracy >= 0.8 > reached[-2].accuracy
+    assert reached[-1].accuracy >= 0.7 > reached[-2].accuracy
     invoke("train", "--resume", "run", "--target", "1.0", "--rounds", str(len(reached) + 2))
     assert len(read_metrics(Path("run"))) == len(reached) + 2
 
 
-def test_resume_equals_the_uninterrupted_run_with_local_state_and_dropped_lines() -> None:
+def test_resume_equals_the_uninterrupted_run_with_local_state_and_dropped_lines(invoke: Invoke) -> None:
     invoke(*QUICK, "--rounds", "6", "--seed", "1", "--out", "whole")
     invoke(*QUICK, "--rounds", "3", "--seed", "1", "--out", "parts")
     # A crash between a metrics line and its checkpoint leaves a line too many, or half of one.
@@ -104,13 +103,13 @@ def test_resume_equals_the_uninterrupted_run_with_local_state_and_dropped_lines(
 
 
 def start(*arguments: str) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "dbcl.cli", *arguments]
+    command = [sys.executable, "-m", "dbcl", *arguments]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize("kills", [pytest.param(2, id="two"), pytest.param(10, id="ten", marks=pytest.mark.slow)])
-def test_killed_at_random_moments_and_resumed_gives_the_same_weights_bit_for_bit(kills: int) -> None:
-    rounds = 30 * kills
+def test_killed_at_random_moments_and_resumed_gives_the_same_weights_bit_for_bit(invoke: Invoke, kills: int) -> None:
+    rounds = 40 * kills
     fresh = [*QUICK, "--rounds", str(rounds), "--seed", "5", "--ratio", "2-3", "--server-optimizer", "adam"]
     invoke(*fresh, "--out", "whole")
     rng = random.Random(0)
@@ -126,7 +125,7 @@ def test_killed_at_random_moments_and_resumed_gives_the_same_weights_bit_for_bit
             before = newest(checkpoints)
             while run.poll() is None and newest(checkpoints) == before:
                 time.sleep(0.005)
-        time.sleep(rng.uniform(0, 0.7))
+        time.sleep(rng.uniform(0, 0.3))
         run.send_signal(signal.SIGKILL)
         _, stderr = run.communicate()
         assert run.returncode == -signal.SIGKILL, stderr.decode()
@@ -154,10 +153,13 @@ def newest(checkpoints: Path) -> int:
         (["--model", "resnet"], ConfigError, "no model 'resnet'"),
         (["--data", "mnist", "--data-dir", "."], DataError, "is missing; try `dbcl data fetch mnist`"),
         (["--clients", "5000"], DataError, "4000 examples cannot be divided into 5000 parts"),
+        (["--lr", "0"], ConfigError, "lr must be above 0, got 0"),
         (["--device", "cuda"], ConfigError, "PyTorch finds no CUDA device here"),
     ],
 )
-def test_bad_options_are_one_clear_error_and_leave_nothing(arguments: list, error: type, message: str) -> None:
+def test_bad_options_are_one_clear_error_and_leave_nothing(
+    invoke: Invoke, arguments: list, error: type, message: str
+) -> None:
     if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(error) as caught:
@@ -166,54 +168,9 @@ def test_bad_options_are_one_clear_error_and_leave_nothing(arguments: list, erro
     assert list(Path().iterdir()) == []
 
 
-def test_an_existing_run_is_not_overwritten() -> None:
+def test_an_existing_run_is_not_overwritten(invoke: Invoke) -> None:
     invoke(*QUICK, "--rounds", "1", "--out", "run")
     before = Path("run/model.safetensors").read_bytes()
     with pytest.raises(ConfigError, match="run holds a run already; go on with --resume run"):
         invoke(*QUICK, "--rounds", "1", "--out", "run")
     assert Path("run/model.safetensors").read_bytes() == before
-
-
-def test_the_command_itself_prints_one_message_and_exits_with_2() -> None:
-    command = [sys.executable, "-m", "dbcl.cli", "train", "--model", "resnet"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stderr.startswith("error no model 'resnet'; choose mnist-mlp")
-    assert "Traceback" not in result.stderr
-
-
-def test_plan_shows_what_a_client_would_see() -> None:
-    out = invoke("plan", "mnist-cnn", "--ratio", "2-4")
-    assert "200 to 400 of 800 numbers of each row" in out
-    assert "in clear: nothing" in out
-    facts = json.loads(invoke("plan", "cifar-cnn", "--shape", "3,32,32", "--preset", "paper", "--json"))
-    assert facts["message_bytes"] < 0.51 * facts["plain_message_bytes"]
-    assert facts["in_clear"][0] == "0.0.bias"
-    half = json.loads(invoke("plan", "cifar-cnn", "--shape", "3,32,32", "--wire", "bfloat16", "--json"))
-    assert half["message_bytes"] < 0.26 * half["plain_message_bytes"]
-    assert "no veil" in invoke("plan", "mnist-mlp", "--veil", "0")
-    with pytest.raises(ConfigError, match="shape is channels,height,width"):
-        invoke("plan", "mnist-mlp", "--shape", "28")
-
-
-def test_data_and_env() -> None:
-    facts = json.loads(invoke("data", "--data-dir", "here", "--json"))
-    assert facts["folder"] == "here"
-    assert {row["name"]: row["here"] for row in facts["datasets"]}["digits"] is True
-    assert {row["name"]: row["here"] for row in facts["datasets"]}["mnist"] is False
-    assert "4,000 to learn from, 1,000 held out" in invoke("data", "--data-dir", "here")
-    assert {"dbcl", "python", "torch", "cuda"} <= json.loads(invoke("env", "--json")).keys()
-    assert "torch:" in invoke("env")
-    with pytest.raises(DataError, match="LFW cannot be fetched"):
-        invoke("data", "fetch", "lfw")
-
-
-def test_every_setting_is_an_option() -> None:
-    import dataclasses
-    import inspect
-
-    from dbcl.run.config import RunConfig
-
-    options = set(inspect.signature(cli.train).parameters) - {"preset", "data_dir", "out", "resume"}
-    settings = {field.name for field in dataclasses.fields(RunConfig)} - {"fixed_secrets"}
-    assert options == settings

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbcl.errors import ConfigError, ProtocolError
-from dbcl.run.config import PRESETS, RunConfig, from_toml, preset
+from dbcl.run.config import PRESETS, RunConfig, explain, from_toml, preset
+from dbcl.run.settings import about
 
 
 def test_the_presets_are_what_they_say() -> None:
@@ -21,19 +22,25 @@ def test_the_presets_are_what_they_say() -> None:
 PATTERNS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]))
 
 
+def test_a_preset_names_only_settings_and_the_default_one_comes_first() -> None:
+    assert PRESETS[0] == "blind"
+    for name in PRESETS:
+        assert preset(name) == from_toml(preset(name).toml())
+
+
 @given(
-    seed=st.integers(0, 2**31),
+    seed=st.one_of(st.none(), st.integers(0, 2**31)),
     veil=st.floats(0, 10),
     ratio=st.one_of(st.floats(1.1, 9), st.tuples(st.floats(1.1, 2), st.floats(2, 9))),
     cover=st.one_of(
         st.sampled_from(["hidden", "all"]),
-        st.tuples(st.text(st.characters(codec="utf-8", exclude_categories=["Cc"])), st.just('we"ird\\*')),
+        st.tuples(PATTERNS, st.just('we"ird\\*')),
     ),
     norm_bound=st.one_of(st.none(), st.floats(0.1, 10)),
-    fixed=st.booleans(),
+    transcripts=st.sampled_from([(), ("0", "server")]),
 )
-def test_a_configuration_survives_its_file(seed, veil, ratio, cover, norm_bound, fixed) -> None:
-    config = RunConfig(seed=seed, veil=veil, ratio=ratio, cover=cover, norm_bound=norm_bound, fixed_secrets=fixed)
+def test_a_configuration_survives_its_file(seed, veil, ratio, cover, norm_bound, transcripts) -> None:
+    config = RunConfig(seed=seed, veil=veil, ratio=ratio, cover=cover, norm_bound=norm_bound, transcripts=transcripts)
     assert from_toml(config.toml()) == config
 
 
@@ -48,9 +55,15 @@ def test_options_win_over_a_file_of_ones_own(tmp_path: Path) -> None:
     [
         ("lr = ", "not a TOML file"),
         ("learning_rate = 1.0", "unknown settings: learning_rate; known are data, model"),
-        ("rounds = 1.5", "rounds must be a int, got 1.5"),
-        ("lr = '0.1'", "lr must be a float, got '0.1'"),
-        ("fixed_secrets = 1", "fixed_secrets must be a bool, got 1"),
+        ("rounds = 1.5", "rounds must be a whole number, got 1.5"),
+        ("rounds = true", "rounds must be a whole number, got True"),
+        ("lr = '0.1'", "lr must be a number, got '0.1'"),
+        ("target = '0.97'", "target must be a number, got '0.97'"),
+        ("data = 3", "data must be text, got 3"),
+        ("cover = [1]", r"cover must be text or a list of texts, got \(1,\)"),
+        ("ratio = [2, 3, 4]", r"ratio must be a number or a list of 2 numbers, got \(2, 3, 4\)"),
+        ("ratio = 'two'", "ratio is a number or a range such as 2-4, got 'two'"),
+        ("fixed_secrets = true", "fixed_secrets is gone since dbcl 0.2: with a seed all is fixed"),
         ("data = 'cats'", "data must be one of digits, mnist, cifar10, lfw, got 'cats'"),
         ("partition = 'x'", "partition must be one of iid, dirichlet, shards"),
         ("algorithm = 'x'", "algorithm must be one of fedavg, fedprox, sgd"),
@@ -63,6 +76,8 @@ def test_options_win_over_a_file_of_ones_own(tmp_path: Path) -> None:
         ("server_lr = 0.0", "server_lr must be above 0, got 0.0"),
         ("server_momentum = 1.0", "server_momentum must be between 0 and 1, got 1.0"),
         ("lr = 0", "lr must be above 0, got 0"),
+        ("device = 'gpu'", "device must be cpu, cuda or, of several, cuda:1; got 'gpu'"),
+        ("update_noise = 0.1", "update_noise is relative to update_clip: set that, too"),
     ],
 )
 def test_bad_settings_are_refused(text: str, message: str) -> None:
@@ -90,3 +105,35 @@ def test_the_algorithms_become_local_training() -> None:
     assert (fedavg.proximal, fedavg.steps, fedavg.epochs) == (0, None, 2)
     assert (fedprox.proximal, fedprox.steps) == (0.3, None)
     assert sgd.steps == 1
+
+
+def test_a_file_may_hold_the_text_that_an_option_takes() -> None:
+    text = from_toml("cover = 'conv*, !conv1*'\nratio = '2-4'\ntranscripts = '0,server'")
+    assert text == from_toml("cover = ['conv*', '!conv1*']\nratio = [2.0, 4.0]\ntranscripts = ['0', 'server']")
+    assert from_toml("cover = 'all'").cover == "all"
+
+
+def test_a_seed_in_a_file_fixes_the_secrets_and_the_noise_of_clients_too() -> None:
+    fixed, fresh = from_toml("seed = 3\nupdate_clip = 1.0"), from_toml("update_clip = 1.0")
+    assert (fixed.insecure, fresh.insecure) == (True, False)
+    assert (fixed.noise().insecure_seed, fresh.noise().insecure_seed) == (3, None)
+
+
+def test_every_setting_is_explained_and_its_default_is_one_of_its_choices() -> None:
+    for field in dataclasses.fields(RunConfig):
+        known = about(field)
+        assert known.help
+        assert not known.help.endswith(".")
+        assert not known.choices or field.default in known.choices
+        assert bool(known.unset) == (field.default in (None, ())), field.name
+        assert explain(field.name).endswith(".")
+
+
+def test_the_explanation_of_a_setting_follows_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Default fedavg; preset blind: momentum." in explain("server_optimizer")
+    assert "Default 0.2; presets paper, plain: 0." in explain("veil")
+    assert explain("clients").endswith("Default 100.")
+    texts = {"blind": "veil = 0.5", "paper": "veil = 0.2", "plain": "ratio = [2.0, 4.0]"}
+    monkeypatch.setattr("dbcl.run.config._preset_text", texts.__getitem__)
+    assert "Default 0.2; preset blind: 0.5." in explain("veil")
+    assert "Default 2; preset plain: 2-4." in explain("ratio")

@@ -1,0 +1,62 @@
+"""`dbcl compare`: several audits side by side."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from dbcl.cli.console import console, print_path
+from dbcl.errors import ConfigError
+from dbcl.files import write_atomic
+
+if TYPE_CHECKING:
+    from dbcl.audit.findings import Audit
+
+
+def compare(
+    runs: list[Path], out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("compare.html")
+) -> None:
+    """Put several audits side by side: what each defence costs and what it stops.
+
+    RUNS are folders of runs that were audited, or their audit.json files.
+
+    Example:
+
+      dbcl compare runs/001-plain-digits runs/002-paper-digits runs/003-blind-digits
+    """
+    from dbcl.audit.report import page as report
+
+    audits = [_read(run) for run in runs]
+    table = Table(
+        title="audits side by side: the worst that any attack reached", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("run", overflow="fold")
+    for heading in ("accuracy", "rounds", "MB", *(f"{seat}\n{name}" for seat, _, name in report.LEAKS)):
+        table.add_column(heading, no_wrap=True)
+    for each in audits:
+        worst = [each.worst(measure, seat) for seat, measure, _ in report.LEAKS]
+        accuracy, sent = each.run.get("accuracy"), each.run.get("bytes")
+        table.add_row(
+            each.name,
+            "–" if accuracy is None else f"{accuracy:.1%}",
+            str(each.run.get("rounds", "–")),
+            "–" if sent is None else f"{sent / 1e6:.0f}",
+            *("–" if value is None else f"{value:.3g}" for value in worst),
+        )
+    write_atomic(out, report.comparison(audits).encode())
+    console.print(table)
+    print_path("page", out)
+
+
+def _read(run: Path) -> "Audit":
+    from dbcl.audit.findings import Audit
+
+    path = run if run.suffix == ".json" else run / "audit.json"
+    try:
+        return Audit.from_json(path.read_text())
+    except OSError:
+        raise ConfigError(f"{path} is missing: run `dbcl audit {run}` first") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no audit: {error}") from None

@@ -1,0 +1,68 @@
+"""Options that are made from the settings' own fields, so that no default is written in a command."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+from rich.markup import escape
+
+from dbcl.run.config import PRESETS, WHAT, RunConfig, explain
+from dbcl.run.settings import about
+
+DataDir = Annotated[
+    str | None, typer.Option(help="Where the datasets lie. Default: DBCL_DATA if it is set, else ~/.cache/dbcl.")
+]
+Preset = Annotated[
+    str,
+    typer.Option(
+        help=f"Values for several options at once: {', '.join(PRESETS)}, or a TOML file of your own. They replace the "
+        f"defaults; an option that you give replaces them. Default {PRESETS[0]}.",
+        rich_help_panel=WHAT,
+        show_default=False,
+    ),
+]
+
+
+def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each of these settings of a run; without names, for all of them.
+
+    The options stand in for the command's `**settings`, after its positional parameters. The command receives those
+    that were given, as text where the setting has a way of its own to read it.
+
+    >>> @with_settings("rounds", "lr")
+    ... def command(**settings):
+    ...     print(settings)
+    >>> list(inspect.signature(command).parameters)
+    ['lr', 'rounds']
+    >>> command(rounds=3, lr=None)
+    {'rounds': 3}
+    """
+    fields = [field for field in dataclasses.fields(RunConfig) if not names or field.name in names]
+    options = {field.name: _option(field) for field in fields}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def called(**values: Any) -> None:
+            given = {name: values.pop(name) for name in options if name in values}
+            command(**values, **{name: value for name, value in given.items() if value is not None})
+
+        own = inspect.signature(command).parameters.values()
+        before = [each for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]
+        after = [each for each in own if each.kind is each.KEYWORD_ONLY]
+        parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in (*before, *options.values(), *after)]
+        vars(called)["__signature__"] = inspect.Signature(parameters)
+        return called
+
+    return decorate
+
+
+def _option(field: "dataclasses.Field[Any]") -> inspect.Parameter:
+    setting, hint = about(field), get_type_hints(RunConfig)[field.name]
+    kind = str if setting.read else next((each for each in get_args(hint) if each is not type(None)), hint)
+    option = typer.Option(help=escape(explain(field.name)), rich_help_panel=setting.panel, show_default=False)
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )

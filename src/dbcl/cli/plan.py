@@ -1,0 +1,60 @@
+"""`dbcl plan`: what a client would see of a model, before any training."""
+
+from typing import Annotated, Any
+
+import typer
+
+from dbcl import models
+from dbcl.cli.console import AsJson, console, print_json, table
+from dbcl.cli.options import Preset, with_settings
+from dbcl.errors import ConfigError
+from dbcl.plan import SketchPlan
+from dbcl.run import config, message_bytes
+from dbcl.run.assemble import build_plan
+
+
+@with_settings("cover", "sketch", "ratio", "veil", "wire")
+def plan(
+    model: Annotated[str, typer.Argument(show_default=False)],
+    preset: Preset = config.PRESETS[0],
+    shape: Annotated[
+        str, typer.Option(help="One example as channels,height,width.", rich_help_panel=config.WHAT)
+    ] = "1,28,28",
+    outputs: Annotated[int, typer.Option(help="Outputs of a named model.", rich_help_panel=config.WHAT)] = 10,
+    *,
+    as_json: AsJson = False,
+    **settings: Any,
+) -> None:
+    """Show, before any training, what a client would see of each tensor, what goes in clear, and the bytes of a round.
+
+    MODEL is a network's name, or module:factory of your own, as for `dbcl train --model`.
+
+    Examples:
+
+      dbcl plan mnist-mlp
+      dbcl plan cifar-cnn --shape 3,32,32 --cover all
+      dbcl plan mypackage.nets:make --preset paper --json
+    """
+    chosen = config.preset(preset, **settings)
+    net = models.build(model, shape=_shape(shape), outputs=outputs)
+    made = build_plan(chosen, net)
+    clear = message_bytes(net, SketchPlan.of(net, sketch="identity-v1", veil=0), "float32")
+    size = message_bytes(net, made, chosen.wire)
+    if as_json:
+        rows = [dict(zip(made.header(), row, strict=True)) for row in made.rows()]
+        facts = {"model": model, "tensors": rows, "in_clear": list(made.in_clear)}
+        print_json({**facts, "message_bytes": size, "plain_message_bytes": clear, "wire": chosen.wire})
+        return
+    console.print(table(f"what a client of {model} sees", made.header(), made.rows()))
+    console.print(f"in clear: {', '.join(made.in_clear) or 'nothing'}")
+    console.print(f"one message, each way and client: {size:,} bytes, {size / clear:.3f} of a plain one in float32")
+    if any(tensor.sketched and not tensor.veil for tensor in made.tensors):
+        console.print("[yellow]no veil: a client that remembers can undo the sketch (docs/threat-model.md)")
+
+
+def _shape(text: str) -> models.Shape:
+    try:
+        channels, height, width = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"shape is channels,height,width, for example 3,32,32; got {text!r}") from None
+    return channels, height, width

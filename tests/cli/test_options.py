@@ -1,0 +1,71 @@
+"""The options of the commands are the fields of `RunConfig`; no default is written in a command."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from dbcl import cli
+from dbcl.cli.plan import plan
+from dbcl.cli.train import train
+from dbcl.run.config import RunConfig, explain, from_toml
+from dbcl.run.settings import about
+
+Invoke = Callable[..., str]
+
+FIELDS = {field.name: field for field in dataclasses.fields(RunConfig)}
+
+
+def test_every_setting_is_an_option() -> None:
+    assert set(inspect.signature(train).parameters) - {"preset", "data_dir", "out", "resume"} == set(FIELDS)
+
+
+def test_plan_takes_those_that_decide_what_a_client_sees() -> None:
+    own = {"model", "preset", "shape", "outputs", "as_json"}
+    assert set(inspect.signature(plan).parameters) - own == {"cover", "sketch", "ratio", "veil", "wire"}
+
+
+def options_of(command: str) -> dict:
+    params = get_command(cli.app).commands[command].params
+    return {param.name: param for param in params if param.param_type_name == "option"}
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_an_option_has_the_text_and_the_panel_of_its_setting_and_no_default_of_its_own(command: str) -> None:
+    made = {name: option for name, option in options_of(command).items() if name in FIELDS}
+    assert len(made) >= 5
+    for name, option in made.items():
+        assert option.help == explain(name)
+        assert option.rich_help_panel == about(FIELDS[name]).panel
+        assert option.default is None
+        assert option.opts == [f"--{name.replace('_', '-')}"]
+
+
+def test_help_teaches(invoke: Invoke) -> None:
+    out = invoke("train", "--help")
+    for panel in dict.fromkeys(about(field).panel for field in FIELDS.values()):
+        assert panel in out
+    for words in (
+        "Default 100.",
+        "Default fedavg; preset blind: momentum.",
+        "replace the defaults; an option that you give replaces them",
+        "dbcl train --preset paper --data mnist --target 0.97",
+    ):
+        assert words in " ".join(out.replace("│", " ").split())
+
+
+def test_a_preset_wins_over_a_default_and_an_option_over_a_preset(invoke: Invoke) -> None:
+    Path("mine.toml").write_text("lr = 0.5\nveil = 0.0\nclients = 200\n")
+    invoke("train", "--preset", "mine.toml", "--rounds", "1", "--fraction", "0.01", "--lr", "0.01", "--out", "run")
+    config = from_toml(Path("run/config.toml").read_text())
+    assert (config.lr, config.veil, config.clients, config.ratio) == (0.01, 0.0, 200, RunConfig().ratio)
+
+
+def test_numbers_that_are_none_are_refused_by_the_option_itself(invoke: Invoke) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        invoke("train", "--rounds", "many")
+    assert stopped.value.code == 2
+    assert list(Path().iterdir()) == []
