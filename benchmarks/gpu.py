@@ -48,11 +48,11 @@ def steps(made: Engine) -> dict[str, float]:
     made.play_round()
     made.play_round()
     round_s = seconds(made.play_round, 5)
-    captured = made._captured  # type: ignore[attr-defined]
-    count = captured.trainer.places.shape[1]
+    captured = made._cuda_graph  # type: ignore[attr-defined]
+    count = captured.loop.rows.shape[1]
 
     def replay() -> None:
-        captured.number.zero_()
+        captured.step_number.zero_()
         for _ in range(50):
             captured.graph.replay()
 

@@ -10,7 +10,14 @@ from torch.nn.utils.parametrize import ParametrizationList
 from dbcl._torch import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 from dbcl.errors import PlanError
 
-LAYERS = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+LAYERS: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Bilinear,
+    *CONVOLUTIONS,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.RNNCellBase,
+)
 """The layers that `cover="hidden"` and `cover="all"` know; any other matrix is covered by naming it."""
 
 Cover = str | Sequence[str]

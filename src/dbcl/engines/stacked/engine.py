@@ -1,7 +1,7 @@
 """All clients of a round at once: one set of batched operations instead of a loop over clients.
 
 Give every parameter a leading client axis, add up the clients' losses, and one backward pass gives each client its own
-gradient. The answers are those of `LocalEngine`, up to the order of additions.
+gradient. The updates are those of `LocalEngine`, up to the order of additions.
 """
 
 import logging
@@ -15,9 +15,14 @@ from torch import Tensor
 from dbcl import seeds
 from dbcl.engines.engine import Engine
 from dbcl.engines.local import LocalEngine
-from dbcl.engines.stacked.layers import NotStackable, Params
-from dbcl.engines.stacked.loop import Captured, Schedule, Trainer, schedule
-from dbcl.engines.stacked.stage_path import Stack, StageStack, VmapStack
+from dbcl.engines.stacked.batch import Params
+from dbcl.engines.stacked.cuda_graph import CudaGraphLoop
+from dbcl.engines.stacked.layers import NotStackable
+from dbcl.engines.stacked.loop import TrainingLoop
+from dbcl.engines.stacked.path import Stack
+from dbcl.engines.stacked.schedule import Schedule
+from dbcl.engines.stacked.stage_path import StageStack
+from dbcl.engines.stacked.vmap_path import VmapStack
 from dbcl.protocol import Broadcast, Update
 
 log = logging.getLogger(__name__)
@@ -27,7 +32,8 @@ class StackedEngine(Engine):
     """Trains the cohort together, in chunks that fit the cache on a CPU and all at once on a GPU.
 
     It takes every model that `LocalEngine` takes, by the fastest way that is exact for it, and `path` says which:
-    "stages" for a plain stack of known layers, "vmap" for anything that `torch.func` can batch, "loop" for the rest.
+    "stages" for a plain sequence of known layers, "vmap" for anything that `torch.func` can batch, and "loop", one
+    client after another, for the rest. `why` says what ruled out the faster ones.
 
     >>> import copy, dbcl
     >>> from dbcl.engines import LocalTraining
@@ -45,87 +51,84 @@ class StackedEngine(Engine):
     """How many clients are trained together; chosen from the size of the model and its activations if not set."""
     precision: str = "float32"
     """What a GPU may do to float32 products: "float32" nothing, "tf32" round their inputs to 10 bits, "bf16" to 7."""
-    _held: Stack | None = None
-    _captured: Captured | None = None
+    _stack: Stack | None = None
+    _cuda_graph: CudaGraphLoop | None = None
 
     def train_cohort(self, broadcast: Broadcast, cohort: list[int]) -> list[Update] | list[bytes]:
-        with products(self.precision):
-            stack = self._stack(broadcast)
+        with allow_tf32(self.precision == "tf32"):
+            stack = self._stack_for(broadcast)
             if stack is None:
                 return LocalEngine.train_cohort(self, broadcast, cohort)  # type: ignore[arg-type]
-            return self._train_stacked(stack, broadcast, cohort)
+            stack.load(broadcast)
+            updates: dict[int, Update] = {}
+            # Clients of similar size share a chunk, so that little of it is padding.
+            queue = sorted(cohort, key=lambda client: -len(self.shards[client]))
+            size = self.chunk or stack.chunk_size(self.training, len(queue))
+            for start in range(0, len(queue), size):
+                updates |= self._train_chunk(stack, broadcast, queue[start : start + size])
+            return [updates[client] for client in cohort]
 
-    def _train_stacked(self, stack: Stack, broadcast: Broadcast, cohort: list[int]) -> list[Update]:
-        stack.load(broadcast)
-        done: dict[int, Update] = {}
-        # Clients of similar size share a chunk, so that little of it is padding.
-        queue = sorted(cohort, key=lambda client: -len(self.shards[client]))
-        size = self.chunk or stack.fitting_chunk(self.training, len(queue))
-        for start in range(0, len(queue), size):
-            members = queue[start : start + size]
-            done |= dict(zip(members, self._train(stack, broadcast, members), strict=True))
-        return [done[client] for client in cohort]
-
-    def _stack(self, broadcast: Broadcast) -> Stack | None:
-        if self.path == "loop" or (self._held is not None and self._held.fits(broadcast)):
-            return self._held
-        example = self.x[:1]
+    def _stack_for(self, broadcast: Broadcast) -> Stack | None:
+        """The stack of the fastest path that takes the model; None for a loop over clients."""
+        if self.path == "loop" or (self._stack is not None and self._stack.fits(broadcast)):
+            return self._stack
         try:
-            made: Stack = StageStack(self.template, broadcast, example, bf16=self.precision == "bf16")
+            self._stack = StageStack(self.template, broadcast, self.x[:1], bf16=self.precision == "bf16")
             self.path, self.why = "stages", "a plain stack of known layers"
         except NotStackable as reason:
-            general = VmapStack(self.template, broadcast, example)
-            self.path, self.why, made = "vmap", str(reason), general
+            general = VmapStack(self.template, broadcast)
+            self._stack, self.path, self.why = general, "vmap", str(reason)
             problem = general.problem(broadcast, self.x[:2], self.y[:2])
             if problem:
-                self.path, self.why = "loop", f"{reason}; and torch.func cannot batch it: {problem}"
+                self._stack, self.path = None, "loop"
+                self.why = f"{reason}; and torch.func cannot batch it: {problem}"
         log.info("the stacked engine takes the path %r: %s", self.path, self.why)
-        self._held = None if self.path == "loop" else made
-        return self._held
+        return self._stack
 
-    def _train(self, stack: Stack, broadcast: Broadcast, members: list[int]) -> list[Update]:
-        device, training = self.x.device, self.training
-        shards = [self.shards[client] for client in members]
-        sizes = [len(shard) for shard in shards]
-        offsets = np.cumsum([0, *sizes[:-1]]).tolist()
-        plan = schedule(sizes, offsets, members, training, seed=self.seed, round=broadcast.round)
+    def _train_chunk(self, stack: Stack, broadcast: Broadcast, clients: list[int]) -> dict[int, Update]:
+        training, round = self.training, broadcast.round
+        shards = [self.shards[client] for client in clients]
+        schedule = Schedule.for_clients(clients, list(map(len, shards)), training, seed=self.seed, round=round)
         rows = torch.from_numpy(np.concatenate(shards))
-        if not self.x.is_cuda and plan.index.numel() <= len(rows):  # none twice: lay them out in the steps' order
-            rows, plan = rows[plan.index.flatten()], plan.in_order()
-        rows = rows.to(device)
+        if not self.x.is_cuda and schedule.index.numel() <= len(rows):  # none twice: lay them out in the steps' order
+            rows, schedule = rows[schedule.index.flatten()], schedule.made_sequential()
+        rows = rows.to(self.x.device)
         x, y = stack.examples(self.x, rows), self.y.index_select(0, rows)
-        words = [int(seeds.words(self.seed, "torch", broadcast.round, c, n=1)[0] >> np.uint64(1)) for c in members]
-        params, losses = self._descend(stack, training.rate(broadcast.round), x, y, plan, words)
-        steps = (plan.counts > 0).sum(dim=0)
-        means = (losses.sum(dim=0).cpu() / steps).tolist()
+        params, losses = self._take_steps(stack, broadcast, clients, x, y, schedule)
+        means = losses.sum(dim=0).cpu() / (schedule.counts > 0).sum(dim=0)
         changes = stack.changes(params, broadcast)
-        return [
-            Update(
-                broadcast.round,
-                broadcast.plan.digest,
-                {name: tensor[place] for name, tensor in changes.items()},
-                training.counted(size),
-                {"loss": mean},
-            )
-            for place, (size, mean) in enumerate(zip(sizes, means, strict=True))
-        ]
+        return {
+            client: self._update(broadcast, client, {name: each[place] for name, each in changes.items()}, mean)
+            for place, (client, mean) in enumerate(zip(clients, means.tolist(), strict=True))
+        }
 
-    def _descend(
-        self, stack: Stack, rate: float, x: Tensor, y: Tensor, plan: Schedule, words: list[int]
+    def _take_steps(
+        self, stack: Stack, broadcast: Broadcast, clients: list[int], x: Tensor, y: Tensor, schedule: Schedule
     ) -> tuple[Params, Tensor]:
+        rate = self.training.rate(broadcast.round)
+        dropout_seeds = [
+            int(seeds.words(self.seed, "torch", broadcast.round, client, n=1)[0] >> np.uint64(1)) for client in clients
+        ]
         if x.is_cuda and isinstance(stack, StageStack):
-            if self._captured is None or not self._captured.fits(stack, self.training, x, plan):
-                self._captured = Captured(stack, self.training, x, y, plan)
-            return self._captured.replay(rate, y, plan, words)
-        trainer = Trainer(stack, self.training, rate, stack.fresh(plan.index.shape[1]), x, y, plan)
-        return trainer.params, trainer.run(plan, words)
+            if self._cuda_graph is None or not self._cuda_graph.fits(stack, self.training, x, schedule):
+                self._cuda_graph = CudaGraphLoop(stack, self.training, x, y, schedule)
+            return self._cuda_graph.run(rate, y, schedule, dropout_seeds)
+        loop = TrainingLoop(stack, self.training, rate, stack.replicate(len(clients)), x, y, schedule)
+        return loop.params, loop.run(schedule, dropout_seeds)
+
+    def _update(self, broadcast: Broadcast, client: int, changes: dict[str, Tensor], loss: float) -> Update:
+        noise = self.noise_of(client)
+        if noise is not None:
+            changes = noise(changes, round=broadcast.round)
+        examples = self.training.counted(len(self.shards[client]))
+        return Update(broadcast.round, broadcast.plan.digest, changes, examples, {"loss": loss})
 
 
 @contextmanager
-def products(precision: str) -> Iterator[None]:
-    """Allow or forbid TF32 in matrix products and convolutions for a while; bf16 allows neither."""
+def allow_tf32(allowed: bool) -> Iterator[None]:
+    """Allow or forbid TF32 in matrix products and convolutions on a GPU, until the context ends."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
     try:
         yield
     finally:

@@ -1,0 +1,118 @@
+"""Turns a network that is a plain sequence of known layers into stages, or says why it is not one."""
+
+from torch import nn
+
+from dbcl._torch import has_global_hooks, has_hooks
+from dbcl.engines.stacked.layers import (
+    Apply,
+    BatchNorm,
+    Conv2d,
+    Dropout,
+    Flatten,
+    GroupNorm,
+    LayerNorm,
+    NotStackable,
+    Stage,
+    ToImages,
+    ToRows,
+)
+from dbcl.engines.stacked.linear import Linear
+from dbcl.plan import RoundPlan
+from dbcl.sketch.buckets import BucketSketch
+
+ELEMENTWISE = (
+    nn.ReLU,
+    nn.LeakyReLU,
+    nn.Sigmoid,
+    nn.Tanh,
+    nn.GELU,
+    nn.ELU,
+    nn.SiLU,
+    nn.Softplus,
+    nn.Hardtanh,
+    nn.ReLU6,
+    nn.Identity,
+)
+POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
+IMAGE_LAYERS = (nn.Conv2d, nn.GroupNorm, nn.BatchNorm2d, *POOLS)
+ROW_LAYERS = (nn.Linear, nn.Flatten, nn.LayerNorm, nn.BatchNorm1d)
+
+
+def build_stages(model: nn.Module, plan: RoundPlan, ndim: int) -> list[Stage]:
+    """Turn a network into stages, or raise `NotStackable` with the reason; `ndim` is that of one example."""
+    hooked = where_hooked(model)
+    if hooked is not None:
+        raise NotStackable(f"{hooked}: has hooks")
+    for part in plan.tensors:
+        if part.sketched and not isinstance(plan.sketches[part.name], BucketSketch):
+            raise NotStackable(f"{part.name}: sketch {part.scheme}")
+    stages: list[Stage] = []
+    images = False
+    for name, layer in _leaves(model, ""):
+        if isinstance(layer, IMAGE_LAYERS) and not images:
+            if stages or ndim != 3:
+                raise NotStackable(f"{name}: images after rows")
+            stages.append(ToImages())
+            images = True
+        if isinstance(layer, ROW_LAYERS) and images:
+            stages.append(ToRows())
+            images = False
+        if isinstance(layer, nn.BatchNorm1d) and ndim != 1:
+            raise NotStackable(f"{name}: batch norm over {ndim}-dimensional examples")
+        stages.append(_stage(layer, f"{name}.", images))
+        ndim = 1 if isinstance(layer, nn.Flatten) else ndim
+    known = {name for stage in stages for name in stage.names}
+    missing = [part.name for part in plan.tensors if part.name not in known]
+    if missing:
+        raise NotStackable(f"no stage holds {', '.join(missing)}")
+    _reorder(stages, plan)
+    return stages
+
+
+def where_hooked(model: nn.Module) -> str | None:
+    """The first module with a forward or backward hook, which stages would not call; None where there is none."""
+    if has_global_hooks():
+        return "every module"
+    return next((path or "the model" for path, module in model.named_modules() if has_hooks(module)), None)
+
+
+def _leaves(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    if type(module) is nn.Sequential:
+        prefix = f"{path}." if path else ""
+        return [leaf for name, child in module.named_children() for leaf in _leaves(child, prefix + name)]
+    return [(path, module)]
+
+
+def _stage(layer: nn.Module, prefix: str, images: bool) -> Stage:
+    kind = type(layer)  # not isinstance: a subclass may compute something else
+    if kind is nn.Linear:
+        return Linear(layer, prefix)  # type: ignore[arg-type]
+    if kind is nn.Conv2d:
+        return Conv2d(layer, prefix)  # type: ignore[arg-type]
+    if kind is nn.Flatten and layer.start_dim == 1 and layer.end_dim == -1:
+        return Flatten()
+    if kind in ELEMENTWISE or (kind in POOLS and not getattr(layer, "return_indices", False)):
+        return Apply(layer)
+    if kind is nn.Dropout:
+        return Dropout(layer, images)  # type: ignore[arg-type]
+    if kind in (nn.BatchNorm1d, nn.BatchNorm2d):
+        return BatchNorm(layer, prefix, images)  # type: ignore[arg-type]
+    if kind is nn.LayerNorm:
+        return LayerNorm(layer, prefix)  # type: ignore[arg-type]
+    if kind is nn.GroupNorm:
+        return GroupNorm(layer, prefix)  # type: ignore[arg-type]
+    raise NotStackable(f"{prefix[:-1] or 'the model'}: no fast form of {kind.__name__}")
+
+
+def _reorder(stages: list[Stage], plan: RoundPlan) -> None:
+    """Let each `Linear` whose outputs reach a sketched one over elementwise layers only compute them in its order."""
+    # A sample leaves inputs out, so its order is not one of all of them.
+    covered = {part.name for part in plan.tensors if part.sketched and part.scheme != "sampling-v1"}
+    before: Linear | None = None
+    for stage in stages:
+        if isinstance(stage, Linear):
+            if before is not None and stage.weight in covered:
+                before.reorder_outputs(stage)
+            before = stage
+        elif not (isinstance(stage, Apply) and isinstance(stage.layer, ELEMENTWISE)):
+            before = None

@@ -1,0 +1,57 @@
+"""What a path supplies to the training loop: a client's network with a client axis."""
+
+from torch import Tensor
+
+from dbcl import models
+from dbcl.engines.stacked.batch import Batch, Params
+from dbcl.engines.training import LocalTraining
+from dbcl.protocol import Broadcast
+
+MAX_CHUNK = 10
+"""On a CPU, more clients than this in a chunk gain nothing."""
+
+
+class Stack:
+    """A network with a client axis: `StageStack` where it is a plain sequence of layers, else `VmapStack`."""
+
+    def fits(self, broadcast: Broadcast) -> bool:
+        """Whether the stack can be used for this broadcast, or must be made anew."""
+        raise NotImplementedError
+
+    def load(self, broadcast: Broadcast) -> None:
+        """Take the sketches and tensors of a new round."""
+        raise NotImplementedError
+
+    def replicate(self, clients: int) -> Params:
+        """A copy of the broadcast tensors for every client."""
+        raise NotImplementedError
+
+    def trained_names(self, *, step_in_backward: bool) -> list[str]:
+        """The names that the training loop changes: not buffers, nor what takes its step in the backward pass."""
+        raise NotImplementedError
+
+    def can_step_in_backward(self, training: LocalTraining) -> bool:
+        """Whether SGD steps happen inside the backward pass: for plain SGD, where the path can do it."""
+        return False
+
+    def examples(self, x: Tensor, rows: Tensor) -> Tensor:
+        """These rows of the data, as the first layer wants them."""
+        return x.index_select(0, rows)
+
+    def gradients(self, params: Params, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """The loss of every client, and `batch.rate` times the gradients of the `trained_names`, in their order."""
+        raise NotImplementedError
+
+    def changes(self, params: Params, broadcast: Broadcast) -> Params:
+        """How every tensor of the plan has changed, in the dtype that it was sent in."""
+        raise NotImplementedError
+
+    def chunk_size(self, training: LocalTraining, clients: int) -> int:
+        """How many of these clients are best trained together."""
+        raise NotImplementedError
+
+
+def weighted_losses(logits: Tensor, y: Tensor, weight: Tensor) -> Tensor:  # (c, b, k), (c, b), (c, b) -> (c,)
+    """`models.loss` of every client: the mean over the examples of its batch that count."""
+    each = models.losses(logits.flatten(0, 1), y.flatten())
+    return (each.view(weight.shape) * weight).sum(dim=1)
