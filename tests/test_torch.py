@@ -1,7 +1,9 @@
 """Every private name of PyTorch is taken away in turn; the results must not change."""
 
+import ast
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,6 +16,7 @@ import dbcl
 from dbcl import _torch
 from dbcl.nn import compact_parameter, sketch_parameter
 from dbcl.sketch import CountSketch, operator
+from dbcl.testing import secrecy
 
 SEED = bytes(range(32))
 F64 = torch.float64
@@ -110,6 +113,17 @@ def test_the_version_of_a_tensor_without_a_counter(dtype: torch.dtype) -> None:
     assert version(tensor.T) != before
 
 
+def test_the_base_of_a_view() -> None:
+    whole = torch.zeros(3)
+    assert _torch.view_base(whole[1:]) is whole
+    assert _torch.view_base(whole) is None
+    assert without("_base").view_base(whole[1:]) is None
+    secret = torch.randn(4, 3)  # found by its storage alone
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secrecy, "view_base", without("_base").view_base)
+        assert secrecy.leaks([torch.cat([secret, secret])[:1]], {"w": secret})
+
+
 def test_the_gradient_of_a_relu() -> None:
     out, grad = torch.tensor([-1.0, 0.0, 2.0, float("nan")]), torch.tensor([1.0, 2.0, 3.0, 4.0])
     for module in (_torch, without("threshold_backward")):
@@ -174,3 +188,34 @@ def test_kinds_of_layers_without_their_base_class(private: str, public: str, lay
         assert all(isinstance(layer, kinds) for layer in layers)
         assert not isinstance(nn.Linear(1, 1), kinds)
     assert not isinstance(nn.Conv2d(1, 1, 1), _torch.TRANSPOSED_CONVOLUTIONS)
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Names with an underscore that a module reads from objects, or imports from PyTorch."""
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {name.name for node in imports if (node.module or "").startswith("torch") for name in node.names}
+    return {name for name in read | imported if name.startswith("_") and not name.startswith("__")}
+
+
+def defined_names(tree: ast.AST) -> set[str]:
+    """Functions, classes, class attributes and attributes of `self` that a module makes itself."""
+    made = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stored = [node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store)]
+    return made | {node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in stored}
+
+
+def test_no_other_file_uses_a_private_name_of_pytorch() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in Path(_torch.__file__).parent.rglob("*.py")}
+    own = set().union(*map(defined_names, trees.values()))
+    module, tensor = nn.LSTM(1, 1), torch.zeros(1)
+    of_torch = {name for owner in (torch, torch._C, module, tensor, nn.modules.module) for name in dir(owner)}
+    of_torch |= {"_DropoutNd", "_BatchNorm", "_ConvNd", "_ConvTransposeNd"}
+    assert {"_modules", "_version", "_backward_pre_hooks"} <= of_torch - own  # the test can fail
+    found = [
+        f"{path.name}: {name}"
+        for path, tree in trees.items()
+        for name in private_names(tree) & of_torch - own
+        if path.name != "_torch.py"
+    ]
+    assert found == []

@@ -49,6 +49,12 @@ def _bytes(tensor: Tensor) -> bytes:
 version: Callable[[Tensor], object] = attrgetter("_version") if getattr(Tensor, "_version", None) else _bytes
 """A value that changes when a tensor is changed in place: its version counter, or else its contents."""
 
+view_base: Callable[[Tensor], Tensor | None] = (
+    attrgetter("_base") if getattr(Tensor, "_base", None) else lambda tensor: None
+)
+"""The tensor that a view was made of, which is None for others; without the private name, None for all: what a view
+shares is in its `untyped_storage()` too."""
+
 relu_backward: Callable[[Tensor, Tensor, float], Tensor] = getattr(
     torch.ops.aten, "threshold_backward", lambda grad, out, threshold: grad.masked_fill(out <= threshold, 0)
 )

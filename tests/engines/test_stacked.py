@@ -1,3 +1,5 @@
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -216,6 +218,72 @@ def test_it_says_which_path_and_why() -> None:
     _, engine = distance(Dropping, ROWS, LocalTraining(), outputs=3, rounds=1)
     assert engine.path == "loop"
     assert engine.why.startswith("the model: no fast form of Dropping; and torch.func cannot batch it: drop (Dropout)")
+
+
+def halve(module: nn.Module, grads: tuple[Tensor, ...], *others: Any) -> tuple[Tensor, ...]:
+    return tuple(grad / 2 for grad in grads)
+
+
+HOOKS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "forward": (lambda layer: layer.register_forward_hook(lambda layer, inputs, output: output / 2), "vmap"),
+    "forward pre": (lambda layer: layer.register_forward_pre_hook(lambda layer, inputs: inputs[0] / 2), "vmap"),
+    "backward": (lambda layer: layer.register_full_backward_hook(halve), "loop"),
+    "backward pre": (lambda layer: layer.register_full_backward_pre_hook(halve), "loop"),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_the_hooks_of_a_layer_are_called(kind: str) -> None:
+    register, path = HOOKS[kind]
+
+    def make() -> nn.Module:
+        net = nn.Sequential(nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 3))
+        register(net[2])
+        return net
+
+    worst, engine = distance(make, ROWS, LocalTraining(lr=0.05), outputs=3)
+    assert (engine.path, engine.why.startswith("2: has hooks")) == (path, True)
+    assert worst < 1e-10
+
+
+def test_a_hook_on_every_module_is_called() -> None:
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda layer, inputs, output: output / 2)
+    try:
+        worst, engine = distance(STACKS["layer norm"][0], ROWS, LocalTraining(lr=0.05), outputs=3)
+    finally:
+        hook.remove()
+    assert (engine.path, engine.why) == ("vmap", "every module: has hooks")
+    assert worst < 1e-10
+
+
+def test_a_hook_that_is_added_after_some_rounds_is_called() -> None:
+    net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+    engine = StackedEngine(
+        dbcl.Server(net),
+        copy.deepcopy(net),
+        torch.randn(20, 8),
+        torch.arange(20) % 2,
+        [np.arange(20)],
+        LocalTraining(),
+        seed=SEED,
+    )
+    engine.play_round()
+    assert engine.path == "stages"
+    engine.template[0].register_forward_hook(lambda layer, inputs, output: None)
+    engine.play_round()
+    assert (engine.path, engine.why) == ("vmap", "0: has hooks")
+
+
+def test_a_batch_norm_over_sequences_takes_another_path() -> None:
+    """Its statistics are over the batch and the last axis, which the fast form does not compute."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(32, 3))
+
+    worst, engine = distance(make, (4, 6), LocalTraining(lr=0.05, batch_size=5), outputs=3)
+    assert engine.path == "loop"
+    assert engine.why.startswith("1: batch norm over 2-dimensional examples; ")
+    assert worst < 1e-10
 
 
 @pytest.mark.parametrize("ratio", [(2, 4), 3])

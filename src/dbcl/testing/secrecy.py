@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from dbcl._torch import view_base
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SKIPPED = (types.ModuleType, type, types.BuiltinFunctionType, types.FrameType)
 
@@ -25,7 +27,7 @@ def reachable(root: object) -> Iterable[object]:
         else:
             stack += gc.get_referents(thing)
         if isinstance(thing, Tensor):
-            stack += [thing.grad if thing.is_leaf else None, thing.grad_fn, thing._base]
+            stack += [thing.grad if thing.is_leaf else None, thing.grad_fn, view_base(thing)]
         if hasattr(thing, "__dict__"):
             stack.append(vars(thing))
         if isinstance(thing, torch.autograd.graph.Node):  # the graph of a backward pass that is still to come
