@@ -48,7 +48,7 @@ def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def covered_names(model: nn.Module, cover: Cover) -> tuple[set[str], list[str]]:
-    """The names to sketch, and everything that is wrong with them.
+    """The names to sketch, and all the problems with them.
 
     >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2))
     >>> covered_names(model, "hidden")

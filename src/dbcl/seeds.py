@@ -1,4 +1,4 @@
-"""The only source of randomness that machines must agree on.
+"""The randomness that server and clients must agree on.
 
 Every random number is a pure function of a seed and some labels. The words come from SHAKE-256, so they are the
 same on every machine, operating system, device and library version, which no generator of PyTorch promises.
@@ -27,7 +27,7 @@ def fresh() -> bytes:
 
 
 def derive(seed: bytes, *labels: Label) -> bytes:
-    """Make the seed that belongs to some labels; without `seed` nobody can tell it from a fresh one.
+    """The seed that belongs to some labels; to whoever lacks `seed` it looks like a fresh one.
 
     >>> derive(bytes(32), "veil", 3).hex()[:16]
     '03d46df1d27055e4'
@@ -36,7 +36,7 @@ def derive(seed: bytes, *labels: Label) -> bytes:
 
 
 def words(seed: bytes, *labels: Label, n: int) -> NDArray[np.uint64]:
-    """Make `n` uniform 64-bit words.
+    """`n` uniform 64-bit words.
 
     >>> words(bytes(32), "count-v1", 0, "fc1.weight", n=2)
     array([ 9664167622409975213, 10009747576958559294], dtype=uint64)
@@ -45,7 +45,7 @@ def words(seed: bytes, *labels: Label, n: int) -> NDArray[np.uint64]:
 
 
 def permutation(seed: bytes, *labels: Label, n: int) -> NDArray[np.int64]:
-    """Make a uniform permutation of 0..n-1 by sorting random words; equal words keep their order.
+    """A uniform permutation of 0..n-1, by sorting random words; equal words keep their order.
 
     >>> permutation(bytes(32), "order", n=5)
     array([0, 1, 4, 3, 2])
@@ -54,7 +54,7 @@ def permutation(seed: bytes, *labels: Label, n: int) -> NDArray[np.int64]:
 
 
 def normals(seed: bytes, *labels: Label, n: int) -> NDArray[np.float64]:
-    """Make `n` standard normal numbers (Box and Muller) from the stream: secret as long as the seed is.
+    """`n` standard normal numbers (Box and Muller); secret as long as the seed is.
 
     >>> normals(bytes(32), "veil", n=2).round(3)
     array([0.538, 0.925])
@@ -62,7 +62,7 @@ def normals(seed: bytes, *labels: Label, n: int) -> NDArray[np.float64]:
     drawn = words(seed, *labels, n=(n + 1) // 2)  # one word for two numbers: 32 bits of radius, 32 of angle
     radius = np.sqrt(-2.0 * np.log(((drawn >> np.uint64(32)) + np.uint64(1)) * 2.0**-32))  # of a number in (0, 1]
     angle = (drawn & np.uint64(0xFFFFFFFF)) * (2.0 * math.pi * 2.0**-32)
-    turned = torch.from_numpy(angle)  # whose sine takes a third of the time of NumPy's
+    turned = torch.from_numpy(angle)  # PyTorch's sine and cosine take a third of the time of NumPy's
     return np.concatenate([radius * turned.cos().numpy(), radius * turned.sin().numpy()])[:n]
 
 

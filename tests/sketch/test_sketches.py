@@ -60,23 +60,24 @@ def test_variance_of_a_sketched_product(hashed: bool) -> None:
     """E (a S S^T b - a b)^2 = p (sum_{k != l} a_k^2 b_l^2 + sum_{k != l} a_k b_k a_l b_l).
 
     p is the probability that two inputs share a bucket: 1 / s for independent buckets (the paper's lemma), and
-    (ratio - 1) / (dim - 1) for the balanced sketch. The estimate from n draws has a relative standard deviation of
-    about sqrt(kurtosis / n); 12 % is more than five of them here, and the seed is fixed.
+    (ratio - 1) / (dim - 1) for the balanced sketch. The ratio of measured to expected is averaged over many pairs of
+    vectors, since a draw of the sketch takes longer than its use. Over seeds that average has a standard deviation of
+    1 % at most, of which 6 % is six, and the seed is fixed.
     """
-    n, dim, width = 6000, 16, 8
+    n, pairs, dim, width = 1000, 64, 16, 8
     generator = torch.Generator().manual_seed(0)
-    a, b = torch.randn(2, dim, dtype=torch.float64, generator=generator)
-    errors = torch.empty(n, dtype=torch.float64)
+    a, b = torch.randn(2, pairs, dim, dtype=torch.float64, generator=generator)
+    errors = torch.empty(n, pairs, dtype=torch.float64)
     for round in range(n):
         sketch = CountSketch(dim, width, seed=SEED, round=round, hashed=hashed)
-        errors[round] = sketch.project(a) @ sketch.apply(b) - a @ b
-    pairs = [(k, m) for k, m in itertools.product(range(dim), repeat=2) if k != m]
-    total = sum(a[k] ** 2 * b[m] ** 2 + a[k] * b[k] * a[m] * b[m] for k, m in pairs)
+        errors[round] = (sketch.project(a) * sketch.apply(b)).sum(dim=1) - (a * b).sum(dim=1)
+    places = [(k, m) for k, m in itertools.product(range(dim), repeat=2) if k != m]
+    total = sum(a[:, k] ** 2 * b[:, m] ** 2 + a[:, k] * b[:, k] * a[:, m] * b[:, m] for k, m in places)
     probability = 1 / width if hashed else (dim / width - 1) / (dim - 1)
     other = (dim / width - 1) / (dim - 1) if hashed else 1 / width
-    measured = errors.square().mean()
-    assert abs(measured / (probability * total) - 1) < 0.12
-    assert abs(measured / (other * total) - 1) > 0.12  # and the bound tells the two apart
+    measured = (errors.square().mean(dim=0) / total).mean()
+    assert abs(measured / probability - 1) < 0.06
+    assert abs(measured / other - 1) > 0.06  # and the bound tells the two apart
 
 
 def test_golden() -> None:

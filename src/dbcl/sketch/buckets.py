@@ -1,4 +1,4 @@
-"""Sketches that put inputs into buckets, as index tables on a device."""
+"""Sketches that add up inputs in buckets, as index tables on a device."""
 
 import copy
 from typing import Any
@@ -37,7 +37,7 @@ class Tables:
         return fixed + self.layers + self.apply_weights + self.project_weights
 
     def clone(self) -> "Tables":
-        """The same tables in memory of their own."""
+        """A copy in memory of its own."""
         twin = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, list):
@@ -47,7 +47,7 @@ class Tables:
         return twin
 
     def copy_(self, other: "Tables") -> bool:
-        """Take over the values of other tables, if they have the same shapes; says whether they had."""
+        """Copy the values of other tables, if all shapes are equal; gives whether they are."""
         mine, theirs = self.tensors(), other.tensors()
         if [table.shape for table in mine] != [table.shape for table in theirs]:
             return False
@@ -56,26 +56,30 @@ class Tables:
         return True
 
     def apply(self, x: Tensor) -> Tensor:
+        """x R."""
         return self._gather(x, self.apply_weights)
 
     def lift(self, y: Tensor) -> Tensor:
+        """y R^T."""
         return y.index_select(-1, self.bucket).mul_(self.lift_weight)
 
     def project(self, x: Tensor) -> Tensor:
+        """x R D."""
         return self._gather(x, self.project_weights)
 
     def project_into(self, out: Tensor, x: Tensor) -> None:
-        """`project` into memory that is there already; not for autograd or `torch.func`."""
+        """`project` into existing memory; not for autograd or `torch.func`."""
         torch.index_select(x, -1, self.layers[0], out=out).mul_(self.project_weights[0])
         for layer, weight in zip(self.layers[1:], self.project_weights[1:], strict=True):
             out[..., : len(layer)].addcmul_(x.index_select(-1, layer), weight)
 
     def expand(self, y: Tensor) -> Tensor:
+        """y D R^T."""
         return y.index_select(-1, self.bucket).mul_(self.expand_weight)
 
     def _gather(self, x: Tensor, weights: list[Tensor]) -> Tensor:
         out = x.index_select(-1, self.layers[0]).mul_(weights[0])
-        if self.pairs:  # without what a loop costs
+        if self.pairs:  # ratio 2, without the overhead of a loop
             return torch.addcmul(out, x.index_select(-1, self.layers[1]), weights[1])
         for index, weight in zip(self.layers[1:], weights[1:], strict=True):
             if len(index) == out.shape[-1]:

@@ -1,4 +1,4 @@
-"""No sketch: the undefended baseline, as a choice like any other."""
+"""No sketch: the undefended baseline."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from dbcl.sketch.operator import Sketch
 
 
 class Identity(Sketch):
-    """R = I and gain 1: what is sent is the weight itself.
+    """R = I and D = I: the weight itself is sent.
 
     >>> import torch
     >>> Identity(3).apply(torch.arange(3.0))
