@@ -1,5 +1,6 @@
 """What every test needs: one thread a process, no waiting for the disk, and real datasets where they are."""
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,12 @@ import torch
 # Tests run in several processes, and their kernels are small: more threads would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what the imports left out of garbage collections: some of Flower's strategies start one for every array."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -66,6 +66,7 @@ def test_double_blind_around_fedavg_is_the_local_engine() -> None:
     assert sorted(result.train_metrics_clientapp) == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_flowers_ray_simulation_gives_the_weights_of_the_local_engine() -> None:
     training = LocalTraining(lr=0.1, epochs=2, momentum=0.5)

@@ -95,7 +95,6 @@ class SketchContract(ABC):
         R = sketch.dense()
         return (R * sketch.gain(R)) @ R.T
 
-    @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
     def test_the_same_bytes_on_the_gpu(self, sketch: Sketch) -> None:
         for dtype in (torch.float64, torch.float32):
