@@ -141,7 +141,7 @@ class Truth:
 
 
 class Recorder:
-    """Writes the transcripts of a run as it goes: give it to an engine as its `observer`.
+    """Writes the transcripts of a run round by round: set it as an engine's `observer`.
 
     Parties are numbers of clients, "server" (which sees each client's update) and "server-sum" (which sees only their
     sum, as under secure aggregation).
@@ -188,9 +188,9 @@ class Recorder:
                     self._save(folder, broadcast.round, {**sent, f"update/{party}": _message(updates[party])})
                 continue
             told = {SUM: summed(list(updates.values()))} if party == "server-sum" else updates
-            messages = {f"update/{who}": _message(update) for who, update in told.items()}
+            received = {f"update/{who}": _message(update) for who, update in told.items()}
             own = {f"weights/{name}": tensor for name, tensor in self.before.items()}
-            self._save(folder, broadcast.round, {**sent, **messages, **own})
+            self._save(folder, broadcast.round, {**sent, **received, **own})
         self.cohorts[str(broadcast.round)] = [int(client) for client in cohort]
         write_atomic(self.truth / "cohorts.json", json.dumps(self.cohorts).encode())
         self.before = self._weights()

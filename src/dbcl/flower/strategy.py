@@ -184,7 +184,8 @@ class DoubleBlind(Strategy):
         broadcast = self.server.open_round()
         own = self._own()
         with repeatable(self._fixed, "configure", server_round):
-            asked = list(self.strategy.configure_train(server_round, own, config, self._with_timeout(grid, "train")))
+            waiting = self._with_timeout(grid, "train")
+            asked = list(self.strategy.configure_train(server_round, own, config, waiting))
         return self._blind(asked, own, broadcast, grid)
 
     def configure_evaluate(
