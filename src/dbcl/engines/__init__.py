@@ -1,4 +1,4 @@
-"""Whatever carries the messages between whoever holds the model and the clients."""
+"""Engines carry the messages between the holder of the model and its clients."""
 
 from dbcl.engines.cohort import cohort_size, draw_cohort
 from dbcl.engines.engine import Engine, RoundObserver, RoundResult

@@ -49,15 +49,15 @@ class StrategyState:
     def state(self) -> State:
         """What has changed since the strategy was built."""
         tensors: dict[str, Tensor] = {}
-        told = []
+        attributes = []
         for number, (strategy, first) in enumerate(zip(self.strategies, self._first, strict=True)):
             values = {}
             for name, value in vars(strategy).items():
                 if not _storable(value) or (name in first and first[name] == _text(value)):
                     continue
                 values[name] = _put(value, f"{number}.{name}", tensors)
-            told.append(values)
-        return State({"names": self.names, "attributes": told}, tensors)
+            attributes.append(values)
+        return State({"names": self.names, "attributes": attributes}, tensors)
 
     def load_state(self, state: State) -> None:
         """Go back to what `state` returned; refuses the state of other strategies."""
@@ -68,8 +68,8 @@ class StrategyState:
                 f"{' around '.join(self.names)}; use the same, or another checkpoint folder"
             )
         for strategy, attributes in zip(self.strategies, values["attributes"], strict=True):
-            for name, told in attributes.items():
-                setattr(strategy, name, _get(told, state.tensors))
+            for name, stored in attributes.items():
+                setattr(strategy, name, _get(stored, state.tensors))
 
     @staticmethod
     def _texts(strategy: Strategy) -> dict[str, str | None]:
@@ -126,8 +126,8 @@ def _put(value: Any, path: str, tensors: dict[str, Tensor]) -> list[Any]:
     return ["bytes", value.hex()] if isinstance(value, bytes) else ["plain", value]
 
 
-def _get(told: list[Any], tensors: Mapping[str, Tensor]) -> Any:
-    kind, value = told
+def _get(stored: list[Any], tensors: Mapping[str, Tensor]) -> Any:
+    kind, value = stored
     if kind in ("tensor", "array", "number"):
         tensor = tensors[value].clone()
         return tensor if kind == "tensor" else tensor.numpy() if kind == "array" else tensor.numpy()[()]

@@ -39,7 +39,7 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 class DoubleBlind(Strategy):
     """Wraps any strategy of Flower's Message API; clients answer with `dbcl.flower.blinded` and `dbcl.flower.reply`.
 
-    The inner strategy chooses the nodes, sets their configuration and aggregates, and meets full-size weights only:
+    The inner strategy chooses the nodes, sets their configuration and aggregates, and sees full-size weights only:
     each answer is checked at the `door` and lifted to W + dV R^T before it sees it. (FedAvg and FedProx see the metrics
     alone: the server averages first and lifts once, which is the same.) Nodes get the round's broadcast, to train and
     to evaluate; the true weights stay here, in `server.model`, which is `model`. `plan`, `ratio`, `cover`, `veil`,
@@ -47,7 +47,7 @@ class DoubleBlind(Strategy):
 
     With a folder as `checkpoint` every finished round is kept there, the strategy's own memory too, and the same
     program started again goes on after the last of them. No wait is longer than `round_timeout` seconds, for answers or
-    for nodes. `observer` is told of every round, as in the other engines. `reports` has what became of the rounds.
+    for nodes. `observer` is called after every round, as in the other engines. `reports` holds the reports of the rounds.
 
     >>> import torch, dbcl.flower
     >>> from flwr.clientapp import ClientApp
@@ -228,9 +228,9 @@ class DoubleBlind(Strategy):
         if self.observer is not None:
             nodes = [node for node in came if _name(node) in admission.accepted]
             self.observer(broadcast, [self._numbers[node] for node in nodes], [answers[_name(node)] for node in nodes])
-        told = MetricRecord() if summary is None else summary
-        told["dbcl-accepted"], told["dbcl-refused"] = report.accepted, len(report.refused)
-        return None, told
+        metrics = MetricRecord() if summary is None else summary
+        metrics["dbcl-accepted"], metrics["dbcl-refused"] = report.accepted, len(report.refused)
+        return None, metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Check the nodes' metrics, which are those of the blinded model, and let the inner strategy aggregate them."""
@@ -373,8 +373,8 @@ class DoubleBlind(Strategy):
         restore_server(self.server, state.part("server"))
         self._evaluated, self._resumed = own["evaluated"], True
         self._numbers = {int(node): number for number, node in enumerate(own["nodes"])}
-        for kept, told in zip(_histories(self._result), own["history"], strict=True):
-            kept.update({number: MetricRecord(metrics) for number, metrics in told})
+        for kept, stored in zip(_histories(self._result), own["history"], strict=True):
+            kept.update({number: MetricRecord(metrics) for number, metrics in stored})
         log.info("goes on after round %s, from %s", self.server.round, folder)
 
 

@@ -170,7 +170,7 @@ def _tensors(what: str, body: bytes) -> dict[str, Tensor]:
         raise ProtocolError(f"{what}: the tensors cannot be read ({error})") from None
     if len(tensors) > MAX_TENSORS:
         raise ProtocolError(f"{what}: {len(tensors)} tensors, more than {MAX_TENSORS}")
-    return dict(sorted(tensors.items()))  # they come out of safetensors in an order of chance
+    return dict(sorted(tensors.items()))  # safetensors returns them in no fixed order
 
 
 class _Fields:
