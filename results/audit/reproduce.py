@@ -29,12 +29,15 @@ import torch
 from dbcl import blinded, data, models
 from dbcl.audit import picture_quality as pictures
 from dbcl.audit import theory
-from dbcl.audit.attacks import images as attacks
-from dbcl.audit.attacks.matching import Matching, as_gradient, gradients, recover
+from dbcl.audit.attacks.gradients import as_gradient, gradients
+from dbcl.audit.attacks.matching import Matching, recover
 from dbcl.audit.attacks.properties import property_findings
-from dbcl.audit.estimators import smoother as estimate
-from dbcl.audit.rehearsal import Rehearsal, drawn, rehearse
-from dbcl.audit.scoring import score
+from dbcl.audit.attacks.updates import Changes, estimates, others_update
+from dbcl.audit.estimators.kalman import Scales
+from dbcl.audit.estimators.smoother import smoother
+from dbcl.audit.estimators.view import View, views
+from dbcl.audit.rehearsal import Rehearsal, draw_batches, rehearse
+from dbcl.audit.scoring import predicted_cosine, score
 from dbcl.audit.suite import FULL, property_script
 from dbcl.blind import lift
 from dbcl.protocol import Server
@@ -58,17 +61,17 @@ def write(name: str, rows: Any, began: float) -> None:
     print(f"\n{json.dumps(rows, indent=1)}")
 
 
-def cosines(rehearsal: Rehearsal, names: list[str], oldest: int) -> tuple[dict[str, Any], dict[str, attacks.Changes]]:
+def cosines(rehearsal: Rehearsal, names: list[str], min_lag: int) -> tuple[dict[str, Any], dict[str, Changes]]:
     """Median cosine and error of every estimator, for each sketched tensor."""
-    views = estimate.views(rehearsal.attacker)
-    found = attacks.estimates(rehearsal.attacker, names, quiet)
+    seen = views(rehearsal.attacker)
+    found = estimates(rehearsal.attacker, names, quiet)
     table: dict[str, Any] = {}
     for name, changes in found.items():
         for tensor, guesses in changes.items():
-            view = views[tensor]
-            if view.sketches[0].width < view.dim:
+            view = seen[tensor]
+            if view.sketched:
                 each = score(rehearsal.truth, view, guesses)
-                cosine, error = each.typical(oldest), each.typical_error(oldest)
+                cosine, error = each.median_cosine(min_lag), each.median_error(min_lag)
                 table.setdefault(name, {})[tensor] = {"cosine": round(cosine, 4), "error": float(f"{error:.3g}")}
     return table, found
 
@@ -76,7 +79,7 @@ def cosines(rehearsal: Rehearsal, names: list[str], oldest: int) -> tuple[dict[s
 def updates(scratch: Path) -> Any:
     dataset = data.load("mnist")
     config = preset("paper", data="mnist", lr=0.01)
-    script = drawn(np.arange(len(dataset.y_train)), (150, 2, 32), 0)
+    script = draw_batches(np.arange(len(dataset.y_train)), (150, 2, 32), 0)
     rehearsal = rehearse(config, dataset, script, scratch)
     return cosines(rehearsal, ["option I", "option II", "rewind", "smoother"], 40)[0]
 
@@ -107,18 +110,20 @@ def one_picture(name: str, index: int, number: int, steps: int, tv: float) -> di
 
 def client_pictures(config: RunConfig, dataset: data.Dataset, scratch: Path, estimator: str, count: int) -> list[float]:
     """A victim's single pictures from a client's seat, through an estimator."""
-    script = drawn(np.arange(len(dataset.y_train)), (48 + count, 2, 1), 5)
+    script = draw_batches(np.arange(len(dataset.y_train)), (48 + count, 2, 1), 5)
     rehearsal = rehearse(config, dataset, script, scratch)
-    found = attacks.estimates(rehearsal.attacker, [estimator], quiet)[estimator]
-    views = estimate.views(rehearsal.attacker)
+    found = estimates(rehearsal.attacker, [estimator], quiet)[estimator]
+    seen = views(rehearsal.attacker)
     template, box, values = rehearsal.attacker.setting.template().double(), pictures.span(dataset), []
     for number in range(count):
         quiet(f"a client's seat, {estimator}, veil {config.veil}: picture {number}")
         broadcast = rehearsal.attacker[number].broadcast
-        changes = attacks.compact_changes(views, found, number, 2)
+        changes = others_update(seen, found, number, 2)
         target = {name: change.reshape(broadcast.tensors[name].shape) for name, change in changes.items()}
         noisy = config.veil > 0
-        settings = Matching(steps=600, box=box, tv=0.1 if noisy else 0.0, fade=not noisy, restarts=1 if noisy else 3)
+        settings = Matching(
+            steps=600, box=box, tv=0.1 if noisy else 0.0, anneal_tv=not noisy, restarts=1 if noisy else 3
+        )
         client = blinded(template, broadcast)
         result = recover(client, as_gradient(target, config.lr), dataset.shape, None, 1, settings, seed=number)
         truth = dataset.x_train[script[number, 1]].double()
@@ -182,7 +187,7 @@ def inferred(scratch: Path, name: str) -> dict[str, str]:
     quiet(f"{name}: rehearsal")
     rehearsal = rehearse(config, dataset, script, scratch / name)
     names = ["option I"] if name == "plain" else ["option I", "smoother"]
-    found = attacks.estimates(rehearsal.attacker, names, quiet)
+    found = estimates(rehearsal.attacker, names, quiet)
     return aucs(rehearsal, dataset, holds, spare, found, 6, 400)
 
 
@@ -209,17 +214,16 @@ def veiled(scratch: Path, rho: float) -> dict[str, Any]:
         names = ["smoother", "shaped smoother"] if clients == 2 else ["smoother"]
         scores, found = cosines(rehearsal, names, 40)
         if clients == 2:
-            views = estimate.views(rehearsal.attacker)
+            seen = views(rehearsal.attacker)
             row["cosine"] = {name: {t: s["cosine"] for t, s in each.items()} for name, each in scores.items()}
             row["formula"] = {
-                tensor: round(attacks.predicted(rehearsal.attacker, rehearsal.truth, views[tensor]), 4)
-                for tensor in scores["smoother"]
+                tensor: round(predicted_cosine(rehearsal.truth, seen[tensor], rho), 4) for tensor in scores["smoother"]
             }
         row[f"property AUC, {clients} clients"] = aucs(rehearsal, dataset, holds, spare, found, 3, 100)
     picture = preset("paper", model="dlg-lenet", lr=0.1, veil=rho)
     values = client_pictures(picture, dataset, scratch / f"{rho}-p", "rewind" if rho == 0 else "smoother", 3)
     row["client's picture, dB"] = summary([{"each": value} for value in values])["each"]
-    run = Run.start(preset("paper", veil=rho, rounds=200, fixed_secrets=True), scratch / f"{rho}-run")
+    run = Run.start(preset("paper", veil=rho, rounds=200, seed=0), scratch / f"{rho}-run")
     row["accuracy after 200 rounds"] = [metrics.accuracy for metrics in run.play()][-1]
     return row
 
@@ -251,11 +255,10 @@ def large(scratch: Path) -> Any:
             seen.append(compact + rho * noise)
             weights = weights + changes[-1]
         own = tuple(torch.zeros_like(compact) for compact in seen)
-        view = estimate.View("large", tuple(range(rounds)), (1,) * rounds, tuple(sketches), tuple(seen), own)
+        view = View("large", tuple(range(rounds)), (1,) * rounds, tuple(sketches), tuple(seen), own)
         began = perf_counter()
-        found = estimate.smoother(
-            view, estimate.Noise(max(rho, 1e-7), step, 1.0), progress=lambda done, of: quiet(f"{done} of {of}")
-        )
+        scales = Scales(max(rho, 1e-7), step, 1.0)
+        found = smoother(view, scales, on_step=lambda done, of: quiet(f"{done} of {of}"))
         seconds = perf_counter() - began
         cosines = [float((a * b).sum() / a.norm() / b.norm()) for a, b in zip(found[:250], changes, strict=False)]
         table[f"veil {rho}"] = {

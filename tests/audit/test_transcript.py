@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 import dbcl
 from dbcl import cli
-from dbcl.audit.attacks import images as attacks
-from dbcl.audit.estimators import smoother as estimate
+from dbcl.audit.attacks.updates import ESTIMATORS, estimates, update_findings
+from dbcl.audit.estimators.view import views
 from dbcl.audit.scoring import score
-from dbcl.engines import LocalEngine, LocalTraining, StackedEngine
-from dbcl.engines.engine import Engine, draw_cohort
+from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine, cohort_size
 from dbcl.errors import AuditError, ConfigError
-from dbcl.protocol import Broadcast, Update, momentum
+from dbcl.optim import momentum
+from dbcl.protocol import Broadcast, Update
 from dbcl.testing.secrecy import leaks
 from dbcl.transcripts import Recorder, Setting, Transcript, Truth, summed
 
@@ -32,11 +32,6 @@ CLIENTS = 4
 TRAINING = LocalTraining(lr=0.1, batch_size=4)
 EVERYBODY = ("0", "1", "2", "3", "server", "server-sum")
 COVERED = "0.weight"
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
 
 class Recording:
@@ -60,8 +55,8 @@ class Recording:
         self.server = dbcl.Server(net, insecure_seed=0, **settings)
         shards = [np.arange(0, 12), np.arange(12, 20), np.arange(20, 32), np.arange(32, 40)]
         self.engine = kind(self.server, copy.deepcopy(net), x, y, shards, TRAINING, fraction=fraction, seed=SEED)
-        chosen = len(draw_cohort(CLIENTS, fraction, seed=SEED, round=0))
-        self.setting = Setting("net", (1, 1, 12), 3, asdict(TRAINING), CLIENTS, chosen, veil=settings.get("veil", 0.2))
+        cohort = cohort_size(CLIENTS, fraction)
+        self.setting = Setting("net", (1, 1, 12), 3, asdict(TRAINING), CLIENTS, cohort, veil=settings.get("veil", 0.2))
         self.crossed: dict[int, tuple[bytes, dict[int, bytes]]] = {}
         self.before: list[dict[str, Tensor]] = []
         self.record()
@@ -167,7 +162,7 @@ def test_a_client_that_is_not_chosen_sees_nothing_of_the_round(tmp_path: Path) -
         missed = next(round for round in range(14) if round not in transcript.rounds)
         with pytest.raises(AuditError, match=f"round {missed} cannot be read"):
             transcript[missed]
-        view = estimate.views(transcript)[COVERED]
+        view = views(transcript)[COVERED]
         assert view.rounds == tuple(transcript.rounds)
         assert [a + gap for a, gap in zip(view.rounds, view.gaps, strict=True)][:-1] == list(view.rounds[1:])
     assert run.of("server").rounds == list(range(14))
@@ -209,7 +204,7 @@ def test_estimates_meet_the_truth_as_scored(tmp_path: Path, veil: float) -> None
     run.setting = Setting(**{**asdict(run.setting), "momentum": 0.5})
     run.record()
     run.play(4)
-    view = estimate.views(run.of("client-1"))[COVERED]
+    view = views(run.of("client-1"))[COVERED]
     sketch, answers = view.sketches[2], run.crossed[2][1]
     others = sum(dbcl.decode_update(answer).tensors[COVERED] for who, answer in answers.items() if who != 1)
     real = [torch.zeros(8, 12, dtype=torch.float64)] * 2 + [sketch.lift(others / CLIENTS)]
@@ -226,11 +221,11 @@ def test_estimates_meet_the_truth_as_scored(tmp_path: Path, veil: float) -> None
 def test_a_resumed_recording_drops_later_rounds_and_goes_on(tmp_path: Path) -> None:
     whole = Recording(tmp_path / "whole", fraction=0.75).play(7)
     run = Recording(tmp_path / "parts", fraction=0.75).play(3)
-    saved = copy.deepcopy(run.server.state())
+    saved = copy.deepcopy(run.engine.session.state())
     run.play(2)  # recorded, and then lost with the process
     crossed = run.crossed
     again = Recording(tmp_path / "other", fraction=0.75)
-    again.server.load_state(*saved)
+    again.engine.session.load_state(saved)
     again.folder = tmp_path / "parts"
     again.record()
     truth = Truth(again.folder)
@@ -289,12 +284,12 @@ def test_a_damaged_round_says_which(tmp_path: Path, damage: str) -> None:
 def test_only_a_client_that_saw_three_rounds_estimates(tmp_path: Path) -> None:
     run = Recording(tmp_path).play(2)
     with pytest.raises(AuditError, match="server: updates are estimated from a client's seat"):
-        estimate.views(run.of("server"))
+        views(run.of("server"))
     with pytest.raises(AuditError, match="client-0 saw 2 rounds; estimating takes 3 or more"):
-        estimate.views(run.of("client-0"))
+        views(run.of("client-0"))
     run.play(1)
-    assert set(estimate.views(run.of("client-0"))) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    assert list(estimate.views(run.of("client-0"), [COVERED])) == [COVERED]
+    assert set(views(run.of("client-0"))) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert list(views(run.of("client-0"), [COVERED])) == [COVERED]
 
 
 # --- secrecy --------------------------------------------------------------------------------------------------------
@@ -313,7 +308,7 @@ def test_a_clients_transcript_holds_no_covered_weight(tmp_path: Path, veil: floa
     hidden = secrets(tmp_path, 4)
     for client in range(CLIENTS):
         transcript = run.of(f"client-{client}")
-        kept = [transcript, list(transcript), estimate.views(transcript)]
+        kept = [transcript, list(transcript), views(transcript)]
         assert leaks(kept, hidden) == []
         files = [path.read_bytes() for path in transcript.folder.rglob("*") if path.is_file()]
         assert len(files) == 5
@@ -322,25 +317,25 @@ def test_a_clients_transcript_holds_no_covered_weight(tmp_path: Path, veil: floa
     assert leaks([path.read_bytes() for path in (tmp_path / "truth").iterdir()], hidden) != []
 
 
-NAMES = list(attacks.ESTIMATORS)
+NAMES = list(ESTIMATORS)
 
 
 @pytest.mark.parametrize("veil", [0.0, 0.2])
 def test_estimators_need_a_clients_own_folder_and_nothing_else(tmp_path: Path, veil: float) -> None:
     run = Recording(tmp_path / "run", StackedEngine, veil=veil).play(6)
-    found = attacks.estimates(run.of("client-0"), NAMES)
-    scored = attacks.updates(run.of("client-0"), Truth(run.folder), found, lambda text: None)
+    found = estimates(run.of("client-0"), NAMES)
+    scored = update_findings(run.of("client-0"), Truth(run.folder), found, lambda text: None)
     assert {finding.attack for finding in scored} >= set(NAMES)
     shutil.copytree(run.folder / "client-0", tmp_path / "alone" / "client-0")
     shutil.rmtree(run.folder)
     alone = Transcript(tmp_path / "alone" / "client-0")
-    again = attacks.estimates(alone, NAMES)
+    again = estimates(alone, NAMES)
     for name in NAMES:
         for tensor, changes in found[name].items():
             assert len(changes) == 5
             assert all(torch.equal(a, b) for a, b in zip(changes, again[name][tensor], strict=True))
     with pytest.raises(AuditError, match="truth: round 0 cannot be read"):
-        attacks.updates(alone, Truth(tmp_path / "alone"), again, lambda text: None)
+        update_findings(alone, Truth(tmp_path / "alone"), again, lambda text: None)
 
 
 def test_a_sum_is_weighted_by_examples_and_reads_bytes() -> None:

@@ -4,21 +4,19 @@ Client 0 is the attacker, client 1 the victim, the others are bystanders. Everyb
 which is what shows a single batch most clearly: the worst case for the victim, and the setting of the paper.
 """
 
-import copy
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from dbcl import models, seeds
+from dbcl import seeds
 from dbcl.data import Dataset
 from dbcl.engines import LocalTraining, StackedEngine
-from dbcl.protocol import Server
+from dbcl.run.assemble import build_model, build_server
 from dbcl.run.config import RunConfig
 from dbcl.transcripts import Recorder, Setting, Transcript, Truth
 
@@ -28,8 +26,13 @@ Script = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Scripted(LocalTraining):
-    """One step a round, on the examples that a script names."""
+class ScriptedTraining(LocalTraining):
+    """One step a round, on the examples that a script names.
+
+    >>> training = ScriptedTraining(steps=1, script=np.array([[[4, 2], [7, 7]]]))
+    >>> [batch.tolist() for batch in training.batches(10, seed=bytes(32), round=0, client=1)]
+    [[7, 7]]
+    """
 
     script: Any = field(default=None, compare=False, repr=False)
 
@@ -39,7 +42,11 @@ class Scripted(LocalTraining):
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A finished rehearsal: what each party saw, and what really happened."""
+    """A finished rehearsal: the transcripts of attacker and server, and the truth.
+
+    >>> Rehearsal(Path("somewhere"), np.zeros((3, 2, 1), dtype=np.int64)).truth.folder.name
+    'truth'
+    """
 
     folder: Path
     script: Script
@@ -69,23 +76,16 @@ def rehearse(
 ) -> Rehearsal:
     """Play a script under a run's network, cover, ratio, sketch, veil and wire, and record attacker and server.
 
-    It starts from the run's initial weights, or from `weights`. All its secrets come from `seed`, so that it can be
-    repeated: nobody but the auditor takes part.
+    It starts from `weights`, or from initial weights as a run of that configuration has them. All secrets come from
+    `seed`, so that it can be repeated; that is safe, since all parties are the auditor's.
     """
     rounds, clients, batch = script.shape
-    model = models.build(config.model, shape=dataset.shape, outputs=dataset.outputs, seed=config.seed)
+    weight_seed = seed if config.seed is None else config.seed
+    model, template = (build_model(config, dataset, seed=weight_seed + number) for number in range(2))
     if weights is not None:
         model.load_state_dict(weights)
-    template = models.build(config.model, shape=dataset.shape, outputs=dataset.outputs, seed=config.seed + 1)
-    server = Server(
-        model,
-        ratio=config.ratio,
-        cover=config.cover,
-        veil=config.veil,
-        sketch=config.sketch,
-        wire=config.wire,
-        insecure_seed=seed,
-    )
+    server = build_server(config, model, insecure_seed=seed)
+    noise = config.noise()
     training = LocalTraining(lr=config.lr, batch_size=batch, steps=1)
     known = Setting(config.model, dataset.shape, dataset.outputs, asdict(training), clients, clients, veil=config.veil)
     everything = np.arange(len(dataset.y_train))
@@ -95,11 +95,11 @@ def rehearse(
         dataset.x_train,
         dataset.y_train,
         [everything] * clients,
-        Scripted(lr=config.lr, batch_size=batch, steps=1, script=script),
+        ScriptedTraining(lr=config.lr, batch_size=batch, steps=1, script=script),
         seed=seeds.derive(bytes(32), "rehearsal", seed),
+        noise=None if noise is None else replace(noise, insecure_seed=seed),
     )
-    engine.noise = config.noise()
-    engine.observer = Recorder(folder, [str(ATTACKER), "server"], server, known)
+    engine.observer = Recorder(folder, [str(ATTACKER), "server"], engine.session, known)
     for number in range(rounds):
         engine.play_round()
         if progress is not None:
@@ -107,10 +107,10 @@ def rehearse(
     return Rehearsal(folder, script)
 
 
-def drawn(examples: NDArray[np.int64], shape: tuple[int, ...], seed: int) -> Script:
-    """Examples drawn at random, one batch without repetition where there are enough.
+def draw_batches(examples: NDArray[np.int64], shape: tuple[int, ...], seed: int) -> Script:
+    """Batches of random examples; the last axis is one batch, without repetition where there are enough examples.
 
-    >>> drawn(np.arange(100), (3, 2, 8), seed=0).shape
+    >>> draw_batches(np.arange(100), (3, 2, 8), seed=0).shape
     (3, 2, 8)
     """
     rng = np.random.default_rng(seed)
@@ -118,13 +118,3 @@ def drawn(examples: NDArray[np.int64], shape: tuple[int, ...], seed: int) -> Scr
         rng.choice(examples, size=shape[-1], replace=shape[-1] > len(examples)) for _ in range(int(np.prod(shape[:-1])))
     ]
     return np.stack(batches).reshape(shape).astype(np.int64)
-
-
-def guess(template: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
-    """A plain model that holds these weights, in double precision."""
-    model = copy.deepcopy(template).double()
-    with torch.no_grad():
-        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        for name, tensor in weights.items():
-            own[name].copy_(tensor.reshape(own[name].shape))
-    return model

@@ -1,13 +1,15 @@
-"""Scoring: the only room in which estimates meet the truth."""
+"""Compares estimates with ground truth; nothing else reads `truth/`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dbcl.audit.estimators.smoother import View
+from dbcl.audit.estimators.smoother import known_scales
+from dbcl.audit.estimators.view import View
+from dbcl.audit.theory import veil_cosine
 from dbcl.transcripts import Truth
 
 
@@ -18,7 +20,7 @@ class Scores:
     `cosines` are with the true change, `errors` are |estimate - truth| / |truth|. `lags` counts the seen rounds that
     came after each one: an attacker that goes backward knows old rounds best.
 
-    >>> Scores("w", (0, 1), (2, 1), (1.0, 0.0), (0.0, 1.0)).typical(oldest=2)
+    >>> Scores("w", (0, 1), (2, 1), (1.0, 0.0), (0.0, 1.0)).median_cosine(min_lag=2)
     1.0
     """
 
@@ -28,40 +30,52 @@ class Scores:
     cosines: tuple[float, ...]
     errors: tuple[float, ...]
 
-    def typical(self, oldest: int = 0) -> float:
+    def median_cosine(self, min_lag: int = 0) -> float:
         """The median cosine of the rounds with at least so many seen rounds after them."""
-        picked = [cosine for cosine, lag in zip(self.cosines, self.lags, strict=True) if lag >= oldest]
-        return float(np.median(picked)) if picked else float("nan")
+        return self._median(self.cosines, min_lag)
 
-    def typical_error(self, oldest: int = 0) -> float:
+    def median_error(self, min_lag: int = 0) -> float:
         """The median relative error of the same rounds."""
-        picked = [error for error, lag in zip(self.errors, self.lags, strict=True) if lag >= oldest]
+        return self._median(self.errors, min_lag)
+
+    def _median(self, values: Sequence[float], min_lag: int) -> float:
+        picked = [value for value, lag in zip(values, self.lags, strict=True) if lag >= min_lag]
         return float(np.median(picked)) if picked else float("nan")
 
 
-def others(truth: Truth, view: View, place: int) -> Tensor:
+def true_change(truth: Truth, view: View, index: int) -> Tensor:
     """The true change of a tensor from a seen round to the next one, as a matrix, less the client's own part.
 
-    With momentum on the server it is what the round's updates put in, not what older ones still moved.
+    `index` counts the seen rounds. With momentum on the server it is what the round's updates add, without what older
+    updates still move.
     """
-    start, end = view.rounds[place], view.rounds[place] + view.gaps[place]
+    start, end = view.rounds[index], view.rounds[index] + view.gaps[index]
     change = truth.change(start, end)[view.name].double()
     if view.momentum and start > 0:
         change = change - view.momentum * truth.change(start - 1, end - 1)[view.name].double()
-    return change.reshape(-1, view.dim) - view.lr * view.sketches[place].lift(view.own[place])
+    return change.reshape(-1, view.dim) - view.lr * view.sketches[index].lift(view.own[index])
 
 
 def score(truth: Truth, view: View, changes: Iterable[Tensor]) -> Scores:
     """Compare an estimator's changes of one tensor with what really happened."""
     cosines, errors = [], []
-    for place, guess in enumerate(changes):
-        real = others(truth, view, place)
+    for index, guess in enumerate(changes):
+        real = true_change(truth, view, index)
         length = float(torch.linalg.vector_norm(real))
         cosines.append(_cosine(guess, real))
         errors.append(float(torch.linalg.vector_norm(guess - real)) / length if length else float("nan"))
     count = len(cosines)
-    lags = tuple(len(view.rounds) - 1 - place for place in range(count))
+    lags = tuple(len(view.rounds) - 1 - index for index in range(count))
     return Scores(view.name, view.rounds[:count], lags, tuple(cosines), tuple(errors))
+
+
+def predicted_cosine(truth: Truth, view: View, veil: float) -> float:
+    """The isotropic formula 1 / (1 + 4 kappa^2)^(1/4), with the true size of the others' updates."""
+    sizes = [
+        float(view.sketches[index].apply(true_change(truth, view, index)).square().mean())
+        for index in range(len(view.rounds) - 1)
+    ]
+    return float(veil_cosine(known_scales(view, veil).veil / float(np.mean(sizes)) ** 0.5))
 
 
 def _cosine(a: Tensor, b: Tensor) -> float:

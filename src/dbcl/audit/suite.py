@@ -1,4 +1,4 @@
-"""One audit from beginning to end: rehearse, attack from every seat, score, and gather the findings."""
+"""One audit from beginning to end: rehearse, attack from every seat, score, and collect the findings."""
 
 import json
 import tempfile
@@ -13,18 +13,22 @@ import numpy as np
 import safetensors.torch
 from torch import nn
 
-from dbcl import data, models
-from dbcl.audit.attacks import images as attacks
-from dbcl.audit.attacks.images import OnProgress
+from dbcl import data
+from dbcl.audit.attacks import OnProgress
+from dbcl.audit.attacks.images import image_findings
+from dbcl.audit.attacks.labels import label_finding
 from dbcl.audit.attacks.matching import Matching
+from dbcl.audit.attacks.membership import membership_findings
 from dbcl.audit.attacks.properties import property_findings
+from dbcl.audit.attacks.updates import MIN_LAG, estimates, update_findings
 from dbcl.audit.findings import Audit, Finding
-from dbcl.audit.rehearsal import ATTACKER, VICTIM, Script, drawn, rehearse
+from dbcl.audit.rehearsal import ATTACKER, VICTIM, Script, draw_batches, rehearse
 from dbcl.data import Dataset
 from dbcl.data.traits import properties_of
 from dbcl.errors import AuditError, DataError, DbclError
 from dbcl.plan import SketchPlan
-from dbcl.protocol import Server, blinded
+from dbcl.protocol import blinded
+from dbcl.run.assemble import build_model, build_plan, build_server
 from dbcl.run.config import RunConfig, from_toml
 from dbcl.transcripts import Transcript, Truth
 
@@ -39,26 +43,59 @@ class Budget:
     True
     """
 
-    rounds: int
-    batch: int
-    pictures: int
-    steps: int
-    own_batches: int
-    own_examples: int
-    shadows: int
     estimators: tuple[str, ...]
+    """Which of `ESTIMATORS` a client tries."""
+    rounds: int
+    """Rounds of the rehearsal for updates and properties."""
+    batch: int
+    """Examples in each client's batch there."""
+    own_batches: int
+    """The attacker's own batches of each kind in a round, for the forest."""
+    own_examples: int
+    """The attacker's own examples of each kind in a round, for the matched filters."""
+    pictures: int
+    """Pictures that are attacked."""
+    steps: int
+    """Steps of gradient matching."""
+    restarts: int
+    """Random starts of gradient matching."""
+    inverting: bool
+    """Whether the server also tries Inverting Gradients."""
+    shadow_models: int
+    """Models that LiRA trains."""
+    min_lag: int = MIN_LAG
+    """Seen rounds that must follow a round for its estimate to count."""
 
 
-QUICK = Budget(60, 16, 2, 200, 2, 60, 4, ("option I", "smoother"))
+QUICK = Budget(
+    estimators=("option I", "smoother"),
+    rounds=60,
+    batch=16,
+    own_batches=2,
+    own_examples=60,
+    pictures=2,
+    steps=200,
+    restarts=1,
+    inverting=False,
+    shadow_models=4,
+)
 FULL = Budget(
-    200, 32, 5, 600, 3, 150, 16,
-    ("option I", "option II", "rewind", "smoother", "smoother, sizes fitted", "shaped smoother"),
-)  # fmt: skip
+    estimators=("option I", "option II", "rewind", "smoother", "smoother, sizes fitted", "shaped smoother"),
+    rounds=200,
+    batch=32,
+    own_batches=3,
+    own_examples=150,
+    pictures=5,
+    steps=600,
+    restarts=3,
+    inverting=True,
+    shadow_models=16,
+)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every part of an audit needs to know."""
+    """What every part of an audit needs: the run's settings and data, where to write, and how much to spend."""
 
     config: RunConfig
     dataset: Dataset
@@ -83,8 +120,9 @@ def audit(
 ) -> Audit:
     """Audit a finished run: its recorded transcripts where it has some, and rehearsals under its settings.
 
-    A rehearsal has `clients` parties, all in every round, who each take one step of SGD on one batch. `tell` hears what
-    is being done, `progress` how many parts of the work are done.
+    A rehearsal has `clients` parties, all in every round, who each take one step of SGD on one batch. `tell` is called
+    with what is being done, `progress` with how many parts of the work are done, and of how many. A part that fails
+    becomes a finding that says why, and the others go on.
     """
     began = perf_counter()
     try:
@@ -93,8 +131,8 @@ def audit(
         raise AuditError(f"{folder} holds no run: it has no config.toml") from None
     dataset = data.load(config.data, data_dir)
     parts: dict[str, Callable[[Job], list[Finding]]] = {
-        f"updates from {place.name}": partial(recorded, place)
-        for place in sorted((folder / "transcripts").glob("client-*"))
+        f"updates from {transcript.name}": partial(recorded_part, transcript)
+        for transcript in sorted((folder / "transcripts").glob("client-*"))
     }
     parts |= {"properties": properties_part, "pictures": pictures_part, "membership": membership_part}
     findings: list[Finding] = []
@@ -107,80 +145,84 @@ def audit(
             except DbclError as error:
                 findings.append(_failed(name, error))
     progress(len(parts), len(parts))
-    plan = _plan(config, dataset)
+    plan = build_plan(config, build_model(config, dataset))
     settings = {**asdict(config), "clear": plan.in_clear, "rehearsal": f"{clients} parties, one SGD step a round"}
     return Audit(
         folder.name, settings, _run_facts(folder), seats(plan, config), tuple(findings), perf_counter() - began
     )
 
 
-def recorded(place: Path, job: Job) -> list[Finding]:
-    """What a client of the run itself could estimate from what it saw there."""
-    transcript = Transcript(place)
-    found = attacks.estimates(transcript, job.budget.estimators, job.tell)
-    each = attacks.updates(transcript, Truth(place.parent), found, job.tell)
+def recorded_part(folder: Path, job: Job) -> list[Finding]:
+    """Updates, from what a client of the run itself saw there."""
+    transcript = Transcript(folder)
+    found = estimates(transcript, job.budget.estimators, job.tell)
+    each = update_findings(transcript, Truth(folder.parent), found, job.tell, min_lag=job.budget.min_lag)
     return [replace(finding, attack=f"{finding.attack} ({transcript.party} of the run)") for finding in each]
 
 
 def properties_part(job: Job) -> list[Finding]:
-    """Updates and properties, from one rehearsal in which the victim's batches have the property or have it not."""
-    holds, spare, script = property_script(
-        job.config.data, job.dataset, job.budget, job.clients, job.seed, job.data_dir
-    )
+    """Updates and properties, from one rehearsal in which the victim's batches all have the property or all lack it."""
+    holds, own, script = property_script(job.config.data, job.dataset, job.budget, job.clients, job.seed, job.data_dir)
     job.tell("rehearsal: batches with and without a property")
     rehearsal = rehearse(job.config, job.dataset, script, job.scratch / "properties", seed=job.seed)
-    found = attacks.estimates(rehearsal.attacker, job.budget.estimators, job.tell)
-    findings = attacks.updates(rehearsal.attacker, rehearsal.truth, found, job.tell)
+    found = estimates(rehearsal.attacker, job.budget.estimators, job.tell)
+    min_lag = job.budget.min_lag
+    findings = update_findings(rehearsal.attacker, rehearsal.truth, found, job.tell, min_lag=min_lag)
     if holds is None:
         return findings
     return findings + property_findings(
         rehearsal,
         job.dataset,
         holds,
-        spare,
+        own,
         found,
         batches=job.budget.own_batches,
         examples=job.budget.own_examples,
         seed=job.seed,
         tell=job.tell,
+        min_lag=min_lag,
     )
 
 
 def property_script(
     name: str, dataset: Dataset, budget: Budget, clients: int, seed: int, data_dir: str | None
 ) -> tuple[np.ndarray[Any, np.dtype[np.bool_]] | None, np.ndarray[Any, np.dtype[np.int64]], Script]:
-    """Who trains on what: the first half of the examples is the attacker's, the second belongs to all others."""
+    """Who trains on what: which examples have the property, which are the attacker's own, and everybody's batches.
+
+    Half of the examples are the attacker's, the others train on the rest. Where no property of the dataset is known,
+    the first result is None.
+    """
     half = len(dataset.y_train) // 2
     order = np.random.default_rng(seed).permutation(len(dataset.y_train))
-    spare, rest = order[:half], order[half:]
-    script = drawn(rest, (budget.rounds, clients, budget.batch), seed)
-    script[:, ATTACKER] = drawn(spare, (budget.rounds, budget.batch), seed + 1)
+    own, rest = order[:half], order[half:]
+    script = draw_batches(rest, (budget.rounds, clients, budget.batch), seed)
+    script[:, ATTACKER] = draw_batches(own, (budget.rounds, budget.batch), seed + 1)
     if name not in PROPERTY_DATA:
-        return None, spare, script
+        return None, own, script
     holds = properties_of(name, data_dir)
     with_, without = rest[holds[rest]], rest[~holds[rest]]
-    if min(len(with_), len(without), holds[spare].sum()) < 2:
+    if min(len(with_), len(without), holds[own].sum()) < 2:
         raise DataError(f"too few examples of {name} have the property")
     for round in range(budget.rounds):
         pool = with_ if (round * 7 + seed) % 13 % 2 else without
-        script[round, VICTIM] = drawn(pool, (budget.batch,), seed + 2 + round)
-    return holds, spare, script
+        script[round, VICTIM] = draw_batches(pool, (budget.batch,), seed + 2 + round)
+    return holds, own, script
 
 
 def pictures_part(job: Job) -> list[Finding]:
     """Pictures and labels, from a rehearsal in which every client trains on a single picture a round."""
-    config, dataset, budget, quick = job.config, job.dataset, job.budget, job.budget is QUICK
-    rounds = attacks.OLD + budget.pictures + 8
-    script = drawn(np.arange(len(dataset.y_train)), (rounds, job.clients, 1), job.seed + 17)
+    config, dataset, budget = job.config, job.dataset, job.budget
+    rounds = budget.min_lag + budget.pictures + 8
+    script = draw_batches(np.arange(len(dataset.y_train)), (rounds, job.clients, 1), job.seed + 17)
     job.tell("rehearsal: single pictures")
     rehearsal = rehearse(config, dataset, script, job.scratch / "pictures", seed=job.seed)
     names = ["option I", "rewind"] if config.veil == 0 else ["option I", "smoother"]
-    found = attacks.estimates(rehearsal.attacker, names, job.tell)
-    matching = Matching(steps=budget.steps, restarts=1 if quick else 3, tv=1e-3 if config.veil else 0.0)
-    inverting = None if quick else Matching("cosine", steps=4 * budget.steps, restarts=1, tv=0.1)
+    found = estimates(rehearsal.attacker, names, job.tell)
+    matching = Matching(steps=budget.steps, restarts=budget.restarts, tv=1e-3 if config.veil else 0.0)
+    inverting = Matching("cosine", steps=4 * budget.steps, restarts=1, tv=0.1) if budget.inverting else None
     picked = list(range(budget.pictures))
-    findings = attacks.images(rehearsal, dataset, found, picked, matching, job.tell, inverting=inverting)
-    return [*findings, attacks.clear_labels(rehearsal, dataset, list(range(rounds - 1)))]
+    findings = image_findings(rehearsal, dataset, found, picked, matching, job.tell, inverting=inverting)
+    return [*findings, label_finding(rehearsal, dataset, list(range(rounds - 1)))]
 
 
 def membership_part(job: Job) -> list[Finding]:
@@ -190,16 +232,23 @@ def membership_part(job: Job) -> list[Finding]:
         raise AuditError(f"{path} is missing: the run is not finished")
 
     def make(number: int) -> nn.Module:
-        return models.build(config.model, shape=dataset.shape, outputs=dataset.outputs, seed=number)
+        return build_model(config, dataset, seed=number)
 
     model = make(0)
     model.load_state_dict(safetensors.torch.load_file(path))
-    view = blinded(make(1), Server(model, _plan(config, dataset), insecure_seed=job.seed).open_round())
-    return attacks.members(model, view, dataset, make, shadows=job.budget.shadows, seed=job.seed, tell=job.tell)
+    view = blinded(make(1), build_server(config, model, insecure_seed=job.seed).open_round())
+    return membership_findings(
+        model, view, dataset, make, shadow_models=job.budget.shadow_models, seed=job.seed, tell=job.tell
+    )
 
 
 def seats(plan: SketchPlan, config: RunConfig) -> tuple[tuple[str, str, str], ...]:
-    """Who sees what under a plan."""
+    """Who sees what under a plan: party, what it receives, what it does not.
+
+    >>> config = RunConfig(veil=0.0)
+    >>> seats(build_plan(config, build_model(config, data.load("digits"))), config)[0][1][:65]
+    "the sketches' seeds; sketches of 1.weight, 3.weight without noise"
+    """
     sketched = [tensor.name for tensor in plan.tensors if tensor.sketched]
     noise = f" with secret noise of {config.veil:g} times their size" if config.veil else " without noise"
     clear = f"; in clear: {', '.join(plan.in_clear)}" if plan.in_clear else ""
@@ -209,11 +258,6 @@ def seats(plan: SketchPlan, config: RunConfig) -> tuple[tuple[str, str, str], ..
         ("server", "the true weights, all seeds, each client's update", "clients' data"),
         ("anyone", "the finished model, if it is published", "the messages, if the transport encrypts them"),
     )  # fmt: skip
-
-
-def _plan(config: RunConfig, dataset: Dataset) -> SketchPlan:
-    model = models.build(config.model, shape=dataset.shape, outputs=dataset.outputs, seed=config.seed)
-    return SketchPlan.of(model, ratio=config.ratio, cover=config.cover, veil=config.veil, sketch=config.sketch)
 
 
 def _run_facts(folder: Path) -> dict[str, Any]:

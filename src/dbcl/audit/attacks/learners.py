@@ -1,7 +1,8 @@
-"""Inferring a property of a batch, such as how its digits were written, from the update it made (Melis et al. 2019).
+"""Two learners that tell updates with a property from those without: a random forest and a matched filter.
 
 The attacker makes updates of its own from batches with and without the property, learns to tell them apart, and scores
-the victim's updates. A forest is the published learner; the matched filter also knows how much noise the defence adds.
+the victim's updates (Melis et al. 2019). The forest is the published learner; the matched filter also knows how much
+noise the defence adds.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,18 +18,15 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
+from dbcl.audit.attacks.roc import Array, Flags
 from dbcl.errors import DataError
 
-Array = NDArray[np.float64]
 Features = NDArray[np.floating[Any]]
-Truth = NDArray[np.bool_]
 
 LARGE = 5000  # entries; the originals keep only the maximum along the last axis of matrices above this
 COLUMNS = 4096  # features at a time: products in their own precision, sums of them in float64
 FOLDS = 5
 PENALTIES = 10.0 ** np.arange(-6.0, 2.0)  # lambda, in units of the features' total variance
-RESAMPLES = 1000
-TOGETHER = 50  # resamples at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +38,7 @@ class Samples:
     """
 
     x: Features
-    y: Truth
+    y: Flags
 
     def __post_init__(self) -> None:
         if self.x.ndim != 2 or self.y.shape != self.x.shape[:1] or self.y.dtype != np.bool_:
@@ -64,14 +62,14 @@ def flatten(update: Mapping[str, Tensor], names: Iterable[str] | None = None) ->
     return np.concatenate([update[name].detach().cpu().numpy().ravel() for name in chosen])
 
 
-def melis(update: Mapping[str, Tensor], *, vectors: bool) -> Features:
+def melis_features(update: Mapping[str, Tensor], *, vectors: bool) -> Features:
     """Make the features of Melis et al.: |u|, only its maximum over a kernel or a long row, all scaled to |row|_2 = 1.
 
     Theirs leave 1-D tensors out; `vectors` keeps them, and with them the biases, which are the first to leak.
 
     >>> import torch
     >>> update = {"weight": torch.tensor([[3.0, -4.0]]), "bias": torch.tensor([12.0])}
-    >>> melis(update, vectors=False).tolist(), (13 * melis(update, vectors=True)).round().tolist()
+    >>> melis_features(update, vectors=False).tolist(), (13 * melis_features(update, vectors=True)).round().tolist()
     ([0.6..., 0.8...], [3.0, 4.0, 12.0])
     """
     kept = {name: tensor.detach().abs() for name, tensor in update.items() if vectors or tensor.dim() > 1}
@@ -98,25 +96,32 @@ def forest(train: Samples, test_x: Features, seed: int) -> Array:
 
 
 class MatchedFilter:
-    """The one direction that best tells updates of two kinds apart under noise of a known size.
+    """The one direction that best tells updates of two kinds apart under noise of known variance.
 
     w = (Sigma / batch + diag(noise) + lambda I)^-1 (mu_1 - mu_0), with the mean and the common covariance of the clean
     training rows. Each tested update is a mean over `batch` such rows, plus noise that has one variance in each group
     of features. With u = 1 / (noise + lambda), w = u X^T alpha, so that only matrices of the size of the samples are
-    inverted. lambda is `penalty`, or the one that best separates left-out rows with noise, whose share of the scores,
-    w^T diag(noise) w, is known without drawing any. The scores are log odds, so that those of several filters compare.
+    inverted. lambda is `penalty`, or the one of `penalties` (in units of the features' total variance) that best
+    separates left-out rows with noise; the noise adds w^T diag(noise) w to the variance of the scores, so none is
+    drawn. The scores are log odds, so that those of several filters compare.
 
     >>> rng = np.random.default_rng(0)
     >>> y = np.arange(100) % 2 == 0
-    >>> told = MatchedFilter(Samples(rng.normal(size=(100, 2)) + 2 * y[:, None], y), np.zeros(2, dtype=np.int64))
-    >>> told(np.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]), np.zeros(1)).round()
+    >>> score = MatchedFilter(Samples(rng.normal(size=(100, 2)) + 2 * y[:, None], y), np.zeros(2, dtype=np.int64))
+    >>> score(np.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]), np.zeros(1)).round()
     array([-4., -0.,  4.])
     """
 
     def __init__(
-        self, train: Samples, group: NDArray[np.integer[Any]], batch: int = 1, *, penalty: float | None = None
+        self,
+        train: Samples,
+        group: NDArray[np.integer[Any]],
+        batch: int = 1,
+        *,
+        penalty: float | None = None,
+        penalties: Array = PENALTIES,
     ) -> None:
-        self.x, self.y, self.batch, self.penalty = train.x, train.y, batch, penalty
+        self.x, self.y, self.batch, self.penalty, self.penalties = train.x, train.y, batch, penalty, penalties
         self.mean = train.x.mean(axis=0, dtype=np.float64).astype(train.x.dtype)
         self.fold, self.blocks = _folds(train.y), _blocks(group)
         self.grams = np.zeros((group.max() + 1, len(train.y), len(train.y)))
@@ -131,7 +136,7 @@ class MatchedFilter:
         y, batch = self.y, self.batch
         total = float(np.trace(_within(self.grams.sum(axis=0), y))) / batch or 1.0
         best, alpha, scale, odds, middle = -np.inf, np.zeros(len(y)), noise, 0.0, 0.0
-        for penalty in total * PENALTIES if self.penalty is None else [self.penalty]:
+        for penalty in total * self.penalties if self.penalty is None else [self.penalty]:
             u = 1 / (noise + penalty)
             gram = np.tensordot(u, self.grams, 1)
             gap, spread = _separation(gram, np.tensordot(noise * u * u, self.grams, 1), y, self.fold, batch)
@@ -145,7 +150,7 @@ class MatchedFilter:
         return np.asarray(odds * (scores - middle), dtype=np.float64)
 
     def _centred(self, part: slice) -> Features:
-        """Some columns less their mean: of all at once, a copy would take as much memory as the samples."""
+        """Some columns less their mean; a copy of all of them would take as much memory as the samples."""
         return np.asarray(self.x[:, part] - self.mean[part])
 
 
@@ -159,7 +164,7 @@ def _blocks(group: NDArray[np.integer[Any]]) -> list[tuple[int, slice]]:
     ]
 
 
-def _less_mean(rows: Array, y: Truth) -> Array:
+def _less_mean(rows: Array, y: Flags) -> Array:
     """H X: each row less the mean of its class, scaled so that Sigma = (H X)^T H X; H is symmetric."""
     out = rows.copy()
     for kind in (y, ~y):
@@ -167,12 +172,12 @@ def _less_mean(rows: Array, y: Truth) -> Array:
     return np.asarray(out / np.sqrt(max(len(y) - 2, 1)), dtype=np.float64)
 
 
-def _within(gram: Array, y: Truth) -> Array:
+def _within(gram: Array, y: Flags) -> Array:
     """H G H, the inner products of the rows of H X."""
     return _less_mean(_less_mean(gram, y).T, y)
 
 
-def _dual(gram: Array, y: Truth, batch: int) -> Array:
+def _dual(gram: Array, y: Flags, batch: int) -> Array:
     """alpha = c - H (I + H G H)^-1 H G c, where mu_1 - mu_0 = X^T c: Woodbury's identity for w = u X^T alpha.
 
     H is that of `_less_mean` divided by sqrt(batch).
@@ -183,20 +188,20 @@ def _dual(gram: Array, y: Truth, batch: int) -> Array:
     return np.asarray(c - _less_mean(inner, y) / batch, dtype=np.float64)
 
 
-def _middle(y: Truth) -> Array:
-    """The weights that make of rows the point half way between the means of both kinds."""
+def _middle(y: Flags) -> Array:
+    """The weights of the rows whose sum is the midpoint of the two kinds' means."""
     return np.asarray((y / y.sum() + ~y / (~y).sum()) / 2, dtype=np.float64)
 
 
-def _folds(y: Truth) -> NDArray[np.int64]:
-    """The fold in which each update is left out: one of five with as many of both kinds."""
+def _folds(y: Flags) -> NDArray[np.int64]:
+    """The fold in which each update is left out; every fold has its share of both kinds."""
     fold = np.empty(len(y), dtype=np.int64)
     for kind in (y, ~y):
         fold[kind] = np.arange(kind.sum()) % min(FOLDS, y.sum(), (~y).sum())
     return fold
 
 
-def _separation(gram: Array, noise: Array, y: Truth, fold: NDArray[np.int64], batch: int) -> tuple[float, float]:
+def _separation(gram: Array, noise: Array, y: Flags, fold: NDArray[np.int64], batch: int) -> tuple[float, float]:
     """m_1 - m_0 and v / batch + w^T diag(noise) w, from the scores of rows that were left out when w was made.
 
     `gram` is X diag(u) X^T, so that x_i^T w = (G alpha)_i, and `noise` is X diag(u noise u) X^T.
@@ -210,60 +215,3 @@ def _separation(gram: Array, noise: Array, y: Truth, fold: NDArray[np.int64], ba
         spread += float(alpha @ noise[np.ix_(kept, kept)] @ alpha) * len(out) / len(y)
     within = (scores[y].var() + scores[~y].var()) / 2 / batch + spread
     return float(scores[y].mean() - scores[~y].mean()), within + float(np.finfo(np.float64).tiny)
-
-
-@dataclass(frozen=True)
-class Inference:
-    """How well scores tell updates with the property from those without: 0.5 is guessing.
-
-    `low` and `high` are a 95 % bootstrap interval; where not one pair is in the wrong order it has no width, and the
-    number of updates is what bounds the error. `roc` holds the false and the true positive rates, both rising.
-    """
-
-    auc: float
-    low: float
-    high: float
-    roc: tuple[tuple[float, ...], tuple[float, ...]]
-
-
-def judge(scores: Array, truth: Truth, seed: int) -> Inference:
-    """Measure AUC = P(score with > score without) + P(equal) / 2; scores are never turned round to look better.
-
-    >>> found = judge(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]), seed=0)
-    >>> found.auc, found.low <= found.auc <= found.high
-    (0.75, True)
-    """
-    with_, without = np.sort(scores[truth]), np.sort(scores[~truth])
-    if not len(with_) or not len(without) or np.isnan(scores).any():
-        raise ValueError(f"need scores of both kinds and no NaN, got {len(with_)} with and {len(without)} without")
-    below, upto = (np.searchsorted(without, with_, side=side) for side in ("left", "right"))
-    aucs = []
-    rng = np.random.default_rng(seed)
-    for _ in range(RESAMPLES // TOGETHER):
-        cumulated = np.zeros((TOGETHER, len(without) + 1))
-        np.cumsum(_resample(rng, len(without)), axis=1, out=cumulated[:, 1:])
-        beaten = (cumulated[:, below] + cumulated[:, upto]) / 2
-        aucs.append((_resample(rng, len(with_)) * beaten).sum(axis=1))
-    pairs = len(with_) * len(without)
-    low, high = np.quantile(np.concatenate(aucs) / pairs, [0.025, 0.975])
-    return Inference(float((below + upto).sum() / 2 / pairs), float(low), float(high), roc(scores, truth))
-
-
-def _resample(rng: np.random.Generator, size: int) -> NDArray[np.int64]:
-    """How often each of `size` samples is drawn when as many are drawn with replacement; a row for each resample."""
-    drawn = rng.integers(size, size=(TOGETHER, size)) + size * np.arange(TOGETHER)[:, None]
-    return np.bincount(drawn.ravel(), minlength=TOGETHER * size).reshape(TOGETHER, size)
-
-
-def roc(scores: Array, truth: Truth) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """List the false and the true positive rate at every threshold where the curve bends.
-
-    >>> roc(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]))
-    ((0.0, 0.0, 0.5, 0.5, 1.0), (0.0, 0.5, 0.5, 1.0, 1.0))
-    """
-    order = np.argsort(-scores, kind="stable")
-    last = np.flatnonzero(np.append(np.diff(scores[order]) != 0, True))  # equal scores pass a threshold together
-    hits, alarms = (np.append(0, np.cumsum(kind[order])[last]) for kind in (truth, ~truth))
-    bend = np.diff(hits[:-1]) * np.diff(alarms[1:]) != np.diff(hits[1:]) * np.diff(alarms[:-1])
-    bend = np.concatenate([[True], bend, [True]])
-    return tuple((alarms[bend] / (~truth).sum()).tolist()), tuple((hits[bend] / truth.sum()).tolist())

@@ -1,4 +1,6 @@
-"""Was an example among the training data? Loss threshold, and the likelihood ratio (LiRA, Carlini et al. 2022).
+"""Whether an example was trained on: loss threshold, and likelihood ratio (LiRA, Carlini et al. 2022).
+
+Reads no transcript: the finished model, which anyone may have, and one broadcast of it, as a client would receive it.
 
 Every attack gives each example a score, higher for more likely members. What counts is how many members are found at
 very few false alarms, not the average over all thresholds.
@@ -7,16 +9,61 @@ very few false alarms, not the average over all thresholds.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dbcl import seeds
-from dbcl.audit.attacks.learners import Array, Truth, roc
-from dbcl.engines.training import LocalTraining
+from dbcl.audit.attacks import OnProgress
+from dbcl.audit.attacks.roc import Array, Flags, roc
+from dbcl.audit.findings import Curve, Finding
+from dbcl.data import Dataset
+from dbcl.engines import LocalTraining
 
 ENOUGH = 64  # values of an example from which on it has a variance of its own, as in the original
+
+
+def membership_findings(
+    model: nn.Module,
+    view: nn.Module,
+    dataset: Dataset,
+    make_model: Callable[[int], nn.Module],
+    *,
+    shadow_models: int,
+    seed: int,
+    tell: OnProgress,
+) -> list[Finding]:
+    """Loss threshold and LiRA on the finished model, and on `view`, the model that a client would receive of it."""
+    count = min(1000, len(dataset.y_test), len(dataset.y_train))
+    inside = torch.randperm(len(dataset.y_train), generator=torch.Generator().manual_seed(seed))[:count]
+    x = torch.cat([dataset.x_train[inside], dataset.x_test[:count]])
+    y = torch.cat([dataset.y_train[inside], dataset.y_test[:count]])
+    members = np.arange(2 * count) < count
+    tell("membership: shadow models")
+    trained = shadows(make_model, x, y, shadow_models, LocalTraining(lr=0.05, epochs=10, batch_size=20), seed)
+    findings = []
+    for seat, what, target in (("anyone", "the final model", model), ("client", "a client's view of it", view)):
+        values = confidences(target, x, y)
+        attacks = {
+            "loss threshold": ("naive", loss_threshold(values)),
+            "LiRA": ("adaptive", lira(values, trained.inside, trained.outside)),
+        }
+        for name, (kind, scores) in attacks.items():
+            result = judge(scores, members)
+            named: dict[str, Any] = {
+                "attack": f"{name} on {what}", "seat": seat, "attacker": kind, "target": "membership",
+                "budget": {"members": count, "non-members": count, "shadow models": shadow_models},
+            }  # fmt: skip
+            curve = Curve("", *result.roc)
+            axes = ("false positive rate", "true positive rate")
+            findings += [
+                Finding(**named, measure="membership auc", value=result.auc, chance=0.5, curves=(curve,), axes=axes),
+                Finding(**named, measure="tpr at 1 % fpr", value=result.tpr_at_1_percent, chance=0.01),
+                Finding(**named, measure="tpr at 0.1 % fpr", value=result.tpr_at_01_percent, chance=0.001),
+            ]
+    return findings
 
 
 @torch.no_grad()
@@ -64,7 +111,7 @@ class Shadows:
     """
 
     confidences: Array
-    members: Truth
+    members: Flags
 
     @property
     def inside(self) -> Array:
@@ -108,8 +155,8 @@ def lira(target: Array, inside: Array | None, outside: Array) -> Array:
     """Score examples by how a target's confidence t fits those of shadow models with and without the example.
 
     Online: log N(t; mu_in, s_in) - log N(t; mu_out, s_out). Offline (`inside` None): (t - mu_out) / s_out, which orders
-    as the original's one-sided test does. Rows are models, NaN where one does not count; below 64 values an example,
-    all examples share one variance about their own means.
+    as the original's one-sided test does. Rows are models, NaN where one does not count. With fewer than 64 values for
+    an example, all examples share one variance about their own means.
 
     >>> outside = np.array([[0.0, 5.0], [1.0, 6.0]])
     >>> lira(np.array([4.0, 6.0]), None, outside).round(2)  # the second is an easy example
@@ -146,6 +193,9 @@ class Membership:
     The rates are the shares of members found with at most 1 % and 0.1 % of the others taken for members; NaN where
     fewer than 100 or 1,000 others were scored, which is too few to see such a rate. Guessing gives 0.5, 0.01 and 0.001.
     `roc` holds the false and the true positive rates, both rising; draw it with logarithmic axes.
+
+    >>> Membership(0.5, 0.01, 0.001, ((0.0, 1.0), (0.0, 1.0))).auc
+    0.5
     """
 
     auc: float
@@ -154,7 +204,7 @@ class Membership:
     roc: tuple[tuple[float, ...], tuple[float, ...]]
 
 
-def judge(scores: Array, members: Truth) -> Membership:
+def judge(scores: Array, members: Flags) -> Membership:
     """Measure an attack's scores exactly, counting equal scores against it at low rates and by half in the AUC.
 
     >>> judge(np.arange(200.0), np.arange(200) >= 100)
@@ -169,7 +219,7 @@ def judge(scores: Array, members: Truth) -> Membership:
     return Membership(auc, _tpr(scores, members, 0.01), _tpr(scores, members, 0.001), (alarms, hits))
 
 
-def _tpr(scores: Array, members: Truth, fpr: float) -> float:
+def _tpr(scores: Array, members: Flags, fpr: float) -> float:
     """The share of members above the highest threshold that lets no more than fpr of the others through."""
     others = np.sort(scores[~members])[::-1]
     allowed = math.floor(fpr * len(others) + 1e-9)

@@ -1,1 +1,1 @@
-"""Findings as words, tables, figures and a page."""
+"""Findings as a page: what each value means (`measures`, `rating`), in sentences (`wording`), figures and HTML."""

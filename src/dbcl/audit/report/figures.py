@@ -1,4 +1,7 @@
-"""The drawings of a page: curves, and the trade-off between several audits, as SVG that needs nothing else."""
+"""The figures of a page: curves, and the trade-off between several audits, as SVG inside the page.
+
+Legends are HTML: they wrap on a small screen, and text that others wrote never reaches matplotlib's parser.
+"""
 
 import base64
 import html
@@ -8,15 +11,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dbcl.audit.findings import Audit, Curve, Finding
-from dbcl.audit.report.rating import accuracy_text, kind, plain_text
+from dbcl.audit.report.measures import accuracy_text, kind, plain_text
 from dbcl.run.plots import GRID, INK, MUTED
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#56B4E9", "#000000")
 EXACT = 100.0  # dB at which an exact copy is drawn
-LIMIT = 400  # steps that the eye can tell along an axis; a ROC curve may come with a point for each example
+LIMIT = 400  # steps along an axis that can be told apart; a ROC curve may come with a point for each example
 
 
 def figures(findings: Sequence[Finding]) -> str:
+    """One plot for each target and pair of axes, with a line for each curve.
+
+    >>> figures([Finding("rewind", "client", "adaptive", "update", "cosine", 0.99)])
+    ''
+    """
     groups: dict[tuple[str, tuple[str, str]], list[Finding]] = {}
     for finding in findings:
         if finding.curves:
@@ -48,7 +56,7 @@ def _plot(target: str, labels: tuple[str, str], group: Sequence[Finding]) -> str
     if log:
         axes.set(xscale="log", yscale="log")
     names = [name or fallback for name, fallback in zip(labels, ("", group[0].measure), strict=True)]
-    _dress(axes, names[0], names[1])
+    _style(axes, names[0], names[1])
     title = f"{target}: {names[1]}" + (f" by {names[0]}" if names[0] else "")
     image = f"<img src='{_svg(figure)}' alt='{escape(title)}'>"
     key = f"<ul class='key'>{''.join(keys)}</ul>"
@@ -65,7 +73,7 @@ def _points(curve: Curve, least: float) -> tuple[list[float], list[float]]:
 
 
 def _thin(points: Sequence[tuple[float, float]], scale: Callable[[float], float]) -> list[tuple[float, float]]:
-    """Leave out points that the eye could not tell from the one before; low rates stay on a log axis."""
+    """Leave out points that are too near to the one before to be seen; low rates stay on a log axis."""
     spans = [(max(map(scale, axis)) - min(map(scale, axis))) or 1.0 for axis in zip(*points, strict=True)]
     kept = [points[0]]
     for point in points[1:-1]:
@@ -76,7 +84,11 @@ def _thin(points: Sequence[tuple[float, float]], scale: Callable[[float], float]
 
 
 def trade_off(audits: Sequence[Audit], seat: str) -> str:
-    """Worst leak to a seat against accuracy, a panel for each measure; names stand in a column and never collide."""
+    """Worst leak to a seat against accuracy, a panel for each measure; labels stand in a column and never overlap.
+
+    >>> trade_off([Audit("a", {}, {}, (), (), 1.0)], "client")
+    ''
+    """
     from matplotlib.figure import Figure
 
     panels = []
@@ -108,7 +120,7 @@ def trade_off(audits: Sequence[Audit], seat: str) -> str:
             arrow = {"arrowstyle": "-", "color": "#b8c2cb", "linewidth": 0.8, "shrinkB": 3, "relpos": (0, 0.5)}
             where = {"xy": (100 * x, y), "xytext": at, "textcoords": "axes fraction", "arrowprops": arrow}
             axes.annotate(label, **where, va="center", color=INK, fontsize=9, parse_math=False)
-        _dress(axes, "accuracy, %", name)
+        _style(axes, "accuracy, %", name)
     return _svg(figure)
 
 
@@ -124,7 +136,7 @@ def _spread(places: Sequence[float], gap: float) -> list[float]:
     return apart
 
 
-def _dress(axes: Any, across: str, up: str) -> None:
+def _style(axes: Any, across: str, up: str) -> None:
     axes.set_xlabel(_printable(across), color=MUTED, parse_math=False)
     axes.set_ylabel(_printable(up), color=MUTED, parse_math=False)
     axes.grid(color=GRID)
@@ -149,4 +161,9 @@ def _svg(figure: Any) -> str:
 
 
 def escape(value: Any) -> str:
+    """Any value as text that is safe inside HTML.
+
+    >>> escape("<b>")
+    '&lt;b&gt;'
+    """
     return html.escape(plain_text(value), quote=True)

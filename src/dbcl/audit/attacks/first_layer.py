@@ -1,0 +1,86 @@
+"""One example solved from the gradient of a dense first layer with a bias: linear equations, no matching."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, minimize
+from torch import Tensor
+
+from dbcl.audit.attacks.matching import total_variation
+from dbcl.errors import ConfigError
+from dbcl.protocol import Broadcast
+from dbcl.sketch import Sketch
+
+
+@dataclass(frozen=True, eq=False)
+class FirstLayer:
+    """What one round showed of a dense first layer: the gradients of its weight and bias, and its sketch.
+
+    >>> from dbcl import CountSketch
+    >>> FirstLayer(torch.zeros(3, 2), torch.ones(3), CountSketch(4, 2, seed=bytes(32))).sketch
+    CountSketch(4 -> 2)
+    """
+
+    weight: Tensor  # (dout, width)
+    bias: Tensor  # (dout,)
+    sketch: Sketch
+
+    def inputs(self) -> Tensor:
+        """x R of a single example: dV = db^T (x R D), so every row of dV with a bias gradient holds x R D."""
+        weight, bias = self.weight.detach().cpu().double(), self.bias.detach().cpu().double()
+        if not bias.any():
+            raise ConfigError("the first layer's bias gradient is zero: no unit was active, and nothing can be read")
+        return (bias @ weight) / (bias @ bias) / self.sketch.gain(weight)
+
+
+def dense_first_layer(broadcast: Broadcast, shape: Sequence[int]) -> str | None:
+    """The prefix of a first layer that is dense, has a bias and takes the whole picture; None where there is none.
+
+    >>> import dbcl
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> dense_first_layer(dbcl.Server(net).open_round(), (1, 4, 4))
+    '1.'
+    """
+    first = broadcast.plan.tensors[0]
+    prefix = first.name.removesuffix("weight")
+    biased = any(part.name == f"{prefix}bias" for part in broadcast.plan.tensors)
+    whole = len(first.shape) == 2 and first.shape[1] == math.prod(shape)
+    return prefix if first.name.endswith("weight") and biased and whole else None
+
+
+def solve_first_layer(
+    rounds: Sequence[FirstLayer], shape: Sequence[int], *, box: tuple[float, float], tv: float = 1e-3, steps: int = 300
+) -> Tensor:
+    """Solve for one example: min over x in the box of sum_t |x R_t - y_t|^2 + tv TV(x).
+
+    Several rounds that trained on this example alone each add equations; two rounds at ratio 2 have as many as x has
+    entries. The weight of the total variation falls to zero in stages, so that it only decides what the equations leave
+    open.
+
+    >>> import dbcl
+    >>> x, delta = torch.tensor([[0.2, 0.9, 0.4]]), torch.tensor([[1.0], [2.0]])
+    >>> solve_first_layer([FirstLayer(delta @ x, delta[:, 0], dbcl.Identity(3))], (3,), box=(0, 1)).round(decimals=4)
+    tensor([0.2000, 0.9000, 0.4000], dtype=torch.float64)
+    """
+    seen = [(one.sketch, one.inputs()) for one in rounds]
+    low, high = box
+
+    def objective(values: NDArray[np.float64], weight: float) -> tuple[float, NDArray[np.float64]]:
+        x = torch.from_numpy(values).clone().requires_grad_()
+        errors = [sketch.project(x) / sketch.gain(y) - y for sketch, y in seen]
+        loss = torch.stack([error.square().sum() for error in errors]).sum()
+        if weight:
+            loss = loss + weight * x.numel() * total_variation(x.reshape(1, *shape))
+        (grad,) = torch.autograd.grad(loss, x)
+        return float(loss.detach()), grad.numpy()
+
+    x = np.full(math.prod(shape), (low + high) / 2)
+    for weight in (tv, 1e-2 * tv, 1e-4 * tv, 0.0):
+        options = {"maxiter": steps, "maxfun": 2 * steps, "maxcor": 50, "ftol": 0.0, "gtol": 1e-12}
+        x = minimize(objective, x, (weight,), "L-BFGS-B", jac=True, bounds=Bounds(low, high), options=options).x
+    return torch.from_numpy(x).reshape(*shape)

@@ -1,0 +1,85 @@
+"""What an attacker learns a property from: examples of its own, and their gradients at the models that it received."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dbcl.audit.attacks.gradients import gradients
+from dbcl.data import Dataset
+from dbcl.protocol import Broadcast, blinded
+from dbcl.transcripts import Transcript
+
+Gradients = dict[str, Tensor]
+"""One gradient, by the names of the plan."""
+
+
+@dataclass(frozen=True, eq=False)
+class OwnExamples:
+    """The attacker's own examples: indices `own` of a dataset, with `holds` saying which examples have the property.
+
+    >>> from dbcl import data
+    >>> examples = OwnExamples(data.load("digits"), np.arange(4000) % 2 == 0, np.arange(10))
+    >>> examples.count(True), examples.draw(np.random.default_rng(0), True, 3).sort().values
+    (5, tensor([4, 6, 8]))
+    """
+
+    dataset: Dataset
+    holds: NDArray[np.bool_]
+    own: NDArray[np.int64]
+
+    def draw(self, rng: np.random.Generator, kind: bool, count: int) -> Tensor:
+        """Indices of examples of one kind, without repetition where there are enough."""
+        pool = self.own[self.holds[self.own] == kind]
+        return torch.from_numpy(rng.choice(pool, size=count, replace=count > len(pool)))
+
+    def count(self, kind: bool) -> int:
+        return int((self.holds[self.own] == kind).sum())
+
+    def gradient(self, model: nn.Module, index: Tensor) -> Gradients:
+        """The gradient of one batch."""
+        found = gradients(model, self.dataset.x_train[index], self.dataset.y_train[index])
+        return {name: gradient.detach() for name, gradient in found.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class OwnBatches:
+    """Gradients of the attacker's own batches over W's entries, which of them have the property, and their rounds.
+
+    `rounds` counts the rounds that the attacker tests.
+    """
+
+    gradients: list[Gradients]
+    holds: NDArray[np.bool_]
+    rounds: NDArray[np.int64]
+
+
+def own_batches(
+    transcript: Transcript, examples: OwnExamples, rounds: Sequence[int], *, batches: int, size: int, seed: int
+) -> OwnBatches:
+    """Compute gradients of `batches` batches of each kind at the model that the attacker received in each round."""
+    rng = np.random.default_rng(seed)
+    template = transcript.setting.template()
+    kinds = (True, False) * batches
+    made = []
+    for round in rounds:
+        broadcast = transcript[round].broadcast
+        model = blinded(template, broadcast)
+        made += [over_weights(broadcast, examples.gradient(model, examples.draw(rng, kind, size))) for kind in kinds]
+    return OwnBatches(made, np.array(kinds * len(rounds)), np.repeat(np.arange(len(rounds)), len(kinds)))
+
+
+def over_weights(broadcast: Broadcast, gradient: Gradients) -> Gradients:
+    """A gradient in V's space lifted to W's, whose entries mean the same in every round.
+
+    In single precision, as many of these are held at a time.
+    """
+    sketches, shapes = broadcast.sketches(), {part.name: part.shape for part in broadcast.plan.tensors}
+    lifted = {}
+    for name, tensor in gradient.items():
+        matrix = sketches[name].lift(tensor.reshape(shapes[name][0], -1)) if name in sketches else tensor
+        lifted[name] = matrix.reshape(shapes[name]).float()
+    return lifted

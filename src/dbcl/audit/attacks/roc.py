@@ -1,0 +1,72 @@
+"""How well scores tell two kinds of cases apart: ROC curves, the area under them, and its bootstrap interval."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+RESAMPLES = 1000
+TOGETHER = 50  # resamples at a time
+
+
+@dataclass(frozen=True)
+class Auc:
+    """The area under a ROC curve; 0.5 is guessing.
+
+    `low` and `high` are a 95 % bootstrap interval; where not one pair is in the wrong order it has no width, and the
+    number of cases is what bounds the error. `roc` holds the false and the true positive rates, both rising.
+
+    >>> Auc(0.75, 0.5, 1.0, ((0.0, 1.0), (0.0, 1.0))).auc
+    0.75
+    """
+
+    auc: float
+    low: float
+    high: float
+    roc: tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def measure_auc(scores: Array, truth: Flags, seed: int) -> Auc:
+    """Measure AUC = P(score with > score without) + P(equal) / 2; an AUC below 0.5 stays below 0.5.
+
+    >>> found = measure_auc(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]), seed=0)
+    >>> found.auc, found.low <= found.auc <= found.high
+    (0.75, True)
+    """
+    with_, without = np.sort(scores[truth]), np.sort(scores[~truth])
+    if not len(with_) or not len(without) or np.isnan(scores).any():
+        raise ValueError(f"need scores of both kinds and no NaN, got {len(with_)} with and {len(without)} without")
+    below, upto = (np.searchsorted(without, with_, side=side) for side in ("left", "right"))
+    aucs = []
+    rng = np.random.default_rng(seed)
+    for _ in range(RESAMPLES // TOGETHER):
+        cumulated = np.zeros((TOGETHER, len(without) + 1))
+        np.cumsum(_resample(rng, len(without)), axis=1, out=cumulated[:, 1:])
+        beaten = (cumulated[:, below] + cumulated[:, upto]) / 2
+        aucs.append((_resample(rng, len(with_)) * beaten).sum(axis=1))
+    pairs = len(with_) * len(without)
+    low, high = np.quantile(np.concatenate(aucs) / pairs, [0.025, 0.975])
+    return Auc(float((below + upto).sum() / 2 / pairs), float(low), float(high), roc(scores, truth))
+
+
+def _resample(rng: np.random.Generator, size: int) -> NDArray[np.int64]:
+    """How often each of `size` samples is drawn when as many are drawn with replacement; a row for each resample."""
+    drawn = rng.integers(size, size=(TOGETHER, size)) + size * np.arange(TOGETHER)[:, None]
+    return np.bincount(drawn.ravel(), minlength=TOGETHER * size).reshape(TOGETHER, size)
+
+
+def roc(scores: Array, truth: Flags) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """List the false and the true positive rate at every threshold where the curve bends.
+
+    >>> roc(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]))
+    ((0.0, 0.0, 0.5, 0.5, 1.0), (0.0, 0.5, 0.5, 1.0, 1.0))
+    """
+    order = np.argsort(-scores, kind="stable")
+    last = np.flatnonzero(np.append(np.diff(scores[order]) != 0, True))  # equal scores pass a threshold together
+    hits, alarms = (np.append(0, np.cumsum(kind[order])[last]) for kind in (truth, ~truth))
+    bend = np.diff(hits[:-1]) * np.diff(alarms[1:]) != np.diff(hits[1:]) * np.diff(alarms[:-1])
+    bend = np.concatenate([[True], bend, [True]])
+    return tuple((alarms[bend] / (~truth).sum()).tolist()), tuple((hits[bend] / truth.sum()).tolist())

@@ -1,0 +1,99 @@
+"""What a smoother assumes of an unknown update: its covariance over W's columns, the same for every row."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dbcl.audit.estimators.view import View
+from dbcl.sketch import Sketch
+from dbcl.sketch.buckets import BucketSketch
+
+
+class WhiteUpdates:
+    """Updates whose entries in V's space are independent, with standard deviation `update`: covariance R R^T in W's.
+
+    Of a round that the client missed it does not know the sketch, so there the covariance is isotropic; without
+    `known_range` it is so in all rounds.
+
+    >>> from dbcl.sketch import Identity
+    >>> seen = (torch.zeros(1, 2), torch.ones(1, 2))
+    >>> view = View("w", (0, 1), (1, 1), (Identity(2), Identity(2)), seen, seen)
+    >>> WhiteUpdates(view, 0.5).times(0, torch.ones(1, 2))
+    tensor([[0.2500, 0.2500]])
+    """
+
+    def __init__(self, view: View, update: float, *, known_range: bool = True) -> None:
+        self.view, self.variance, self.known_range = view, update**2, known_range
+
+    def isotropic(self, t: int) -> float:
+        """The variance of each entry in a missed round, so that the update has the length of a seen round's."""
+        return self.variance * self.view.sketches[t].width / self.view.dim
+
+    def add(self, t: int, covariance: Tensor, factor: float) -> None:
+        """Add `factor` times the covariance of the t-th seen round's update, in place."""
+        if not self.known_range:
+            return self.add_missed(t, covariance, factor)
+        for rows, columns, values in _range(self.view.sketches[t], covariance):
+            covariance[rows, columns] += factor * self.variance * values
+        return None
+
+    def add_missed(self, t: int, covariance: Tensor, factor: float) -> None:
+        """Add `factor` times the covariance of one missed round's update after the t-th seen one, in place."""
+        covariance.diagonal().add_(factor * self.isotropic(t))
+
+    def times(self, t: int, x: Tensor) -> Tensor:
+        """x times the covariance of a seen round's update."""
+        if not self.known_range:
+            return self.times_missed(t, x)
+        return self.variance * self.view.sketches[t].lift(self.view.sketches[t].apply(x))
+
+    def times_missed(self, t: int, x: Tensor) -> Tensor:
+        """x times the covariance of a missed round's update."""
+        return self.isotropic(t) * x
+
+
+class ShapedUpdates(WhiteUpdates):
+    """Updates whose columns vary together as a matrix C over W's columns says, seen through R_t.
+
+    >>> from dbcl.sketch import Identity
+    >>> seen = (torch.zeros(1, 2), torch.ones(1, 2))
+    >>> view = View("w", (0, 1), (1, 1), (Identity(2), Identity(2)), seen, seen)
+    >>> ShapedUpdates(view, 1.0, torch.tensor([[1.0, 0.5], [0.5, 1.0]])).times(0, torch.ones(1, 2))
+    tensor([[1.5000, 1.5000]])
+    """
+
+    def __init__(self, view: View, update: float, columns: Tensor) -> None:
+        super().__init__(view, update)
+        self.columns = columns
+
+    def _dense(self, t: int) -> Tensor:
+        sketch = self.view.sketches[t]
+        compact = sketch.apply(sketch.apply(self.columns).T)
+        return self.variance / compact.diagonal().mean() * sketch.lift(sketch.lift(compact).T)
+
+    def add(self, t: int, covariance: Tensor, factor: float) -> None:
+        covariance.add_(self._dense(t).to(covariance), alpha=factor)
+
+    def add_missed(self, t: int, covariance: Tensor, factor: float) -> None:
+        covariance.add_(self.columns.to(covariance), alpha=factor * self.isotropic(t))
+
+    def times(self, t: int, x: Tensor) -> Tensor:
+        return x @ self._dense(t).to(x)
+
+    def times_missed(self, t: int, x: Tensor) -> Tensor:
+        return self.isotropic(t) * (x @ self.columns.to(x))
+
+
+def _range(sketch: Sketch, like: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The nonzero entries of R R^T as (rows, columns, values), no place twice: it joins the inputs of one bucket."""
+    if not isinstance(sketch, BucketSketch):
+        every = torch.arange(sketch.dim)
+        yield every, every, like.new_ones(sketch.dim)
+        return
+    tables = sketch.tables(like)
+    pairs = list(zip(tables.layers, tables.apply_weights, strict=True))
+    for one, weight in pairs:
+        for other, factor in pairs:
+            count = min(len(one), len(other))
+            yield one[:count], other[:count], weight[:count] * factor[:count]

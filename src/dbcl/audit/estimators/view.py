@@ -1,0 +1,84 @@
+"""What one client saw of each tensor over all its rounds: the input of every estimator. Reads: client-N."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from dbcl.errors import AuditError
+from dbcl.sketch import Identity, Sketch
+from dbcl.transcripts import Transcript
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """One tensor over all rounds that a client saw, as matrices; `own` is its own part of each update, in V's space.
+
+    `gaps` says how many rounds lie from each seen round to the next. `momentum` and `lr` are the server's.
+
+    >>> import torch
+    >>> view = View("w", (0, 2), (2, 1), (Identity(3),) * 2, (torch.zeros(4, 3),) * 2, (torch.zeros(4, 3),) * 2)
+    >>> view.dim, view.rows(slice(2)).seen[0].shape, view.first(1).rounds
+    (3, torch.Size([2, 3]), (0,))
+    """
+
+    name: str
+    rounds: tuple[int, ...]
+    gaps: tuple[int, ...]
+    sketches: tuple[Sketch, ...]
+    seen: tuple[Tensor, ...]  # (rows, width) each
+    own: tuple[Tensor, ...]
+    momentum: float = 0.0
+    lr: float = 1.0
+
+    @property
+    def dim(self) -> int:
+        return self.sketches[0].dim
+
+    @property
+    def sketched(self) -> bool:
+        """Whether the client received less than the whole tensor."""
+        return self.sketches[0].width < self.dim
+
+    def rows(self, which: slice | Tensor) -> "View":
+        """The same view of some rows only."""
+        return replace(self, seen=tuple(v[which] for v in self.seen), own=tuple(u[which] for u in self.own))
+
+    def first(self, count: int) -> "View":
+        """The same view of the first rounds only."""
+        parts = ("rounds", "gaps", "sketches", "seen", "own")
+        return replace(self, **{part: getattr(self, part)[:count] for part in parts})
+
+
+def views(transcript: Transcript, names: Sequence[str] | None = None) -> dict[str, View]:
+    """Gather what a client saw, tensor by tensor, or of the tensors in `names` only.
+
+    The client's share of a round's average is taken to be 1 / cohort: it does not know how many examples others have.
+    """
+    if transcript.client is None:
+        raise AuditError(f"{transcript.party}: updates are estimated from a client's seat; the server knows them")
+    if len(transcript) < 3:
+        raise AuditError(f"{transcript.party} saw {len(transcript)} rounds; estimating takes 3 or more")
+    setting, client = transcript.setting, transcript.client
+    if setting.optimizer == "adam":
+        raise AuditError(
+            "the server's optimiser is Adam: its steps are no sums of updates, and no attack here undoes it"
+        )
+    gathered: dict[str, list[tuple[Sketch, Tensor, Tensor]]] = {}
+    for each in transcript:
+        sketches = each.broadcast.sketches()
+        for name, tensor in each.broadcast.tensors.items():
+            if names is None or name in names:
+                own = each.updates[client].tensors[name] / setting.cohort
+                seen = tensor.double()
+                matrix = seen.reshape(len(seen), -1) if seen.ndim > 1 else seen.reshape(1, -1)
+                sketch = sketches.get(name) or Identity(matrix.shape[1])
+                gathered.setdefault(name, []).append((sketch, matrix, own.double().reshape(matrix.shape)))
+    rounds = tuple(transcript.rounds)
+    gaps = (*(int(gap) for gap in np.diff(rounds)), 1)
+    found = {}
+    for name, entries in gathered.items():
+        maps, matrices, parts = zip(*entries, strict=True)
+        found[name] = View(name, rounds, gaps, maps, matrices, parts, setting.momentum, setting.server_lr)
+    return found

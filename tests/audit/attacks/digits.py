@@ -1,0 +1,22 @@
+"""Single digits, and one round of a network that is attacked."""
+
+from torch import Tensor, nn
+
+import dbcl
+from dbcl import data, models
+from dbcl.audit import picture_quality as pictures
+
+DIGITS = data.load("digits")
+SPAN = pictures.span(DIGITS)
+
+
+def digit(*numbers: int) -> tuple[Tensor, Tensor]:
+    """Held-out examples and their labels."""
+    return DIGITS.x_test[list(numbers)].double(), DIGITS.y_test[list(numbers)]
+
+
+def round_of(name: str, seed: int = 0, **plan: object) -> tuple[nn.Module, dbcl.Broadcast, nn.Module]:
+    """The server's model, its broadcast without a veil, and the model of a client that received it."""
+    model = models.build(name, seed=seed).double()
+    broadcast = dbcl.Server(model, veil=0, insecure_seed=seed, **plan).open_round()
+    return model, broadcast, dbcl.blinded(model, broadcast)

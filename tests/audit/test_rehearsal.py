@@ -1,0 +1,99 @@
+"""A rehearsal plays its script under a run's settings, and no attack on it opens the truth."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dbcl import data
+from dbcl.audit.attacks.images import image_findings
+from dbcl.audit.attacks.labels import label_finding
+from dbcl.audit.attacks.matching import Matching
+from dbcl.audit.attacks.properties import property_findings
+from dbcl.audit.attacks.updates import estimates, update_findings
+from dbcl.audit.findings import Finding
+from dbcl.audit.rehearsal import VICTIM, Rehearsal, draw_batches, rehearse
+from dbcl.errors import AuditError
+from dbcl.run import config
+
+DIGITS = data.load("digits")
+
+
+def quiet(text: str) -> None:
+    """Nobody is told."""
+
+
+def played(folder: Path, preset: str, shape: tuple[int, int, int], **settings: object) -> Rehearsal:
+    chosen = config.preset(preset, **{"model": "audit.networks:twelve", "seed": 0, **settings})
+    return rehearse(chosen, DIGITS, draw_batches(np.arange(400), shape, seed=3), folder)
+
+
+def cosines(findings: list[Finding]) -> dict[str, float]:
+    return {finding.attack: finding.value for finding in findings if finding.measure == "cosine"}
+
+
+def test_a_rehearsal_plays_its_script(tmp_path: Path) -> None:
+    script = draw_batches(np.arange(400), (3, 3, 4), seed=3)
+    settings = config.preset("paper", model="audit.networks:twelve", seed=0)
+    one, two, again = (
+        rehearse(settings, DIGITS, script, tmp_path / name, seed=seed)
+        for name, seed in (("one", 1), ("two", 2), ("again", 1))
+    )
+    assert one.attacker.rounds == [0, 1, 2]
+    assert sorted(one.server[0].updates) == ["0", "1", "2"]
+    # The same script and the same initial weights, and sketches that follow from the seed.
+    assert one.attacker[0].broadcast.plan != two.attacker[0].broadcast.plan
+    assert one.attacker[0].broadcast.plan == again.attacker[0].broadcast.plan
+    bias = [each.server[0].weights["3.bias"] for each in (one, two)]  # type: ignore[index]
+    assert bias[0].equal(bias[1])
+    steps: list[tuple[int, int]] = []
+    rehearse(settings, DIGITS, script, tmp_path / "three", progress=lambda *step: steps.append(step))
+    assert steps == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize("noise", [{}, {"update_clip": 1.0, "update_noise": 0.1}])
+def test_without_a_seed_of_the_run_it_can_still_be_repeated(tmp_path: Path, noise: dict[str, float]) -> None:
+    one, again = (played(tmp_path / name, "blind", (2, 2, 4), seed=None, **noise) for name in ("one", "again"))
+    for party in ("client-0", "server"):
+        for path in (one.folder / party).iterdir():
+            assert path.read_bytes() == (again.folder / party / path.name).read_bytes()
+
+
+def test_without_a_defence_the_client_sees_every_update(tmp_path: Path) -> None:
+    rehearsal = played(tmp_path, "plain", (20, 2, 1))
+    found = estimates(rehearsal.attacker, ["option I", "rewind", "smoother"])
+    values = cosines(update_findings(rehearsal.attacker, rehearsal.truth, found, quiet))
+    assert values.keys() >= {"option I", "rewind", "smoother", "tensors in clear"}
+    assert list(values.values()) == pytest.approx([1.0] * len(values), abs=1e-3)
+    assert label_finding(rehearsal, DIGITS, range(19)).value > 0.8
+
+
+def test_a_veil_hides_most_from_the_smoother(tmp_path: Path) -> None:
+    rehearsal = played(tmp_path, "blind", (8, 2, 4))
+    assert rehearsal.attacker.setting.veil == 0.2
+    made = estimates(rehearsal.attacker, ["option I", "smoother"])
+    values = cosines(update_findings(rehearsal.attacker, rehearsal.truth, made, quiet))
+    assert max(abs(values[name]) for name in made) < 0.5
+    assert list(values)[-1] == "tensors unsketched, veiled"
+
+
+def test_no_attack_of_a_rehearsal_opens_the_truth(tmp_path: Path) -> None:
+    script = draw_batches(np.arange(400), (20, 2, 1), seed=3)
+    script[:, VICTIM, 0] = np.arange(20)
+    settings = config.preset("paper", model="audit.networks:twelve", seed=0)
+    rehearsal = rehearse(settings, DIGITS, script, tmp_path)
+    shutil.rmtree(tmp_path / "truth")
+    made = estimates(rehearsal.attacker, ["option I", "rewind"])
+    findings = image_findings(rehearsal, DIGITS, made, [0], Matching(steps=2, restarts=1), quiet)
+    assert {(finding.attack, finding.seat) for finding in findings} >= {
+        ("matching the lifted update", "server"),
+        ("matching through the sketch", "server"),
+        *((f"matching on {name}", "client") for name in made),
+    }
+    assert not any(finding.failures for finding in findings)
+    assert label_finding(rehearsal, DIGITS, range(19)).value > 0.8
+    holds, own = np.arange(len(DIGITS.y_train)) % 2 == 0, np.arange(400, 800)
+    assert property_findings(rehearsal, DIGITS, holds, own, made, batches=8, examples=20, seed=0, tell=quiet)
+    with pytest.raises(AuditError, match="truth: round 0 cannot be read"):
+        update_findings(rehearsal.attacker, rehearsal.truth, made, quiet)
