@@ -290,6 +290,17 @@ def test_a_hook_that_is_added_after_some_rounds_is_called() -> None:
     assert (engine.path, engine.why) == ("vmap", "0: has hooks")
 
 
+def test_a_forward_that_was_replaced_on_one_layer_is_called() -> None:
+    def make() -> nn.Module:
+        net = nn.Sequential(nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 3))
+        net[1].forward = torch.tanh
+        return net
+
+    worst, engine = distance(make, ROWS, LocalTraining(lr=0.05), outputs=3)
+    assert (engine.path, engine.why) == ("vmap", "1: has a forward of its own")
+    assert worst < 1e-10
+
+
 def test_a_batch_norm_over_sequences_takes_another_path() -> None:
     """Its statistics are over the batch and the last axis, which the fast form does not compute."""
 

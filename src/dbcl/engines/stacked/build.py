@@ -77,6 +77,8 @@ def where_hooked(model: nn.Module) -> str | None:
 
 
 def _leaves(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    if "forward" in vars(module):  # set on this one module, so that its class does not tell what it computes
+        raise NotStackable(f"{path or 'the model'}: has a forward of its own")
     if type(module) is nn.Sequential:
         prefix = f"{path}." if path else ""
         return [leaf for name, child in module.named_children() for leaf in _leaves(child, prefix + name)]
