@@ -151,8 +151,8 @@ def test_a_recording_without_its_truth_fails_with_a_reason(paper: Path, tmp_path
     shutil.copytree(paper / "transcripts" / "client-0", tmp_path / "client-0")
     work = job(paper, replace(SMALL, estimators=("rewind",)))
     with pytest.raises(AuditError, match="truth: round 0 cannot be read"):
-        suite.recorded_part(tmp_path / "client-0", work)
-    whole = suite.recorded_part(paper / "transcripts" / "client-0", work)
+        suite._recorded(tmp_path / "client-0", work)
+    whole = suite._recorded(paper / "transcripts" / "client-0", work)
     assert whole[0].attack == "rewind (client-0 of the run)"
     assert Transcript(tmp_path / "client-0").rounds == list(range(50))
     assert Truth(paper / "transcripts").cohort(0) == [0, 1, 2, 3]

@@ -78,6 +78,14 @@ def rehearse(
 
     It starts from `weights`, or from initial weights as a run of that configuration has them. All secrets come from
     `seed`, so that it can be repeated; that is safe, since all parties are the auditor's.
+
+    >>> import tempfile
+    >>> from dbcl import data
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> config = RunConfig(model="dlg-lenet", veil=0.0)
+    >>> played = rehearse(config, data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> played.attacker.rounds, sorted(played.server[0].updates)
+    ([0, 1, 2], ['0', '1'])
     """
     rounds, clients, batch = script.shape
     weight_seed = seed if config.seed is None else config.seed

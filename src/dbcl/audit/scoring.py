@@ -48,6 +48,17 @@ def true_change(truth: Truth, view: View, index: int) -> Tensor:
 
     `index` counts the seen rounds. With momentum on the server it is what the round's updates add, without what older
     updates still move.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl import data
+    >>> from dbcl.audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.run import preset
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> from dbcl.audit.estimators.view import views
+    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> true_change(played.truth, views(played.attacker)["1.bias"], index=0).shape
+    torch.Size([1, 10])
     """
     start, end = view.rounds[index], view.rounds[index] + view.gaps[index]
     change = truth.change(start, end)[view.name].double()
@@ -57,7 +68,20 @@ def true_change(truth: Truth, view: View, index: int) -> Tensor:
 
 
 def score(truth: Truth, view: View, changes: Iterable[Tensor]) -> Scores:
-    """Compare an estimator's changes of one tensor with what really happened."""
+    """Compare an estimator's changes of one tensor with what really happened.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl import data
+    >>> from dbcl.audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.run import preset
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> from dbcl.audit.estimators.view import views
+    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> view = views(played.attacker)["1.bias"]
+    >>> [round(cosine, 3) for cosine in score(played.truth, view, [true_change(played.truth, view, 0)]).cosines]
+    [1.0]
+    """
     cosines, errors = [], []
     for index, guess in enumerate(changes):
         real = true_change(truth, view, index)
@@ -70,7 +94,19 @@ def score(truth: Truth, view: View, changes: Iterable[Tensor]) -> Scores:
 
 
 def predicted_cosine(truth: Truth, view: View, veil: float) -> float:
-    """The isotropic formula 1 / (1 + 4 kappa^2)^(1/4), with the true size of the others' updates."""
+    """The isotropic formula 1 / (1 + 4 kappa^2)^(1/4), with the true size of the others' updates.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl import data
+    >>> from dbcl.audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.run import preset
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> from dbcl.audit.estimators.view import views
+    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> round(predicted_cosine(played.truth, views(played.attacker)["1.bias"], veil=0.0), 3)
+    1.0
+    """
     sizes = [
         float(view.sketches[index].apply(true_change(truth, view, index)).square().mean())
         for index in range(len(view.rounds) - 1)

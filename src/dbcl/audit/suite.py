@@ -1,6 +1,5 @@
 """One audit from beginning to end: rehearse, attack from every seat, score, and collect the findings."""
 
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +29,7 @@ from dbcl.plan import SketchPlan
 from dbcl.protocol import blinded
 from dbcl.run.assemble import build_model, build_plan, build_server
 from dbcl.run.config import RunConfig, from_toml
+from dbcl.run.folder import read_metrics
 from dbcl.transcripts import Transcript, Truth
 
 PROPERTY_DATA = ("digits", "mnist", "lfw")
@@ -95,7 +95,11 @@ FULL = Budget(
 
 @dataclass(frozen=True)
 class Job:
-    """What every part of an audit needs: the run's settings and data, where to write, and how much to spend."""
+    """What every part of an audit needs: the run's settings and data, where to write, and how much to spend.
+
+    >>> Job(RunConfig(), data.load("digits"), Path("run"), Path("scratch"), QUICK, 2, 0, None, print).budget.rounds
+    60
+    """
 
     config: RunConfig
     dataset: Dataset
@@ -123,6 +127,11 @@ def audit(
     A rehearsal has `clients` parties, all in every round, who each take one step of SGD on one batch. `tell` is called
     with what is being done, `progress` with how many parts of the work are done, and of how many. A part that fails
     becomes a finding that says why, and the others go on.
+
+    >>> audit(Path("nowhere"))
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.AuditError: nowhere holds no run: it has no config.toml
     """
     began = perf_counter()
     try:
@@ -131,10 +140,10 @@ def audit(
         raise AuditError(f"{folder} holds no run: it has no config.toml") from None
     dataset = data.load(config.data, data_dir)
     parts: dict[str, Callable[[Job], list[Finding]]] = {
-        f"updates from {transcript.name}": partial(recorded_part, transcript)
+        f"updates from {transcript.name}": partial(_recorded, transcript)
         for transcript in sorted((folder / "transcripts").glob("client-*"))
     }
-    parts |= {"properties": properties_part, "pictures": pictures_part, "membership": membership_part}
+    parts |= {"properties": _properties, "pictures": _pictures, "membership": _membership}
     findings: list[Finding] = []
     with tempfile.TemporaryDirectory() as scratch:
         job = Job(config, dataset, folder, Path(scratch), budget, clients, seed, data_dir, tell)
@@ -152,7 +161,7 @@ def audit(
     )
 
 
-def recorded_part(folder: Path, job: Job) -> list[Finding]:
+def _recorded(folder: Path, job: Job) -> list[Finding]:
     """Updates, from what a client of the run itself saw there."""
     transcript = Transcript(folder)
     found = estimates(transcript, job.budget.estimators, job.tell)
@@ -160,7 +169,7 @@ def recorded_part(folder: Path, job: Job) -> list[Finding]:
     return [replace(finding, attack=f"{finding.attack} ({transcript.party} of the run)") for finding in each]
 
 
-def properties_part(job: Job) -> list[Finding]:
+def _properties(job: Job) -> list[Finding]:
     """Updates and properties, from one rehearsal in which the victim's batches all have the property or all lack it."""
     holds, own, script = property_script(job.config.data, job.dataset, job.budget, job.clients, job.seed, job.data_dir)
     job.tell("rehearsal: batches with and without a property")
@@ -191,6 +200,10 @@ def property_script(
 
     Half of the examples are the attacker's, the others train on the rest. Where no property of the dataset is known,
     the first result is None.
+
+    >>> holds, own, script = property_script("digits", data.load("digits"), QUICK, 2, 0, None)
+    >>> len(holds), len(own), script.shape
+    (4000, 2000, (60, 2, 16))
     """
     half = len(dataset.y_train) // 2
     order = np.random.default_rng(seed).permutation(len(dataset.y_train))
@@ -209,7 +222,7 @@ def property_script(
     return holds, own, script
 
 
-def pictures_part(job: Job) -> list[Finding]:
+def _pictures(job: Job) -> list[Finding]:
     """Pictures and labels, from a rehearsal in which every client trains on a single picture a round."""
     config, dataset, budget = job.config, job.dataset, job.budget
     rounds = budget.min_lag + budget.pictures + 8
@@ -225,7 +238,7 @@ def pictures_part(job: Job) -> list[Finding]:
     return [*findings, label_finding(rehearsal, dataset, list(range(rounds - 1)))]
 
 
-def membership_part(job: Job) -> list[Finding]:
+def _membership(job: Job) -> list[Finding]:
     """Membership in the training data, from the finished model and from what a client would see of it."""
     config, dataset, path = job.config, job.dataset, job.folder / "model.safetensors"
     if not path.exists():
@@ -262,13 +275,13 @@ def seats(plan: SketchPlan, config: RunConfig) -> tuple[tuple[str, str, str], ..
 
 def _run_facts(folder: Path) -> dict[str, Any]:
     try:
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    except (OSError, ValueError):
+        history = read_metrics(folder)
+    except OSError:
         return {}
-    if not lines:
+    if not history:
         return {}
-    sent = sum(line["bytes_up"] + line["bytes_down"] for line in lines)
-    return {"accuracy": lines[-1]["accuracy"], "rounds": lines[-1]["round"], "bytes": sent}
+    sent = sum(metrics.bytes_up + metrics.bytes_down for metrics in history)
+    return {"accuracy": history[-1].accuracy, "rounds": history[-1].round, "bytes": sent}
 
 
 def _failed(what: str, error: Exception) -> Finding:

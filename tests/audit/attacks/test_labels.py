@@ -68,8 +68,8 @@ def test_of_two_classes_a_coin_is_right_half_of_the_time_and_leaks_nothing(tmp_p
 
 
 def test_guessing_names_the_most_common_class() -> None:
-    assert label_chance(DIGITS.y_train) == pytest.approx(0.1)
-    assert label_chance(torch.tensor([2] * 7 + [0] * 3)) == pytest.approx(0.7)
+    assert label_chance(DIGITS.y_train) == 0.1
+    assert label_chance(torch.tensor([2] * 7 + [0] * 3)) == 0.7
 
 
 def test_a_network_without_a_bias_says_so(tmp_path: Path) -> None:

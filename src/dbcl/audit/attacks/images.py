@@ -102,6 +102,18 @@ def image_findings(
 
     `found` holds the attacker's estimates. With `inverting` the server also tries these settings, such as those of
     Inverting Gradients.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl import data
+    >>> from dbcl.audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.run import preset
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> settings = Matching(steps=1, restarts=1)
+    >>> findings = image_findings(played, data.load("digits"), {}, [0], settings, tell=str)
+    >>> sorted({(finding.attack, finding.seat) for finding in findings})
+    [('matching the lifted update', 'server'), ('matching through the sketch', 'server')]
     """
     attempts = _Attempts(dataset, settings, inverting, tell, len(rounds))
     template = rehearsal.attacker.setting.template().double()

@@ -49,11 +49,22 @@ def label_chance(labels: Tensor) -> float:
     >>> label_chance(torch.tensor([0, 1, 0, 1])), label_chance(torch.tensor([0, 1, 1, 1]))
     (0.5, 0.75)
     """
-    return float(torch.bincount(labels).max() / len(labels))
+    return int(torch.bincount(labels).max()) / len(labels)
 
 
 def label_finding(rehearsal: Rehearsal, dataset: Dataset, rounds: Sequence[int]) -> Finding:
-    """The victim's labels in rehearsed rounds of one example each, with no attack on the rest of the network at all."""
+    """The victim's labels in rehearsed rounds of one example each, with no attack on the rest of the network at all.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl import data
+    >>> from dbcl.audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.run import preset
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> label_finding(played, data.load("digits"), range(2)).value
+    1.0
+    """
     transcript = rehearsal.attacker
     biases = [part.name for part in transcript[rounds[0]].broadcast.plan.tensors if part.name.endswith("bias")]
     value, note = float("nan"), ""

@@ -35,7 +35,17 @@ def membership_findings(
     seed: int,
     tell: OnProgress,
 ) -> list[Finding]:
-    """Loss threshold and LiRA on the finished model, and on `view`, the model that a client would receive of it."""
+    """Loss threshold and LiRA on the finished model, and on `view`, the model that a client would receive of it.
+
+    >>> from dataclasses import replace
+    >>> from dbcl import data, models
+    >>> digits = data.load("digits")
+    >>> few = replace(digits, x_train=digits.x_train[:20], y_train=digits.y_train[:20], x_test=digits.x_test[:20])
+    >>> few, make = replace(few, y_test=digits.y_test[:20]), lambda number: models.build("dlg-lenet", seed=number)
+    >>> findings = membership_findings(make(0), make(1), few, make, shadow_models=4, seed=0, tell=str)
+    >>> sorted({finding.attack for finding in findings if finding.seat == "anyone"})
+    ['LiRA on the final model', 'loss threshold on the final model']
+    """
     count = min(1000, len(dataset.y_test), len(dataset.y_train))
     inside = torch.randperm(len(dataset.y_train), generator=torch.Generator().manual_seed(seed))[:count]
     x = torch.cat([dataset.x_train[inside], dataset.x_test[:count]])

@@ -50,6 +50,9 @@ class OwnBatches:
     """Gradients of the attacker's own batches over W's entries, which of them have the property, and their rounds.
 
     `rounds` counts the rounds that the attacker tests.
+
+    >>> OwnBatches([{"bias": torch.zeros(2)}], np.array([True]), np.array([0])).holds
+    array([ True])
     """
 
     gradients: list[Gradients]
@@ -60,7 +63,19 @@ class OwnBatches:
 def own_batches(
     transcript: Transcript, examples: OwnExamples, rounds: Sequence[int], *, batches: int, size: int, seed: int
 ) -> OwnBatches:
-    """Compute gradients of `batches` batches of each kind at the model that the attacker received in each round."""
+    """Compute gradients of `batches` batches of each kind at the model that the attacker received in each round.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl import data
+    >>> from dbcl.audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.run import preset
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> examples = OwnExamples(data.load("digits"), np.arange(4000) % 2 == 0, np.arange(100))
+    >>> own_batches(played.attacker, examples, [0, 1], batches=1, size=4, seed=0).rounds
+    array([0, 0, 1, 1])
+    """
     rng = np.random.default_rng(seed)
     template = transcript.setting.template()
     kinds = (True, False) * batches
@@ -76,6 +91,11 @@ def over_weights(broadcast: Broadcast, gradient: Gradients) -> Gradients:
     """A gradient in V's space lifted to W's, whose entries mean the same in every round.
 
     In single precision, as many of these are held at a time.
+
+    >>> import dbcl
+    >>> broadcast = dbcl.Server(nn.Linear(6, 2), cover="all").open_round()
+    >>> over_weights(broadcast, {"weight": torch.ones(2, 3)})["weight"].shape
+    torch.Size([2, 6])
     """
     sketches, shapes = broadcast.sketches(), {part.name: part.shape for part in broadcast.plan.tensors}
     lifted = {}

@@ -42,6 +42,19 @@ def property_findings(
     `holds` says which training examples have it, and `own` which of them are the attacker's. For the forest the
     attacker makes so many `batches` of each kind in each round, at the models that it received; for the filters it
     takes the gradients of so many `examples` of each kind.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl import data
+    >>> from dbcl.audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.run import preset
+    >>> digits, holds = data.load("digits"), np.arange(4000) % 2 == 0
+    >>> script = draw_batches(np.arange(100), (16, 2, 1), seed=0)
+    >>> played = rehearse(preset("paper", model="dlg-lenet"), digits, script, Path(tempfile.mkdtemp()))
+    >>> own = np.arange(100, 200)
+    >>> found = property_findings(played, digits, holds, own, {}, batches=1, examples=4, seed=0, tell=str)
+    >>> [finding.attack for finding in found if finding.seat == "server"]
+    ['random forest on the update itself', 'matched filter on the update itself', 'matched filter of magnitudes on ...']
     """
     attacker, size = rehearsal.attacker, rehearsal.script.shape[2]
     seen = attacker.rounds[:-1]

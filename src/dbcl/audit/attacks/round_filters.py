@@ -51,6 +51,17 @@ def filter_scores(
     """The log odds of every source in every tested round, by filter: (sources, rounds) each.
 
     `models` are those that the attacker received in the tested rounds; `size` is the victim's batch size.
+
+    >>> from dbcl import Server, blinded, data
+    >>> examples = OwnExamples(data.load("digits"), np.arange(4000) % 2 == 0, np.arange(40))
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+    >>> model = blinded(net, Server(net, veil=0, cover="all").open_round())
+    >>> gradient = examples.gradient(model, torch.arange(8))
+    >>> source = Source("the update itself", "server", "adaptive", [gradient], 1, exact=True)
+    >>> made = OwnBatches([gradient], np.array([True]), np.array([0]))
+    >>> scores = filter_scores([model], examples, [source], made, own_examples=16, size=8, seed=0, tell=str)
+    >>> {name: each.shape for name, each in scores.items()}
+    {'matched filter': (1, 1), 'matched filter of magnitudes': (1, 1)}
     """
     tell("property: how faithful each estimate is")
     known = fidelities(sources, models, examples, made, seed)
@@ -154,6 +165,16 @@ def fidelities(
     An estimate shrinks what it is unsure of. With the mean m of all gradients of a round, which the attacker knows from
     examples of its own, E <estimate, m> = gain * others * <m, m>, summed over the rounds. Two independent means make
     <m, m> unbiased.
+
+    >>> from dbcl import Server, blinded, data
+    >>> examples = OwnExamples(data.load("digits"), np.arange(4000) % 2 == 0, np.arange(40))
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+    >>> model = blinded(net, Server(net, veil=0, cover="all").open_round())
+    >>> gradient = examples.gradient(model, torch.arange(8))
+    >>> source = Source("the update itself", "server", "adaptive", [gradient], 1, exact=True)
+    >>> made = OwnBatches([gradient], np.array([True]), np.array([0]))
+    >>> fidelities([source], [model], examples, made, seed=0)[0]["1.bias"]
+    Fidelity(gain=1.0, noise=0.0)
     """
     rng = np.random.default_rng(seed + 2)
     half = max(1, min(128, examples.count(True), examples.count(False)))

@@ -35,6 +35,17 @@ def sources(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Sequence
     """The server's, each estimator's, and what a client gets from the unsketched tensors alone.
 
     Buffers, such as running means, have no gradient and are left out.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> from dbcl import data
+    >>> from dbcl.audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.run import preset
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> [(source.name, source.seat) for source in sources(played, {}, tested=[0, 1])]
+    [('the update itself', 'server'), ('unsketched tensors only', 'client')]
     """
     return [_of_server(rehearsal.server, tested), *_of_client(rehearsal.attacker, found, tested)]
 

@@ -34,7 +34,20 @@ ESTIMATORS: dict[str, tuple[str, Callable[[View, float], list[Tensor]]]] = {
 
 
 def estimates(transcript: Transcript, names: Sequence[str], tell: OnProgress = lambda text: None) -> dict[str, Changes]:
-    """Run estimators on every tensor that a client saw."""
+    """Run estimators on every tensor that a client saw.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> from dbcl import data
+    >>> from dbcl.audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.run import preset
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> found = estimates(played.attacker, ["option I"])
+    >>> len(found["option I"]["1.bias"])  # from each of three rounds to the next
+    2
+    """
     seen = views(transcript)
     found: dict[str, Changes] = {}
     for name in names:
@@ -51,6 +64,19 @@ def update_findings(
     """How well the others' updates were estimated: the median cosine over the rounds, of the worst tensor.
 
     What was sent sketched and what was sent in clear are told apart: what is in clear needs no attack.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> from dbcl import data
+    >>> from dbcl.audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.run import preset
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> found = estimates(played.attacker, ["option I"])
+    >>> findings = update_findings(played.attacker, played.truth, found, tell=str)
+    >>> [(finding.attack, finding.measure) for finding in findings]
+    [('option I', 'cosine'), ('option I', 'relative error'), ('tensors in clear', 'cosine')]
     """
     seen = views(transcript)
     min_lag = min(min_lag, len(transcript) // 2)
@@ -95,6 +121,13 @@ def others_update(views: Mapping[str, View], changes: Changes, index: int, cohor
 
     `index` counts the rounds that the attacker saw. With one other client it is that client's update; with more it is
     the mean of all others.
+
+    >>> import torch
+    >>> from dbcl.sketch import Identity
+    >>> seen = (torch.zeros(1, 2),) * 2
+    >>> view = View("w", (0, 1), (1, 1), (Identity(2), Identity(2)), seen, seen)
+    >>> others_update({"w": view}, {"w": [torch.ones(1, 2)]}, 0, cohort=2)
+    {'w': tensor([[2., 2.]])}
     """
     scale = cohort / max(1, cohort - 1)
     return {name: views[name].sketches[index].apply(guesses[index]) * scale for name, guesses in changes.items()}

@@ -55,6 +55,21 @@ def views(transcript: Transcript, names: Sequence[str] | None = None) -> dict[st
     """Gather what a client saw, tensor by tensor, or of the tensors in `names` only.
 
     The client's share of a round's average is taken to be 1 / cohort: it does not know how many examples others have.
+
+    >>> import tempfile, dbcl, torch
+    >>> from dataclasses import asdict
+    >>> from pathlib import Path
+    >>> from dbcl.engines import LocalEngine, LocalTraining
+    >>> from dbcl.transcripts import Recorder, Setting
+    >>> net, folder, training = torch.nn.Linear(6, 2), Path(tempfile.mkdtemp()), LocalTraining()
+    >>> server, shards = dbcl.Server(net, cover="all"), [np.arange(4), np.arange(4, 8)]
+    >>> engine = LocalEngine(server, net, torch.ones(8, 6), torch.arange(8) % 2, shards, training, seed=bytes(32))
+    >>> setting = Setting("net", (1, 1, 6), 2, asdict(training), clients=2, cohort=2)
+    >>> engine.observer = Recorder(folder, ["0"], engine.session, setting)
+    >>> for _ in range(3):
+    ...     report = engine.play_round()
+    >>> {name: (view.rounds, view.dim) for name, view in sorted(views(Transcript(folder / "client-0")).items())}
+    {'bias': ((0, 1, 2), 2), 'weight': ((0, 1, 2), 6)}
     """
     if transcript.client is None:
         raise AuditError(f"{transcript.party}: updates are estimated from a client's seat; the server knows them")
