@@ -1,4 +1,4 @@
-"""What a client does between a broadcast and its answer: distributed SGD, FedAvg and FedProx are one loop."""
+"""What a client does between a broadcast and its update: distributed SGD, FedAvg and FedProx are one loop."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class LocalTraining:
                 left = None if left is None else left - 1
 
     def counted(self, examples: int) -> int:
-        """How many examples an answer counts for: those of its batches, each once."""
+        """How many examples an update counts for: those of its batches, each once."""
         return examples if self.steps is None else min(examples, self.steps * self.batch_size)
 
     def train(
@@ -79,7 +79,7 @@ class LocalTraining:
         devices = [x.device] if x.is_cuda else []
         with torch.random.fork_rng(devices=devices):
             # Dropout and the like follow from the round and the client, so that a resumed run repeats them.
-            torch.manual_seed(int(seeds.words(seed, "torch", round, client, n=1)[0] >> np.uint64(1)))
+            torch.manual_seed(dropout_seed(seed, round, client))
             for batch in self.batches(len(x), seed=seed, round=round, client=client):
                 index = torch.from_numpy(batch).to(x.device)
                 loss = models.loss(model(x[index]), y[index])
@@ -90,6 +90,15 @@ class LocalTraining:
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         return {"loss": torch.stack(losses).mean().item()}
+
+
+def dropout_seed(seed: bytes, round: int, client: int) -> int:
+    """What a client's dropout masks of a round are drawn from, on every engine.
+
+    >>> dropout_seed(bytes(32), 0, 0) == dropout_seed(bytes(32), 0, 1)
+    False
+    """
+    return int(seeds.words(seed, "torch", round, client, n=1)[0] >> np.uint64(1))
 
 
 @dataclass(frozen=True)

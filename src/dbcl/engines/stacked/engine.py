@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dbcl import seeds
 from dbcl.engines.engine import Engine
 from dbcl.engines.local import LocalEngine
 from dbcl.engines.stacked.batch import Params
@@ -23,6 +22,7 @@ from dbcl.engines.stacked.path import Stack
 from dbcl.engines.stacked.schedule import Schedule
 from dbcl.engines.stacked.stage_path import StageStack
 from dbcl.engines.stacked.vmap_path import VmapStack
+from dbcl.engines.training import dropout_seed
 from dbcl.protocol import Broadcast, Update
 
 log = logging.getLogger(__name__)
@@ -106,9 +106,7 @@ class StackedEngine(Engine):
         self, stack: Stack, broadcast: Broadcast, clients: list[int], x: Tensor, y: Tensor, schedule: Schedule
     ) -> tuple[Params, Tensor]:
         rate = self.training.rate(broadcast.round)
-        dropout_seeds = [
-            int(seeds.words(self.seed, "torch", broadcast.round, client, n=1)[0] >> np.uint64(1)) for client in clients
-        ]
+        dropout_seeds = [dropout_seed(self.seed, broadcast.round, client) for client in clients]
         if x.is_cuda and isinstance(stack, StageStack):
             if self._cuda_graph is None or not self._cuda_graph.fits(stack, self.training, x, schedule):
                 self._cuda_graph = CudaGraphLoop(stack, self.training, x, y, schedule)
