@@ -28,7 +28,7 @@ import torch
 
 from dbcl import blinded, data, models
 from dbcl.audit import picture_quality as pictures
-from dbcl.audit import theory
+from dbcl.audit import simulation
 from dbcl.audit.attacks.gradients import as_gradient, gradients
 from dbcl.audit.attacks.matching import Matching, recover
 from dbcl.audit.attacks.properties import property_findings
@@ -229,12 +229,12 @@ def veiled(scratch: Path, rho: float) -> dict[str, Any]:
 
 
 def theory_(scratch: Path) -> Any:
-    checks = [theory.simulate_veil(kappa, rounds=20_000, seed=8) for kappa in (0.3, 1.0, 3.0, 10.0)]
+    checks = [simulation.simulate_veil(kappa, rounds=20_000, seed=8) for kappa in (0.3, 1.0, 3.0, 10.0)]
     for scheme in ("count-v1", "count-hashed-v1", "sampling-v1"):
-        checks.append(theory.simulate_option_one(scheme, dout=6, dim=24, width=12, draws=4000, seed=1))
-        checks.append(theory.simulate_linear(scheme, dout=6, dim=24, width=12, draws=4000, seed=2))
-        checks += theory.simulate_unbiased(scheme, dim=6, width=3, draws=20_000, seed=3)[:1]
-    checks.append(theory.simulate_listing(dim=5, ratio=2, draws=4000, seed=4))
+        checks.append(simulation.simulate_option_one(scheme, dout=6, dim=24, width=12, draws=4000, seed=1))
+        checks.append(simulation.simulate_linear(scheme, dout=6, dim=24, width=12, draws=4000, seed=2))
+        checks += simulation.simulate_unbiased(scheme, dim=6, width=3, draws=20_000, seed=3)[:1]
+    checks.append(simulation.simulate_listing(dim=5, ratio=2, draws=4000, seed=4))
     return {check.name: f"{check.measured:.4g} +- {check.error:.2g}, formula {check.predicted:.4g}" for check in checks}
 
 

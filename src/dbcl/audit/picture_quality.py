@@ -1,10 +1,11 @@
-"""How near a recovered picture is to the true one, and a page of both."""
+"""How near a recovered picture is to the true one (PSNR, SSIM), and a grid of both."""
 
 import base64
 import io
 from collections.abc import Sequence
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from dbcl.data import Dataset
@@ -44,8 +45,6 @@ def pair(recovered: Tensor, truth: Tensor, span: Span = (0.0, 1.0)) -> Tensor:
     >>> pair(truth.flip(0), truth).equal(truth)
     True
     """
-    from scipy.optimize import linear_sum_assignment  # here, so that only audits need it
-
     one, other = unit(recovered, span).flatten(1), unit(truth, span).flatten(1)
     cost = (one[None] - other[:, None]).square().sum(dim=-1)  # (true, recovered)
     _, order = linear_sum_assignment(cost.numpy())
@@ -73,7 +72,7 @@ def ssim(recovered: Tensor, truth: Tensor, span: Span = (0.0, 1.0), *, ordered: 
     >>> ssim(image, image).round(decimals=3)
     tensor([1., 1.], dtype=torch.float64)
     """
-    from torchmetrics.functional.image import structural_similarity_index_measure  # heavy, and only audits need it
+    from torchmetrics.functional.image import structural_similarity_index_measure  # slow to import
 
     aligned = recovered if ordered else pair(recovered, truth, span)
     found = structural_similarity_index_measure(
@@ -84,7 +83,7 @@ def ssim(recovered: Tensor, truth: Tensor, span: Span = (0.0, 1.0), *, ordered: 
 
 
 def share_above(psnrs: Tensor | Sequence[float], threshold: float = 20.0) -> float:
-    """The share of images that came back better than a threshold; from about 20 dB on one sees what they show.
+    """The share of images above a threshold; from about 20 dB on one sees what they show.
 
     >>> share_above([3.0, 25.0, 40.0, 19.0])
     0.5
@@ -102,7 +101,7 @@ def grid_png(rows: Sequence[tuple[str, Tensor]], span: Span = (0.0, 1.0)) -> str
     >>> grid_png([("truth", truth), ("attack", truth + 0.1)])[:8]
     'iVBORw0K'
     """
-    from matplotlib.figure import Figure  # here, so that training itself needs no matplotlib
+    from matplotlib.figure import Figure  # slow to import
 
     truth = rows[0][1]
     figure = Figure(figsize=(1.2 * len(truth) + 1.6, 1.4 * len(rows)), layout="constrained")

@@ -1,4 +1,4 @@
-"""The theorems of the paper and the formula for the veil, each beside a simulation that could contradict it.
+"""The theorems of the paper and the formula for the veil; simulation.py has a simulation that could contradict each.
 
 What came out (tests/audit/test_theory.py shows each line):
 
@@ -13,7 +13,6 @@ What came out (tests/audit/test_theory.py shows each line):
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,29 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dbcl.errors import SketchError
-from dbcl.sketch import Sketch, draw
+from dbcl.sketch import Sketch
 
 COUNTS = ("count-v1", "count-hashed-v1")
-
-
-@dataclass(frozen=True)
-class Check:
-    """One formula against one simulation: `error` is the standard error of `measured`.
-
-    >>> Check("a mean", 1.02, 1.0, 0.01).deviation
-    2.0
-    """
-
-    name: str
-    measured: float
-    predicted: float
-    error: float
-
-    @property
-    def deviation(self) -> float:
-        """How many standard errors lie between the two."""
-        gap = self.measured - self.predicted
-        return round(gap / self.error, 6) if self.error else (0.0 if abs(gap) < 1e-9 else math.copysign(math.inf, gap))
 
 
 def collision(scheme: str, dim: int, width: int) -> float:
@@ -135,8 +114,9 @@ def remark_residual(W_old: Tensor, W_new: Tensor, old: Sketch, new: Sketch) -> f
 
     The remark hopes for Omega(1). With dout <= s the columns of one sketch span everything already, and then it is 0.
 
-    >>> W, S = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).double(), _sketch("count-v1", 8, 4, 0, 0)
-    >>> remark_residual(W, 0.9 * W, S, _sketch("count-v1", 8, 4, 0, 1)) < 1e-20
+    >>> from dbcl import CountSketch
+    >>> W = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).double()
+    >>> remark_residual(W, 0.9 * W, *(CountSketch(8, 4, seed=bytes(32), round=number) for number in (0, 1))) < 1e-20
     True
     """
     seen, D = torch.cat([old.apply(W_old), new.apply(W_new)], dim=1), W_old - W_new
@@ -174,100 +154,6 @@ def smooth(seen: NDArray[np.float64], kappa: float) -> NDArray[np.float64]:  # (
     return np.convolve(steps, kernel)[reach : reach + len(steps)]
 
 
-def simulate_option_one(
-    scheme: str, *, dout: int = 4, dim: int = 24, width: int = 12, draws: int = 1000, seed: int = 0
-) -> Check:
-    """Theorem 1 by simulation: the mean of |D_hat - D|^2 over fresh sketches, relative to |D|^2.
-
-    >>> check = simulate_option_one("count-v1", draws=50)
-    >>> abs(check.deviation) < 4, check.predicted > 100  # the estimate is worse than none
-    (True, True)
-    """
-    W_old, W_new, _ = _weights(dout, dim, 1, seed)
-    D = W_old - W_new
-    values = [float((hat - D).square().sum()) for hat in _estimates(scheme, W_old, W_new, width, draws, seed)]
-    size = float(D.square().sum())
-    return _check(
-        f"option I, {scheme}",
-        np.array(values) / size,
-        option_one_error(scheme, W_old, W_new, width) / size,
-    )
-
-
-def simulate_linear(
-    scheme: str, *, dout: int = 3, dim: int = 24, width: int = 12, draws: int = 1000, seed: int = 0
-) -> Check:
-    """Theorem 2 by simulation: the mean of |(D_hat - D) V^T|^2 over fresh sketches, relative to |D V^T|^2.
-
-    >>> abs(simulate_linear("sampling-v1", draws=50).deviation) < 4
-    True
-    """
-    W_old, W_new, V = _weights(dout, dim, 2, seed)
-    target = (W_old - W_new) @ V.T
-    values = [float((h @ V.T - target).square().sum()) for h in _estimates(scheme, W_old, W_new, width, draws, seed)]
-    size = float(target.square().sum())
-    return _check(
-        f"linear property, {scheme}",
-        np.array(values) / size,
-        linear_error(scheme, W_old, W_new, V, width) / size,
-    )
-
-
-def simulate_unbiased(scheme: str, *, dim: int = 25, width: int = 12, draws: int = 1000, seed: int = 0) -> list[Check]:
-    """E[S S^T] = I by simulation: the mean of x S S^T y^T for a few fixed pairs, against x y^T.
-
-    >>> [abs(check.deviation) < 4 for check in simulate_unbiased("count-v1", draws=100)]
-    [True, True, True]
-    """
-    generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(2, 3, dim, generator=generator, dtype=torch.float64)
-    y[0] = x[0]  # one pair of equals: the length of a vector
-    sketches = (_sketch(scheme, dim, width, seed, index) for index in range(draws))
-    values = np.array([(sketch.expand(sketch.apply(x)) * y).sum(1).tolist() for sketch in sketches])  # (draws, 3)
-    return [_check(f"S S^T, {scheme}, pair {i}", values[:, i], float(x[i] @ y[i])) for i in range(3)]
-
-
-def simulate_listing(*, dim: int = 25, ratio: int = 2, draws: int = 1000, seed: int = 0) -> Check:
-    """The bias of the paper's listing: it keeps q floor(dim / q) inputs, so E |x S|^2 is that share of |x|^2.
-
-    >>> check = simulate_listing(draws=100)
-    >>> check.predicted, abs(check.deviation) < 4
-    (0.96, True)
-    """
-    numbers = np.random.default_rng(seed)
-    width = dim // ratio
-    x = numbers.standard_normal(dim)
-    values = np.empty(draws)
-    for index in range(draws):
-        table = numbers.permutation(dim)[: width * ratio].reshape(ratio, width)  # hash_idx of the listing
-        signs = numbers.choice([-1.0, 1.0], dim)
-        values[index] = np.square((x * signs)[table].sum(0)).sum()
-    return _check("the paper's listing", values / np.square(x).sum(), width * ratio / dim)
-
-
-def simulate_veil(kappa: float, *, rounds: int = 20_000, seed: int = 0) -> Check:
-    """The veil by simulation: a scalar random walk seen in noise of size kappa, and the cosine of its smoothed steps.
-
-    The standard error comes from 20 blocks of rounds.
-
-    >>> abs(simulate_veil(2.0).deviation) < 4
-    True
-    """
-    numbers = np.random.default_rng(seed)
-    margin = 40 * math.ceil(1 + 2 * kappa)  # both ends are left out: there the smoother is not steady
-    steps = numbers.standard_normal(rounds + 2 * margin)
-    walk = np.concatenate([[0.0], np.cumsum(steps)])
-    guess = smooth(walk + kappa * numbers.standard_normal(len(walk)), kappa)
-    blocks = [np.array_split(series[margin:-margin], 20) for series in (guess, steps)]
-    dots, own, true = (
-        np.array([float(a @ b) for a, b in zip(first, second, strict=True)])
-        for first, second in ((blocks[0], blocks[1]), (blocks[0], blocks[0]), (blocks[1], blocks[1]))
-    )
-    whole = dots.sum() / math.sqrt(own.sum() * true.sum())
-    spread = (dots / np.sqrt(own * true)).std(ddof=1) / math.sqrt(len(dots))
-    return Check(f"veil, kappa {kappa:g}", float(whole), veil_cosine(kappa), float(spread) if spread > 1e-12 else 0.0)
-
-
 def corollary_factor(mean: float, dim: int, *, width: int = 8, rows: int = 64, seed: int = 0) -> float:
     """The corollary's constant: E |(W S S^T - W) V^T|^2 / (dim/s |W V^T|^2), for entries drawn from N(mean, 1).
 
@@ -281,25 +167,3 @@ def corollary_factor(mean: float, dim: int, *, width: int = 8, rows: int = 64, s
     generator = torch.Generator().manual_seed(seed)
     W, V = mean + torch.randn(2, rows, dim, generator=generator, dtype=torch.float64)
     return product_error("count-hashed-v1", W, V, width) / (dim / width * float((W @ V.T).square().sum()))
-
-
-def _weights(dout: int, dim: int, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights with an update that is a tenth of them, and a detector."""
-    generator = torch.Generator().manual_seed(seed)
-    W = torch.randn(dout, dim, generator=generator, dtype=torch.float64)
-    D = 0.1 * torch.randn(dout, dim, generator=generator, dtype=torch.float64)
-    return W, W - D, torch.randn(rows, dim, generator=generator, dtype=torch.float64)
-
-
-def _estimates(scheme: str, W_old: Tensor, W_new: Tensor, width: int, draws: int, seed: int) -> list[Tensor]:
-    pairs = ((_sketch(scheme, W_old.shape[1], width, seed, 2 * index + k) for k in (0, 1)) for index in range(draws))
-    return [option_one(W_old, W_new, old, new) for old, new in pairs]
-
-
-def _sketch(scheme: str, dim: int, width: int, seed: int, index: int) -> Sketch:
-    return draw(scheme, dim, width, seed=seed.to_bytes(32, "big"), round=index, name="theory")
-
-
-def _check(name: str, values: NDArray[np.float64], predicted: float) -> Check:
-    error = float(values.std(ddof=1) / math.sqrt(len(values)))
-    return Check(name, float(values.mean()), predicted, error if error > 1e-12 * abs(predicted) else 0.0)

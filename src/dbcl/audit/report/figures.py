@@ -33,7 +33,7 @@ def figures(findings: Sequence[Finding]) -> str:
 
 
 def _plot(target: str, labels: tuple[str, str], group: Sequence[Finding]) -> str:
-    from matplotlib.figure import Figure  # here, so that an audit without pictures needs no matplotlib
+    from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(5.4, 3.5), layout="constrained")
     axes = figure.subplots()
@@ -64,9 +64,9 @@ def _plot(target: str, labels: tuple[str, str], group: Sequence[Finding]) -> str
 
 
 def _points(curve: Curve, least: float) -> tuple[list[float], list[float]]:
-    whole = (pair for pair in zip(curve.x, curve.y, strict=False) if None not in pair)  # what JSON makes of NaN
+    whole = (pair for pair in zip(curve.x, curve.y, strict=False) if None not in pair)  # JSON has null for NaN
     pairs = [(x, y) for x, y in whole if math.isfinite(x) and math.isfinite(y)]
-    shown = [(max(x, least), max(y, least)) for x, y in pairs if y > 0 or least <= 0]  # no log of a rate of zero
+    shown = [(max(x, least), max(y, least)) for x, y in pairs if y > 0 or least <= 0]  # zero has no logarithm
     if len(shown) > LIMIT:
         shown = _thin(shown, math.log10 if least > 0 else float)
     return [x for x, _ in shown], [y for _, y in shown]
@@ -125,7 +125,7 @@ def trade_off(audits: Sequence[Audit], seat: str) -> str:
 
 
 def _spread(places: Sequence[float], gap: float) -> list[float]:
-    """Move sorted places in [0, 1] apart until neighbours keep a gap."""
+    """Move sorted positions in [0, 1] apart until neighbours keep a gap."""
     apart: list[float] = []
     for place in places:
         apart.append(max(place, apart[-1] + gap) if apart else place)

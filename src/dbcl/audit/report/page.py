@@ -21,7 +21,7 @@ from dbcl.audit.report.wording import GLOSSARY, HEADS, NO_PROOF, advice, sentenc
 
 
 def page(audit: Audit) -> str:
-    """One HTML page that holds everything, asks the network for nothing and runs no script.
+    """One HTML page that holds everything: it loads nothing from the network and runs no script.
 
     >>> page(Audit("<b>", {}, {}, (), (), 1.0)).count("<b>")
     0
@@ -98,7 +98,7 @@ def _document(title: str, body: str) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of plain text; a cell that is one of our words gets its colour."""
+    """A table of plain text; cells that hold a rating get its colour."""
     lines = ["".join(_cell(cell) for cell in row) for row in rows]
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
