@@ -1,6 +1,6 @@
 """`dbcl audit`: attack a run, show the worst of each kind, and write the page."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,7 +26,8 @@ def audit(
     ] = False,
     parties: Annotated[int, typer.Option(help="How many clients take part in the rehearsals, attacker included.")] = 2,
     fail_above: Annotated[
-        str | None, typer.Option(help="Exit with status 1 above these: cosine=0.3,psnr=15,auc=0.65.")
+        str | None,
+        typer.Option(help="Exit with status 1 where any attack, from whichever seat, got more: cosine=0.5,psnr=15."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Where the page goes. Default: audit.html in the run's folder.")
@@ -43,7 +44,7 @@ def audit(
     Examples:
 
       dbcl audit runs/001-blind-digits --quick
-      dbcl audit runs/001-blind-digits --parties 10 --fail-above cosine=0.3,psnr=15,auc=0.65
+      dbcl audit runs/001-blind-digits --parties 10 --fail-above cosine=0.5
     """
     try:
         from dbcl.audit import suite
@@ -91,25 +92,20 @@ def worst_rows(audit: "Audit") -> Iterator[tuple[str, str, str, str, str]]:
     >>> next(worst_rows(Audit("a", {}, {}, (), (finding,), 1.0)))
     ('update\\ncosine', 'client', '0.000', '–', '0.990\\n[bold]as bad as no defence')
     """
-    from dbcl.audit.findings import ATTACKERS
-    from dbcl.audit.report import rating
+    from dbcl.audit.report.measures import number_text
+    from dbcl.audit.report.rating import risks
 
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for finding in audit.findings:
-        if finding.measure in SHOWN:
-            groups.setdefault((finding.target, finding.seat, finding.measure), []).append(finding)
-    for (target, seat, measure), group in groups.items():
-        guessing = rating.number_text(rating.chance_of(max(group, key=rating.severity)), measure)
-        naive, adaptive = (_worst([each for each in group if each.attacker == side]) for side in ATTACKERS)
-        yield f"{target}\n{measure}", seat, guessing, naive, adaptive
+    for risk in risks(audit):
+        if risk.measure in SHOWN:
+            guessing = number_text(risk.chance, risk.measure)
+            yield f"{risk.target}\n{risk.measure}", risk.seat, guessing, _cell(risk.naive), _cell(risk.adaptive)
 
 
-def _worst(findings: "Sequence[Finding]") -> str:
-    from dbcl.audit.report import rating
+def _cell(finding: "Finding | None") -> str:
+    from dbcl.audit.report.measures import number_text
+    from dbcl.audit.report.rating import GUESS, WIDE, word
 
-    if not findings:
+    if finding is None:
         return "–"
-    worst = max(findings, key=rating.severity)
-    word = rating.word(worst)
-    short = rating.GUESS if word == rating.WIDE else word  # the page has room to say that the interval is wide
-    return f"{rating.number_text(worst.value, worst.measure)}\n[bold]{short}"
+    short = GUESS if word(finding) == WIDE else word(finding)  # only the page has room for the interval
+    return f"{number_text(finding.value, finding.measure)}\n[bold]{short}"

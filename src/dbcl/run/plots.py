@@ -15,7 +15,7 @@ def curves(history: Sequence[Mapping[str, Any]], title: str) -> bytes:
     >>> curves([line], "a run")[:4]
     b'\\x89PNG'
     """
-    from matplotlib.figure import Figure  # here, so that training itself needs no matplotlib
+    from matplotlib.figure import Figure  # imported here: slow to load, and needed only at the end of a run
 
     rounds = [line["round"] for line in history]
     marker = "o" if len(rounds) == 1 else None
