@@ -4,6 +4,8 @@ import inspect
 import json
 import math
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+import dbcl
 from dbcl import cli, data
 from dbcl.audit import suite
 from dbcl.audit.findings import Audit, Finding
@@ -30,9 +33,10 @@ SMALL = suite.Budget(
     restarts=1,
     inverting=True,
     shadow_models=4,
+    solver_steps=5,
     min_lag=22,
 )
-TINY = replace(SMALL, estimators=("rewind",), rounds=20, batch=2, own_batches=2, own_examples=4, min_lag=4)
+TINY = replace(SMALL, estimators=("rewind",), rounds=20, batch=2, own_batches=1, own_examples=4, min_lag=4)
 
 
 def train(folder: Path, preset: str, **changes: Any) -> Path:
@@ -255,3 +259,15 @@ def test_a_file_that_is_no_audit_is_refused(tmp_path: Path) -> None:
         result = invoke("compare", str(tmp_path))
         assert isinstance(result.exception, ConfigError)
         assert "audit.json is no audit" in str(result.exception)
+
+
+def test_what_an_audit_needs_is_loaded_on_first_use() -> None:
+    program = (
+        "import dbcl; print(dbcl.audit.suite.QUICK.rounds, dbcl.audit.report.page.page, dbcl.audit.findings.Audit)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    light = "import sys, dbcl; dbcl.audit.report; assert 'sklearn' not in sys.modules and 'scipy' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", light]).returncode == 0
+    with pytest.raises(AttributeError, match=r"'dbcl\.audit' has no attribute 'speed'"):
+        dbcl.audit.speed  # noqa: B018

@@ -3,3 +3,18 @@
 `suite.py` runs a whole audit: `rehearsal.py` plays short runs whose truth is known, `estimators/` and `attacks/` work
 from transcripts, `scoring.py` compares with the truth, and `report/` writes `findings.py`'s findings as a page.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dbcl.audit import findings, report, suite
+
+__all__ = ["findings", "report", "suite"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load on first use: the suite needs scikit-learn and SciPy, which are extras."""
+    if name in __all__:
+        return importlib.import_module(f"dbcl.audit.{name}")
+    raise AttributeError(f"module 'dbcl.audit' has no attribute {name!r}")

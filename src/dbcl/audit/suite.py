@@ -63,6 +63,8 @@ class Budget:
     """Whether the server also tries Inverting Gradients."""
     shadow_models: int
     """Models that LiRA trains."""
+    solver_steps: int = 300
+    """Steps of solving a dense first layer, for each weight of the total variation."""
     min_lag: int = MIN_LAG
     """Seen rounds that must follow a round for its estimate to count."""
 
@@ -234,7 +236,16 @@ def _pictures(job: Job) -> list[Finding]:
     matching = Matching(steps=budget.steps, restarts=budget.restarts, tv=1e-3 if config.veil else 0.0)
     inverting = Matching("cosine", steps=4 * budget.steps, restarts=1, tv=0.1) if budget.inverting else None
     picked = list(range(budget.pictures))
-    findings = image_findings(rehearsal, dataset, found, picked, matching, job.tell, inverting=inverting)
+    findings = image_findings(
+        rehearsal,
+        dataset,
+        found,
+        picked,
+        matching,
+        job.tell,
+        inverting=inverting,
+        solver_steps=budget.solver_steps,
+    )
     return [*findings, label_finding(rehearsal, dataset, list(range(rounds - 1)))]
 
 

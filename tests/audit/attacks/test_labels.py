@@ -58,7 +58,7 @@ def test_of_two_classes_a_coin_is_right_half_of_the_time_and_leaks_nothing(tmp_p
     dataset = replace(DIGITS, y_train=DIGITS.y_train % 2, y_test=DIGITS.y_test % 2, outputs=2)
     rehearsal = played(tmp_path, dataset, "two_classes")
     found = estimates(rehearsal.attacker, ["option I"])
-    findings = image_findings(rehearsal, dataset, found, [0], Matching(steps=1, restarts=1), lambda text: None)
+    findings = image_findings(rehearsal, dataset, found, [0], Matching(steps=1, restarts=1), str, solver_steps=5)
     findings.append(label_finding(rehearsal, dataset, range(3)))
     named = [finding for finding in findings if finding.target == "label"]
     assert len(named) == 5

@@ -9,7 +9,7 @@ from torch import nn
 from dbcl.audit.attacks import membership
 from dbcl.engines.training import LocalTraining
 
-TRAINING = LocalTraining(lr=0.1, batch_size=32, epochs=40, momentum=0.9)
+TRAINING = LocalTraining(lr=0.1, batch_size=32, epochs=25, momentum=0.9)
 
 
 def small_mlp(seed: int) -> nn.Module:

@@ -109,7 +109,7 @@ def test_a_network_with_buffers_is_refused_with_a_reason(tmp_path: Path) -> None
     """Batch normalisation mixes the examples of a batch; before, its running means stopped the whole audit."""
     played = play(tmp_path, DIGITS, COIN, rounds=20, batch=4, model="with_batch_norm")
     with pytest.raises(AuditError, match="no gradient of one example alone"):
-        judged(played, DIGITS, COIN, ["rewind"], batches=4, examples=10)
+        judged(played, DIGITS, COIN, ["rewind"], batches=1, examples=10)
 
 
 def test_an_estimate_that_was_shrunk_is_known_to_be() -> None:

@@ -44,6 +44,7 @@ class _Attempts:
     dataset: Dataset
     settings: Matching
     inverting: Matching | None
+    solver_steps: int
     tell: OnProgress
     pictures: int
     results: dict[_Attack, list[Recovered | str]] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class _Attempts:
         sketch = broadcast.sketches().get(f"{layer}weight") or Identity(int(np.prod(shape)))
         shown = FirstLayer(gradient[f"{layer}weight"], gradient[f"{layer}bias"], sketch)
         try:
-            image = solve_first_layer([shown], shape, box=self.box).reshape(1, *shape)
+            image = solve_first_layer([shown], shape, box=self.box, steps=self.solver_steps).reshape(1, *shape)
             biases = [part.name for part in broadcast.plan.tensors if part.name.endswith("bias")]
             label = labels_of_gradient(None, gradient[biases[-1]])
             result: Recovered | str = Recovered(image, label, 0.0, (), (), perf_counter() - began)
@@ -97,11 +98,12 @@ def image_findings(
     tell: OnProgress,
     *,
     inverting: Matching | None = None,
+    solver_steps: int = 300,
 ) -> list[Finding]:
     """Recover the victim's single pictures, from the server's seat and from the attacker's, naive and adaptive.
 
     `found` holds the attacker's estimates. With `inverting` the server also tries these settings, such as those of
-    Inverting Gradients.
+    Inverting Gradients. A dense first layer is solved in `solver_steps` for each weight of the total variation.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -115,7 +117,7 @@ def image_findings(
     >>> sorted({(finding.attack, finding.seat) for finding in findings})
     [('matching the lifted update', 'server'), ('matching through the sketch', 'server')]
     """
-    attempts = _Attempts(dataset, settings, inverting, tell, len(rounds))
+    attempts = _Attempts(dataset, settings, inverting, solver_steps, tell, len(rounds))
     template = rehearsal.attacker.setting.template().double()
     seen = views(rehearsal.attacker)
     for number, round in enumerate(rounds):
