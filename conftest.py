@@ -11,6 +11,7 @@ import torch
 # Tests run in several processes, and their kernels are small: more threads would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+os.environ["COLUMNS"] = "160"  # rich reads it when its console is made
 
 
 def pytest_collection_finish() -> None:
