@@ -35,10 +35,11 @@ bench-check:
 	$(MAKE) bench RESULTS=build/bench
 	$(BIN)/python benchmarks/gate.py build/bench
 
-# What a run needs: the library alone. Python compiles what it imports, a small part of what is installed.
+# What a run needs: the library alone, and compiled only what it imports, which is a small part of what is installed.
 .venv/run: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(INSTALL) --no-compile --editable .
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import dbcl.cli, matplotlib.figure'
 	touch $@
 
 # What the tests need, which includes what a run needs.
