@@ -12,11 +12,12 @@ RESULTS ?= benchmarks/results
 run: .venv/run
 	OMP_WAIT_POLICY=passive $(BIN)/dbcl train
 
+# In as many processes as there are cores; the tests of one module stay together, since they share what is slow to make.
 test: .venv/ready
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadscope
 
 test-slow: .venv/ready
-	$(BIN)/pytest -m 'slow and not deploy'
+	$(BIN)/pytest -n auto --dist loadscope -m 'slow and not deploy'
 
 test-deploy: .venv/ready
 	$(BIN)/pytest -m deploy tests/deploy

@@ -41,8 +41,7 @@ from dbcl.audit.scoring import predicted_cosine, score
 from dbcl.audit.suite import FULL, property_script
 from dbcl.blind import lift
 from dbcl.protocol import Server
-from dbcl.run import Run
-from dbcl.run.config import RunConfig, preset
+from dbcl.run import Run, RunConfig, preset
 from dbcl.sketch import CountSketch
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ from dbcl.audit.attacks.updates import estimates, update_findings
 from dbcl.audit.findings import Finding
 from dbcl.audit.rehearsal import VICTIM, Rehearsal, draw_batches, rehearse
 from dbcl.errors import AuditError
-from dbcl.run import config
+from dbcl.run import presets
 
 DIGITS = data.load("digits")
 
@@ -25,7 +25,7 @@ def quiet(text: str) -> None:
 
 
 def played(folder: Path, preset: str, shape: tuple[int, int, int], **settings: object) -> Rehearsal:
-    chosen = config.preset(preset, **{"model": "audit.networks:twelve", "seed": 0, **settings})
+    chosen = presets.preset(preset, **{"model": "audit.networks:twelve", "seed": 0, **settings})
     return rehearse(chosen, DIGITS, draw_batches(np.arange(400), shape, seed=3), folder)
 
 
@@ -35,7 +35,7 @@ def cosines(findings: list[Finding]) -> dict[str, float]:
 
 def test_a_rehearsal_plays_its_script(tmp_path: Path) -> None:
     script = draw_batches(np.arange(400), (3, 3, 4), seed=3)
-    settings = config.preset("paper", model="audit.networks:twelve", seed=0)
+    settings = presets.preset("paper", model="audit.networks:twelve", seed=0)
     one, two, again = (
         rehearse(settings, DIGITS, script, tmp_path / name, seed=seed)
         for name, seed in (("one", 1), ("two", 2), ("again", 1))
@@ -81,7 +81,7 @@ def test_a_veil_hides_most_from_the_smoother(tmp_path: Path) -> None:
 def test_no_attack_of_a_rehearsal_opens_the_truth(tmp_path: Path) -> None:
     script = draw_batches(np.arange(400), (20, 2, 1), seed=3)
     script[:, VICTIM, 0] = np.arange(20)
-    paper = config.preset("paper", model="audit.networks:twelve", seed=0)
+    paper = presets.preset("paper", model="audit.networks:twelve", seed=0)
     rehearsal = rehearse(paper, DIGITS, script, tmp_path)
     shutil.rmtree(tmp_path / "truth")
     made = estimates(rehearsal.attacker, ["option I", "rewind"])

@@ -19,7 +19,7 @@ from dbcl import cli, data
 from dbcl.audit import suite
 from dbcl.audit.findings import Audit, Finding
 from dbcl.errors import AuditError, ConfigError
-from dbcl.run import Run, config
+from dbcl.run import Run, presets
 from dbcl.transcripts import Transcript, Truth
 
 SMALL = suite.Budget(
@@ -41,7 +41,7 @@ TINY = replace(SMALL, estimators=("rewind",), rounds=20, batch=2, own_batches=1,
 
 def train(folder: Path, preset: str, **changes: Any) -> Path:
     settings = {"clients": 4, "fraction": 1.0, "rounds": 3, "algorithm": "sgd", "seed": 0, **changes}
-    run = Run.start(config.preset(preset, model="audit.networks:twelve", **settings), folder)
+    run = Run.start(presets.preset(preset, model="audit.networks:twelve", **settings), folder)
     for _ in run.play():
         pass
     return folder
@@ -129,7 +129,7 @@ def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
 
 def test_parts_that_fail_are_findings_and_the_others_go_on(tmp_path: Path) -> None:
     """A run that is not finished, and a recording that is too short."""
-    settings = config.preset("paper", model="audit.networks:twelve", clients=4, fraction=1.0, rounds=5, seed=0)
+    settings = presets.preset("paper", model="audit.networks:twelve", clients=4, fraction=1.0, rounds=5, seed=0)
     run = Run.start(replace(settings, transcripts=("1",)), tmp_path / "run")
     next(run.play())
     steps: list[tuple[int, int]] = []
@@ -147,7 +147,7 @@ def test_parts_that_fail_are_findings_and_the_others_go_on(tmp_path: Path) -> No
 
 
 def job(folder: Path, budget: suite.Budget) -> suite.Job:
-    settings = config.from_toml((folder / "config.toml").read_text())
+    settings = presets.from_toml((folder / "config.toml").read_text())
     return suite.Job(settings, data.load("digits"), folder, folder, budget, 2, 0, None, lambda text: None)
 
 

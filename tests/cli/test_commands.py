@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dbcl.audit.findings import Audit, Finding
-from dbcl.audit.report import measures, rating
+from dbcl.audit.report import measures
 from dbcl.cli.audit import worst_rows
 from dbcl.cli.console import sparkline
 from dbcl.errors import ConfigError, DataError, PlanError
@@ -65,8 +65,7 @@ def test_data_and_env(invoke: Invoke) -> None:
 
 
 def test_the_audits_table_is_made_of_the_findings_not_of_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (measures, rating):
-        monkeypatch.setattr(module, "range_text", lambda finding: "in words, (as it were)")
+    monkeypatch.setattr(measures, "range_text", lambda finding: "in words, (as it were)")
     findings = (
         Finding("rewind", "client", "naive", "update", "cosine", 0.02, -0.2, 0.2, 0.0),
         Finding("smoother", "client", "adaptive", "update", "cosine", 0.99, 0.98, 1.0, 0.0),

@@ -11,7 +11,8 @@ from typer.main import get_command
 from dbcl import cli
 from dbcl.cli.plan import plan
 from dbcl.cli.train import train
-from dbcl.run.config import RunConfig, explain, from_toml
+from dbcl.run.config import RunConfig
+from dbcl.run.presets import explain, from_toml
 from dbcl.run.settings import about
 
 Invoke = Callable[..., str]

@@ -545,7 +545,7 @@ class TestGoingOn:
             self.make(tmp_path / "a", veil=0.5)
         server = dbcl.Server(net())
         server.save(tmp_path / "b")
-        with pytest.raises(ProtocolError, match="checkpoints of another engine or of an older dbcl; choose another folder"):
+        with pytest.raises(ProtocolError, match="another engine or of an older dbcl; choose another folder"):
             self.make(tmp_path / "b")
 
     def test_what_a_checkpoint_cannot_hold_is_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbcl.errors import ConfigError, ProtocolError
-from dbcl.run.config import PRESETS, RunConfig, explain, from_toml, preset
+from dbcl.run.config import RunConfig
+from dbcl.run.presets import PRESETS, explain, from_toml, preset, to_toml
 from dbcl.run.settings import about
 
 
@@ -25,7 +26,7 @@ PATTERNS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]))
 def test_a_preset_names_only_settings_and_the_default_one_comes_first() -> None:
     assert PRESETS[0] == "blind"
     for name in PRESETS:
-        assert preset(name) == from_toml(preset(name).toml())
+        assert preset(name) == from_toml(to_toml(preset(name)))
 
 
 @given(
@@ -41,7 +42,7 @@ def test_a_preset_names_only_settings_and_the_default_one_comes_first() -> None:
 )
 def test_a_configuration_survives_its_file(seed, veil, ratio, cover, norm_bound, transcripts) -> None:
     config = RunConfig(seed=seed, veil=veil, ratio=ratio, cover=cover, norm_bound=norm_bound, transcripts=transcripts)
-    assert from_toml(config.toml()) == config
+    assert from_toml(to_toml(config)) == config
 
 
 def test_options_win_over_a_file_of_ones_own(tmp_path: Path) -> None:
@@ -134,6 +135,6 @@ def test_the_explanation_of_a_setting_follows_the_presets(monkeypatch: pytest.Mo
     assert "Default 0.2; presets paper, plain: 0." in explain("veil")
     assert explain("clients").endswith("Default 100.")
     texts = {"blind": "veil = 0.5", "paper": "veil = 0.2", "plain": "ratio = [2.0, 4.0]"}
-    monkeypatch.setattr("dbcl.run.config._preset_text", texts.__getitem__)
+    monkeypatch.setattr("dbcl.run.presets._preset_text", texts.__getitem__)
     assert "Default 0.2; preset blind: 0.5." in explain("veil")
     assert "Default 2; preset plain: 2-4." in explain("ratio")

@@ -28,8 +28,9 @@ from dbcl.errors import AuditError, DataError, DbclError
 from dbcl.plan import SketchPlan
 from dbcl.protocol import blinded
 from dbcl.run.assemble import build_model, build_plan, build_server
-from dbcl.run.config import RunConfig, from_toml
+from dbcl.run.config import RunConfig
 from dbcl.run.folder import read_metrics
+from dbcl.run.presets import from_toml
 from dbcl.transcripts import Transcript, Truth
 
 PROPERTY_DATA = ("digits", "mnist", "lfw")

@@ -9,7 +9,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 from rich.markup import escape
 
-from dbcl.run.config import PRESETS, WHAT, RunConfig, explain
+from dbcl.run.config import WHAT, RunConfig
+from dbcl.run.presets import PRESETS, explain
 from dbcl.run.settings import about
 
 DataDir = Annotated[

@@ -9,14 +9,14 @@ from dbcl.cli.console import AsJson, console, print_json, table
 from dbcl.cli.options import Preset, with_settings
 from dbcl.errors import ConfigError
 from dbcl.plan import SketchPlan
-from dbcl.run import config, message_bytes
+from dbcl.run import config, message_bytes, presets
 from dbcl.run.assemble import build_plan
 
 
 @with_settings("cover", "sketch", "ratio", "veil", "wire")
 def plan(
     model: Annotated[str, typer.Argument(show_default=False)],
-    preset: Preset = config.PRESETS[0],
+    preset: Preset = presets.PRESETS[0],
     shape: Annotated[
         str, typer.Option(help="One example as channels,height,width.", rich_help_panel=config.WHAT)
     ] = "1,28,28",
@@ -35,7 +35,7 @@ def plan(
       dbcl plan cifar-cnn --shape 3,32,32 --cover all
       dbcl plan mypackage.nets:make --preset paper --json
     """
-    chosen = config.preset(preset, **settings)
+    chosen = presets.preset(preset, **settings)
     net = models.build(model, shape=_shape(shape), outputs=outputs)
     made = build_plan(chosen, net)
     clear = message_bytes(net, SketchPlan.of(net, sketch="identity-v1", veil=0), "float32")

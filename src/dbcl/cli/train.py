@@ -11,7 +11,7 @@ from dbcl.cli.console import console, print_path, sparkline
 from dbcl.cli.options import DataDir, Preset, with_settings
 from dbcl.errors import ConfigError
 from dbcl.plan import SketchPlan
-from dbcl.run import Run, config, message_bytes
+from dbcl.run import Run, config, message_bytes, presets
 
 RESUMABLE = ("rounds", "target")
 """The settings that may change when a run goes on."""
@@ -19,7 +19,7 @@ RESUMABLE = ("rounds", "target")
 
 @with_settings()
 def train(
-    preset: Preset = config.PRESETS[0],
+    preset: Preset = presets.PRESETS[0],
     *,
     data_dir: DataDir = None,
     out: Annotated[
@@ -52,7 +52,7 @@ def train(
             raise ConfigError(f"with --resume only --rounds and --target may change, not {', '.join(fixed)}")
         run = Run.resume(resume, data_dir, **settings)
     else:
-        chosen = config.preset(preset, **settings)
+        chosen = presets.preset(preset, **settings)
         run = Run.start(chosen, out or _next_folder(f"{Path(preset).stem}-{chosen.data}"), data_dir)
     try:
         _play(run)

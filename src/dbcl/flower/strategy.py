@@ -47,7 +47,7 @@ class DoubleBlind(Strategy):
 
     With a folder as `checkpoint` every finished round is kept there, the strategy's own memory too, and the same
     program started again goes on after the last of them. No wait is longer than `round_timeout` seconds, for answers or
-    for nodes. `observer` is called after every round, as in the other engines. `reports` holds the reports of the rounds.
+    for nodes. `observer` is called after every round, as in the other engines. `reports` holds the rounds' reports.
 
     >>> import torch, dbcl.flower
     >>> from flwr.clientapp import ClientApp

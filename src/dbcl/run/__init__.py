@@ -1,7 +1,8 @@
 """A training run: its settings, how they become a model, a server and an engine, its folder and its pictures."""
 
-from dbcl.run.config import PRESETS, RunConfig, from_toml, preset
+from dbcl.run.config import RunConfig
 from dbcl.run.folder import RoundMetrics, Run, message_bytes, read_metrics
+from dbcl.run.presets import PRESETS, from_toml, preset, to_toml
 
 __all__ = [
     "PRESETS",
@@ -12,4 +13,5 @@ __all__ = [
     "message_bytes",
     "preset",
     "read_metrics",
+    "to_toml",
 ]

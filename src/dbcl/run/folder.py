@@ -17,8 +17,9 @@ from dbcl.files import write_atomic
 from dbcl.plan import SketchPlan
 from dbcl.protocol import Server, checkpoint, encode
 from dbcl.run.assemble import build_engine, build_session, new_seed, public_setting
-from dbcl.run.config import RunConfig, from_toml
+from dbcl.run.config import RunConfig
 from dbcl.run.plots import curves
+from dbcl.run.presets import from_toml, to_toml
 from dbcl.state import State, join
 from dbcl.transcripts import Recorder, check_parties
 
@@ -76,7 +77,7 @@ class Run:
         write_atomic(folder / "metrics.jsonl", b"")
         # The first round's secrets are on the disk before anything is sent: a run that dies never veils twice.
         run._save()
-        write_atomic(folder / "config.toml", config.toml().encode())
+        write_atomic(folder / "config.toml", to_toml(config).encode())
         run._record()
         return run
 
@@ -95,7 +96,7 @@ class Run:
         run.session.load_state(state.part("session"))
         run.history = read_metrics(folder)[: run.session.round]
         run._write_metrics()
-        write_atomic(folder / "config.toml", run.config.toml().encode())
+        write_atomic(folder / "config.toml", to_toml(run.config).encode())
         run._record()
         return run
 

@@ -18,7 +18,7 @@ from dbcl.audit.attacks.updates import estimates
 from dbcl.audit.rehearsal import Rehearsal, draw_batches, rehearse
 from dbcl.audit.report.rating import GUESS, word
 from dbcl.data import Dataset
-from dbcl.run import config
+from dbcl.run import presets
 
 
 @pytest.mark.parametrize("number", [0, 150, 450, 950])
@@ -50,7 +50,7 @@ def test_labels_of_a_batch_with_a_class_twice():
 
 
 def played(folder: Path, dataset: Dataset, model: str) -> Rehearsal:
-    settings = config.preset("paper", model=f"audit.networks:{model}", seed=0)
+    settings = presets.preset("paper", model=f"audit.networks:{model}", seed=0)
     return rehearse(settings, dataset, draw_batches(np.arange(400), (4, 2, 1), seed=0), folder)
 
 

@@ -22,7 +22,7 @@ from dbcl.data import Dataset
 from dbcl.data.traits import properties_of
 from dbcl.errors import AuditError
 from dbcl.protocol import Server
-from dbcl.run import config
+from dbcl.run import presets
 
 DIGITS = data.load("digits")
 ORDER = np.random.default_rng(5).permutation(4000)  # the embedded digits are sorted by class
@@ -34,7 +34,7 @@ def play(
     folder: Path, dataset: Dataset, holds: np.ndarray, rounds: int, batch: int = 16, model: str = "twelve"
 ) -> rehearsal.Rehearsal:
     """Two clients; the victim's batches have the property in every other round."""
-    settings = config.preset("paper", lr=0.05, seed=0, model=f"audit.networks:{model}")
+    settings = presets.preset("paper", lr=0.05, seed=0, model=f"audit.networks:{model}")
     script = rehearsal.draw_batches(REST, (rounds, 2, batch), seed=1)
     for round in range(rounds):
         pool = REST[holds[REST] == (round % 2 == 0)]

@@ -5,28 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dbcl.audit.findings import ATTACKERS, Audit, Finding
-from dbcl.audit.report.measures import KINDS, chance_of, kind, number_text, range_text
+from dbcl.audit.report.measures import KINDS, chance_of, kind, number_text
 from dbcl.errors import ConfigError
-
-__all__ = [
-    "BAD",
-    "FAILED",
-    "GUESS",
-    "LEAKS",
-    "RANK",
-    "RULES",
-    "UNRATED",
-    "WIDE",
-    "Risk",
-    "chance_of",
-    "exceeded",
-    "number_text",
-    "parse_limits",
-    "range_text",
-    "risks",
-    "severity",
-    "word",
-]
 
 BAD, LEAKS, GUESS, FAILED, UNRATED = "as bad as no defence", "leaks", "close to guessing", "could not run", "not rated"
 WIDE = f"{GUESS}, but the interval is wide"

@@ -1,0 +1,105 @@
+"""A run's settings in a TOML file and back, and the presets that ship with dbcl."""
+
+import dataclasses
+import json
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from dbcl.errors import ConfigError
+from dbcl.run.config import RunConfig
+from dbcl.run.settings import about, check_type
+
+PRESETS = ("blind", "paper", "plain")
+"""The presets that ship with dbcl; the first one is the default of the commands."""
+
+
+def to_toml(config: RunConfig) -> str:
+    """Write a configuration as a TOML file.
+
+    >>> from_toml(to_toml(RunConfig(ratio=(2.0, 4.0)))).ratio
+    (2.0, 4.0)
+    """
+    values = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
+
+
+def from_toml(text: str, **overrides: Any) -> RunConfig:
+    """Read a configuration; `overrides` win over the file, and what neither names has its default.
+
+    `cover`, `ratio` and `transcripts` may also be given as the text that the command line takes.
+
+    >>> from_toml('lr = 0.1', rounds=7, ratio="2-4").ratio
+    (2.0, 4.0)
+    """
+    values = {**_parsed(text), **overrides}
+    fields = {field.name: field for field in dataclasses.fields(RunConfig)}
+    unknown = sorted(set(values) - set(fields))
+    if "fixed_secrets" in unknown:
+        raise ConfigError("fixed_secrets is gone since dbcl 0.2: with a seed all is fixed, without one nothing is")
+    if unknown:
+        raise ConfigError(f"unknown settings: {', '.join(unknown)}; known are {', '.join(fields)}")
+    hints = get_type_hints(RunConfig)
+    for name, value in values.items():
+        read = about(fields[name]).read
+        if isinstance(value, list):
+            values[name] = tuple(value)
+        elif isinstance(value, str) and read is not None:
+            values[name] = read(value)
+        check_type(name, values[name], hints[name])
+    return RunConfig(**values)
+
+
+def preset(name: str, **overrides: Any) -> RunConfig:
+    """A preset by name, or a TOML file of your own by its path.
+
+    >>> preset("paper").veil, preset("plain").sketch
+    (0.0, 'identity-v1')
+    """
+    return from_toml(_preset_text(name), **overrides)
+
+
+def explain(name: str) -> str:
+    """A setting in full: what it decides, its choices, its default, and the presets that set something else.
+
+    >>> explain("veil")
+    'Secret noise on all that leaves the server, relative to the weights. Default 0.2; presets paper, plain: 0.'
+    """
+    field = next(field for field in dataclasses.fields(RunConfig) if field.name == name)
+    setting = about(field)
+    default = setting.shown(field.default)
+    spoken = f"Default: {default}" if field.default in (None, ()) else f"Default {default}"
+    others: dict[str, list[str]] = {}
+    for each in PRESETS:
+        value = setting.shown(getattr(preset(each), name))
+        if value != default:
+            others.setdefault(value, []).append(each)
+    listed = [f"; preset{'s' * (len(names) > 1)} {', '.join(names)}: {value}" for value, names in others.items()]
+    return f"{setting.sentence()} {spoken}{''.join(listed)}."
+
+
+def _preset_text(name: str) -> str:
+    if name in PRESETS:
+        return (resources.files("dbcl") / "presets" / f"{name}.toml").read_text()
+    try:
+        return Path(name).read_text()
+    except OSError:
+        raise ConfigError(f"no preset {name!r}: neither one of {', '.join(PRESETS)} nor a file") from None
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"not a TOML file: {error}") from error
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)  # what JSON escapes, TOML reads
+    return repr(value)
