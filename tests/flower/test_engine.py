@@ -225,7 +225,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_a_run_through_flowers_simulation_is_the_local_run_resumed_or_not(tmp_path: Path) -> None:
-    config = RunConfig(engine="local", clients=10, fraction=0.3, rounds=4, fixed_secrets=True, transcripts=("server",))
+    config = RunConfig(engine="local", clients=10, fraction=0.3, rounds=4, seed=0, transcripts=("server",))
     whole = Run.start(config, tmp_path / "local")
     first = Run.start(replace(config, engine="flower", rounds=2), tmp_path / "flower")
     assert len(list(whole.play())) == 4

@@ -110,7 +110,7 @@ def public_setting(config: RunConfig, dataset: Dataset) -> Setting:
         cohort=config.cohort,
         optimizer=config.server_optimizer,
         momentum=config.server_momentum if config.server_optimizer == "momentum" else 0.0,
-        server_lr=config.server_lr or 1.0,
+        server_lr=config.server_rate,
         veil=config.veil,
     )
 

@@ -256,13 +256,22 @@ class RunConfig:
             return None
         return UpdateNoise(self.update_clip, self.update_noise, insecure_seed=self.seed)
 
+    @property
+    def server_rate(self) -> float:
+        """The server's learning rate: `server_lr`, or else what its optimiser has by default.
+
+        >>> RunConfig().server_rate, RunConfig(server_optimizer="adam").server_rate
+        (1.0, 0.01)
+        """
+        return self.server_lr or _rate({"adam": adam, "momentum": momentum}.get(self.server_optimizer, fedavg))
+
     def optimizer(self) -> ServerOptimizer:
         """What the server does with the average update."""
         if self.server_optimizer == "adam":
-            return adam(self.server_lr or _rate(adam))
+            return adam(self.server_rate)
         if self.server_optimizer == "momentum":
-            return momentum(self.server_momentum, self.server_lr or _rate(momentum))
-        return fedavg(self.server_lr or _rate(fedavg))
+            return momentum(self.server_momentum, self.server_rate)
+        return fedavg(self.server_rate)
 
     def door(self) -> Door:
         """What an update must be to get in."""
