@@ -39,6 +39,7 @@ def _flower(*arguments: Any, **more: Any) -> Engine:
     return SimulationEngine(*arguments, **more)
 
 
+OPTIMIZERS: dict[str, Callable[..., ServerOptimizer]] = {"fedavg": fedavg, "momentum": momentum, "adam": adam}
 ENGINES: dict[str, Callable[..., Engine]] = {"stacked": StackedEngine, "local": LocalEngine, "flower": _flower}
 
 
@@ -152,7 +153,7 @@ class RunConfig:
         "fedavg",
         "What the server does with the average update",
         SERVER,
-        choices={"fedavg": "adds it", "momentum": "", "adam": ""},
+        choices=_unexplained(OPTIMIZERS) | {"fedavg": "adds it"},
     )
     server_lr: float | None = described(
         None, "The server's learning rate", SERVER, unset=f"{_rate(fedavg):g}, with adam {_rate(adam):g}"
@@ -263,15 +264,12 @@ class RunConfig:
         >>> RunConfig().server_rate, RunConfig(server_optimizer="adam").server_rate
         (1.0, 0.01)
         """
-        return self.server_lr or _rate({"adam": adam, "momentum": momentum}.get(self.server_optimizer, fedavg))
+        return self.server_lr or _rate(OPTIMIZERS[self.server_optimizer])
 
     def optimizer(self) -> ServerOptimizer:
         """What the server does with the average update."""
-        if self.server_optimizer == "adam":
-            return adam(self.server_rate)
-        if self.server_optimizer == "momentum":
-            return momentum(self.server_momentum, self.server_rate)
-        return fedavg(self.server_rate)
+        more = {"beta": self.server_momentum} if self.server_optimizer == "momentum" else {}
+        return OPTIMIZERS[self.server_optimizer](lr=self.server_rate, **more)
 
     def door(self) -> Door:
         """What an update must be to get in."""
