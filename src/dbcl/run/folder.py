@@ -11,13 +11,14 @@ import safetensors.torch
 from torch import nn
 
 from dbcl import data
-from dbcl.engines import evaluate
+from dbcl.engines import RoundResult, evaluate
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.files import write_atomic
 from dbcl.plan import SketchPlan
 from dbcl.protocol import Server, checkpoint, encode
 from dbcl.run.assemble import build_engine, build_session, new_seed, public_setting
 from dbcl.run.config import RunConfig
+from dbcl.run.divergence import diverged, divergence
 from dbcl.run.plots import curves
 from dbcl.run.presets import from_toml, to_toml
 from dbcl.state import State, join
@@ -111,7 +112,7 @@ class Run:
         try:
             while not self.finished:
                 began = time.perf_counter()
-                result = self.engine.play_round()
+                result = self._play_round()
                 measured = evaluate(self.session.released, self._x_test, self._y_test)
                 report = result.report
                 self.history.append(
@@ -136,6 +137,14 @@ class Run:
         finally:
             self.engine.close()
         self._write_results()
+
+    def _play_round(self) -> RoundResult:
+        try:
+            return self.engine.play_round()
+        except ProtocolError as error:
+            if diverged(error):
+                raise divergence(self.config, self.session.round + 1, error) from error
+            raise
 
     def _save(self) -> None:
         state = join(run=State({"seed": self.seed.hex()}, {}), session=self.session.state())

@@ -1,0 +1,47 @@
+"""What a round that the door refused says about the training: did it diverge, and what is there to lower?"""
+
+import re
+
+from dbcl.errors import ConfigError, ProtocolError
+from dbcl.run.config import RunConfig
+
+NOT_FINITE = re.compile(
+    r"metric .+ is (nan|-?inf)|'metrics' cannot be .*\b(nan|inf)\b|holds (NaN|infinity)|its length .+ is absurd"
+    r"|is not finite|leaves the range of the weights"
+)
+"""Reasons of the door that only numbers without bound, or beyond a number type's range, can cause."""
+
+
+def diverged(error: ProtocolError) -> bool:
+    """Whether a round failed because of numbers that are no longer finite, and for no other reason.
+
+    >>> diverged(ProtocolError("round 0 has 0 updates and needs 1\\n  - update 0: metric loss is nan"))
+    True
+    >>> diverged(ProtocolError("round 0 has 0 updates and needs 1\\n  - update 0: answers round 1, and round 0 is open"))
+    False
+    """
+    reasons = str(error).split("\n  - ")[1:]
+    return bool(reasons) and all(NOT_FINITE.search(reason) for reason in reasons)
+
+
+def divergence(config: RunConfig, round: int, error: ProtocolError) -> ConfigError:
+    """The error that says so, with what to lower and the door's own reasons.
+
+    >>> refused = ProtocolError("round 0 has 0 updates and needs 1\\n  - update 0: metric loss is nan")
+    >>> print(divergence(RunConfig(lr=1000.0), 1, refused))
+    training diverged in round 1: losses or updates grew beyond all bounds; lower --lr (now 1000)
+    round 0 has 0 updates and needs 1
+      - update 0: metric loss is nan
+    """
+    lower = [f"--lr (now {config.lr:g})"]
+    if config.momentum:
+        lower.append(f"--momentum (now {config.momentum:g})")
+    if round > 1 and (config.server_lr is not None or config.server_optimizer != "fedavg"):
+        lower.append(f"--server-lr (now {config.server_rate:g})")
+    if config.veil > 1:
+        lower.append(f"--veil (now {config.veil:g})")
+    clip = ", or set --update-clip, which bounds every client's update" if round > 1 and not config.update_clip else ""
+    return ConfigError(
+        f"training diverged in round {round}: losses or updates grew beyond all bounds; "
+        f"lower {' or '.join(lower)}{clip}\n{error}"
+    )
