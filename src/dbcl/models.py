@@ -1,10 +1,13 @@
 """The paper's five networks, by name, with the paper's initial weights; and the loss that they are trained with."""
 
+import contextlib
 import importlib
+import inspect
 import math
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
@@ -156,14 +159,45 @@ def _imported(name: str) -> nn.Module:
     module_name, _, factory_name = name.partition(":")
     sys.path.insert(0, os.getcwd())  # so that a file beside the caller is found, as `python -m` would
     try:
-        model = getattr(importlib.import_module(module_name), factory_name)()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"cannot import the model {name!r}: {error}") from error
+        with _explained(f"cannot import the model {name!r}"):
+            factory = getattr(importlib.import_module(module_name), factory_name)
+        if not callable(factory):
+            raise ConfigError(f"{name!r} is a {type(factory).__name__}, and must be a function that makes the model")
+        needed = _needed(factory)
+        if needed:
+            raise ConfigError(
+                f"the factory {name!r} needs arguments ({', '.join(needed)}); write a function that needs none"
+            )
+        with _explained(f"the factory {name!r} failed"):
+            model = factory()
     finally:
         sys.path.remove(os.getcwd())
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{name!r} made a {type(model).__name__}, and must make a torch.nn.Module")
     return model
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Whatever code that is not ours raises becomes one sentence, with the place where it was raised."""
+    try:
+        yield
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        own = place.filename in (__file__, importlib.__file__) or place.filename.startswith("<frozen")
+        where = "" if own else f" ({place.filename}, line {place.lineno})"
+        kind = "" if own else f"{type(error).__name__}: "
+        raise ConfigError(f"{what}: {kind}{error}{where}") from error
+
+
+def _needed(factory: Callable[..., object]) -> list[str]:
+    """The arguments without which a factory cannot be called; none where Python cannot tell."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (ValueError, TypeError):
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
 
 
 def _dense(*sizes: int) -> list[nn.Module]:

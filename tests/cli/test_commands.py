@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import dbcl
 from dbcl.audit.findings import Audit, Finding
 from dbcl.audit.report import measures
 from dbcl.cli.audit import worst_rows
@@ -22,6 +23,17 @@ def test_the_command_itself_prints_one_message_and_exits_with_2(program: list[st
     assert result.returncode == 2
     assert result.stderr.startswith("error no model 'resnet'; choose mnist-mlp")
     assert "Traceback" not in result.stderr
+
+
+def test_a_misspelt_command_is_suggested_once() -> None:
+    done = subprocess.run([sys.executable, "-m", "dbcl", "trian"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("Did you mean 'train'?") == 1
+
+
+def test_the_version(invoke: Invoke) -> None:
+    assert invoke("--version") == f"dbcl {dbcl.__version__}\n"
+    assert "Double-Blind Collaborative Learning" in invoke("--help")
 
 
 def test_plan_shows_what_a_client_would_see(invoke: Invoke) -> None:

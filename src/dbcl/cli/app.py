@@ -2,10 +2,12 @@
 
 import logging
 import sys
+from typing import Annotated
 
 import typer
 from rich.logging import RichHandler
 
+from dbcl import __version__
 from dbcl.cli.audit import audit
 from dbcl.cli.compare import compare
 from dbcl.cli.console import errors
@@ -20,8 +22,26 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    suggest_commands=False,  # click suggests as well, and the two were printed one after the other
     help="Double-Blind Collaborative Learning: train one model together over random sketches of its weights.",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dbcl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
+
+
 app.command()(train)
 app.command()(plan)
 app.command()(audit)

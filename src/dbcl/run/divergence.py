@@ -17,7 +17,7 @@ def diverged(error: ProtocolError) -> bool:
 
     >>> diverged(ProtocolError("round 0 has 0 updates and needs 1\\n  - update 0: metric loss is nan"))
     True
-    >>> diverged(ProtocolError("round 0 has 0 updates and needs 1\\n  - update 0: answers round 1, and round 0 is open"))
+    >>> diverged(ProtocolError("round 0 has 0 updates and needs 1\\n  - update 0: answers round 1, not round 0"))
     False
     """
     reasons = str(error).split("\n  - ")[1:]
