@@ -6,7 +6,7 @@ from torch import nn
 
 import dbcl
 from dbcl import models
-from dbcl.cover import broadcast_tensors
+from dbcl.cover import broadcast_names
 from dbcl.errors import PlanError
 from dbcl.plan import SketchPlan
 
@@ -32,6 +32,46 @@ def test_hidden_is_the_paper_and_all_is_all() -> None:
 def test_patterns_and_exclusions() -> None:
     assert sketched(SketchPlan.of(net(), cover=["*.weight", "!0.*"])) == ["2.weight", "4.weight"]
     assert sketched(SketchPlan.of(net(), cover=["2.*"])) == ["2.weight"]  # the bias is a vector and stays unsketched
+
+
+def test_words_and_patterns_mix() -> None:
+    assert sketched(SketchPlan.of(net(), cover=["hidden", "!0.*"])) == ["2.weight"]
+    assert sketched(SketchPlan.of(net(), cover=["hidden", "4.weight"])) == ["0.weight", "2.weight", "4.weight"]
+    with pytest.raises(PlanError, match="'hiden' matches no parameter"):
+        SketchPlan.of(net(), cover=["hiden"])
+
+
+def test_what_a_word_cannot_cover_is_left_out_with_a_line_and_refused_only_when_named() -> None:
+    model = nn.ModuleDict(
+        {
+            "narrow": nn.Linear(1, 4),
+            "embed": nn.Linear(6, 6, bias=False),
+            "again": nn.Linear(6, 6, bias=False),
+            "hooked": nn.utils.spectral_norm(nn.Linear(6, 6)),
+            "frozen": nn.Linear(6, 6).requires_grad_(False),
+            "plain": nn.Linear(6, 6),
+            "out": nn.Linear(6, 2),
+        }
+    )
+    model["again"].weight = model["embed"].weight
+    plan = SketchPlan.of(model)
+    assert sketched(plan) == ["plain.weight"]
+    reasons = dict(plan.left_out)
+    assert reasons["narrow.weight"] == "has 1 inputs, too few for the ratio 2"
+    assert "tied weights cannot be covered" in reasons["embed.weight"]
+    assert "use torch.nn.utils.parametrizations.spectral_norm" in reasons["hooked.weight_orig"]
+    assert reasons["frozen.weight"] == "is frozen and stays at home"
+    assert "not sketched: narrow.weight has 1 inputs" in str(plan)
+    assert plan.share_sketched < 0.5
+    assert "% of the numbers, less than half: name more layers in cover" in str(plan)
+    for name, why in (
+        ("narrow", "width must be between"),
+        ("embed", "tied weights cannot be covered"),
+        ("hooked", "old-style hook"),
+        ("frozen", "is frozen and stays at home; or leave it out with '!frozen.weight' in cover"),
+    ):
+        with pytest.raises(PlanError, match=f"{name}.*{why}"):
+            SketchPlan.of(model, cover=[f"{name}.*"])
 
 
 def test_everything_that_leaves_is_in_the_plan_and_whole_numbers_stay() -> None:
@@ -73,7 +113,7 @@ def test_any_ratio_gives_a_legal_width_or_is_refused(dim: int, ratio: float) -> 
         (part, _) = SketchPlan.of(layer, cover="all", ratio=ratio).draw(bytes(32), 0).tensors
         assert part.width == int(dim / ratio)
     else:
-        with pytest.raises(PlanError, match="width must be between 1 and"):
+        with pytest.raises(PlanError, match="width must be between 1 and|too few for the ratio"):
             SketchPlan.of(layer, cover="all", ratio=ratio)
 
 
@@ -104,13 +144,13 @@ def test_all_problems_are_named_at_once() -> None:
         (nn.Linear(4, 2), {}, "weight is the output layer and nothing else can be covered; use cover='all'"),
         (nn.ReLU(), {"cover": "all"}, "nothing to cover"),
         (nn.BatchNorm1d(3), {"cover": "hidden"}, "nothing to cover"),
-        (Tied(), {"cover": "all"}, "embed.weight: is one tensor with head.weight, and tied weights cannot be covered"),
         (Tied(), {"cover": ["embed.*"]}, "embed.weight: is one tensor with head.weight"),
         (net(), {"ratio": 1}, "0.weight: ratio must be above 1"),
         (net(), {"ratio": (4, 2)}, "ratio must be above 1 .and a range must rise., got 4 to 2"),
-        (net(), {"ratio": 9}, "0.weight: width must be between 1 and 7 .its inputs less one., got 0"),
+        (net(), {"ratio": 9}, "nothing is left to cover: 0.weight has 8 inputs, too few for the ratio 9; 2.weight"),
+        (net(), {"ratio": 9, "cover": ["0.*"]}, "0.weight: width must be between 1 and 7 .its inputs less one., got 0"),
         (net(), {"sketch": "magic"}, "0.weight: unknown sketch 'magic'; choose one of count-v1"),
-        (net(), {"cover": "everything"}, "cover must be 'hidden', 'all' or a list of name patterns, got 'everything'"),
+        (net(), {"cover": "everything"}, "cover must be 'hidden', 'all' or a list of words and name patterns"),
         (net(), {"veil": float("nan")}, "veil must be 0 or more, got nan"),
         (nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)), {}, "0.weight: has no shape yet"),
         (nn.Embedding(5, 4, max_norm=1.0), {"cover": ["weight"]}, "sparse gradients or max_norm cannot be covered"),
@@ -157,8 +197,14 @@ def test_the_table_says_what_a_client_sees() -> None:
     assert "undo it: 1.weight, 3.weight" in text
 
 
-def test_non_persistent_buffers_stay() -> None:
+def test_buffers_that_are_constants_stay_at_home() -> None:
     module = nn.Linear(3, 2)
     module.register_buffer("table", torch.ones(4), persistent=False)
-    module.register_buffer("kept", torch.ones(4))
-    assert list(broadcast_tensors(module)) == ["weight", "bias", "kept"]
+    module.register_buffer("mask", torch.ones(4))
+    module.register_buffer("steps", torch.ones(4))
+    assert broadcast_names(module) == ["weight", "bias"]
+    assert broadcast_names(module, ["st*", "table"]) == ["weight", "bias", "steps"]
+    plan = SketchPlan.of(module, cover="all", buffers=["steps"])
+    assert [tensor.name for tensor in plan.tensors] == ["weight", "bias", "steps"]
+    assert plan.at_home == (("mask", "constant"),)
+    assert "stays at home: 1 buffers that are constants (mask)" in str(plan)

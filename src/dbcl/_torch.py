@@ -99,6 +99,15 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name, True) for name in _HOOKS)
 
 
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """The hooks that run before a module's forward pass; none where PyTorch does not tell.
+
+    >>> forward_pre_hooks(nn.Linear(2, 2))
+    []
+    """
+    return list(getattr(module, "_forward_pre_hooks", {}).values())
+
+
 def has_global_hooks() -> bool:
     """Whether a forward or backward hook is registered for all modules; yes where PyTorch does not tell.
 

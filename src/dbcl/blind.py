@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from dbcl.cover import broadcast_tensors, owner
+from dbcl.cover import broadcast_names, fingerprint, named_tensors, owner
 from dbcl.errors import PlanError
 from dbcl.nn import compact_parameter, sketch_parameter
 from dbcl.plan import RoundPlan, mismatches
@@ -26,7 +26,7 @@ def blind(model: nn.Module, plan: RoundPlan, noise: Noise) -> dict[str, Tensor]:
     >>> {name: tuple(tensor.shape) for name, tensor in sent.items()}
     {'weight': (2, 3), 'bias': (2,)}
     """
-    weights = broadcast_tensors(model)
+    weights = named_tensors(model)
     sent = {}
     for tensor in plan.tensors:
         veiled = weights[tensor.name].detach().clone()
@@ -41,6 +41,31 @@ def blind(model: nn.Module, plan: RoundPlan, noise: Noise) -> dict[str, Tensor]:
     return sent
 
 
+def check_module(module: nn.Module, plan: RoundPlan) -> None:
+    """Refuse a client's module that is not of the kind that the server trains, with all that differs.
+
+    What is sent must be there with the same shape; what is frozen is not sent and must be there with the same values.
+
+    >>> from dbcl.plan import RoundTensor
+    >>> check_module(nn.Linear(6, 2), RoundPlan(0, bytes(32), (RoundTensor("weight", (2, 6), "count-v1", 3, 3),)))
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.PlanError: this model is not the one that the server trains:
+      - 'bias' was not asked for
+    """
+    own, frozen = named_tensors(module), dict(plan.frozen)
+    asked = {tensor.name: tensor.shape for tensor in plan.tensors}
+    expected = asked.keys() | (set(broadcast_names(module)) - frozen.keys())
+    problems = mismatches(asked, {name: tensor for name, tensor in own.items() if name in expected})
+    for name, digest in frozen.items():
+        if name not in own:
+            problems.append(f"{name} is missing; it is frozen, so the server does not send it")
+        elif fingerprint(own[name]) != digest:
+            problems.append(f"{name} is frozen, and this model's copy differs from the server's")
+    if problems:
+        raise PlanError("\n  - ".join(["this model is not the one that the server trains:", *problems]))
+
+
 def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tensor]) -> nn.Module:
     """Copy a module and put into the copy what the server sent; the module itself is not touched.
 
@@ -53,10 +78,10 @@ def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tens
     >>> client(torch.ones(1, 6)).detach()
     tensor([[1., 1.]])
     """
-    problems = mismatches({tensor.name: tensor.shape for tensor in plan.tensors}, broadcast_tensors(module))
-    if problems:
-        raise PlanError("\n  - ".join(["this model is not the one that the server trains:", *problems]))
+    check_module(module, plan)
     client = copy.deepcopy(module)
+    for name, _ in plan.frozen:
+        client.get_parameter(name).requires_grad_(False)
     for tensor in plan.tensors:
         module, name = owner(client, tensor.name)
         if tensor.sketched:

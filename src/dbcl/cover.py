@@ -1,13 +1,19 @@
-"""Which tensors of a model leave the server, and which of them can be sketched."""
+"""Which tensors of a model leave the server, which stay at home, and which can be sketched."""
 
+import hashlib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-from dbcl._torch import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
+from dbcl._torch import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, forward_pre_hooks
 from dbcl.errors import PlanError
 
 LAYERS: tuple[type[nn.Module], ...] = (
@@ -18,23 +24,73 @@ LAYERS: tuple[type[nn.Module], ...] = (
     nn.RNNBase,
     nn.RNNCellBase,
 )
-"""The layers that `cover="hidden"` and `cover="all"` know; any other matrix is covered by naming it."""
+"""The layers that the words in `cover` know; any other matrix is covered by naming it."""
+
+WORDS = ("hidden", "all")
+"""What may stand in `cover` beside patterns: all known layers but the last one, and all known layers."""
+
+STATISTICS = ("running_mean", "running_var")
+"""The buffers of normalisation layers, which are sent."""
 
 Cover = str | Sequence[str]
 
 
-def broadcast_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model that leave the server: parameters, and floating-point buffers that a state dict holds.
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor of a model that a state dict holds, tied ones once.
 
-    Tied parameters appear once. Integer buffers (a batch counter, an index table) are not sent: a client has those of
-    its own copy of the network.
-
-    >>> list(broadcast_tensors(nn.BatchNorm1d(3)))
-    ['weight', 'bias', 'running_mean', 'running_var']
+    >>> list(named_tensors(nn.BatchNorm1d(3)))
+    ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
     """
     kept = model.state_dict(keep_vars=True)
-    buffers = {name: b for name, b in model.named_buffers() if name in kept and b.is_floating_point()}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
     return {**dict(model.named_parameters()), **buffers}
+
+
+def broadcast_names(model: nn.Module, buffers: Sequence[str] = ()) -> list[str]:
+    """The tensors of a model that leave the server: what is trained, normalisation statistics, and named buffers.
+
+    `buffers` are patterns. Everything else stays at home: frozen parameters, and buffers that are constants, such as
+    a causal mask or a table of positions. A client has those of its own copy of the network.
+
+    >>> broadcast_names(nn.BatchNorm1d(3))
+    ['weight', 'bias', 'running_mean', 'running_var']
+    """
+    found = []
+    for name, tensor in named_tensors(model).items():
+        if isinstance(tensor, nn.Parameter):
+            sent = tensor.requires_grad
+        else:
+            named = any(fnmatchcase(name, pattern) for pattern in buffers)
+            sent = tensor.is_floating_point() and (named or name.rpartition(".")[2] in STATISTICS)
+        if sent:
+            found.append(name)
+    return found
+
+
+def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are not trained, by name.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> _ = layer.weight.requires_grad_(False)
+    >>> list(frozen_parameters(layer))
+    ['weight']
+    """
+    return {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """A digest of a tensor's dtype, shape and bytes: equal on two machines where the tensors are equal.
+
+    >>> fingerprint(torch.zeros(2)) == fingerprint(torch.zeros(2)) != fingerprint(torch.ones(2))
+    True
+    """
+    plain = tensor.detach().cpu()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    if plain.numel():
+        digest.update(plain.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -47,36 +103,52 @@ def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), last
 
 
-def covered_names(model: nn.Module, cover: Cover) -> tuple[set[str], list[str]]:
-    """The names to sketch, and all the problems with them.
+class Covered(NamedTuple):
+    """The names to sketch, those of them that no pattern named, what is left out and why, and all problems."""
+
+    names: set[str]
+    by_word: set[str]
+    left_out: dict[str, str]
+    problems: list[str]
+
+
+def covered_names(model: nn.Module, cover: Cover) -> Covered:
+    """Choose what is sketched by words ("hidden", "all") and name patterns, in their order; "!pattern" takes away.
+
+    What a word covers and cannot be sketched is left out; what a pattern names and cannot be sketched is a problem.
 
     >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2))
-    >>> covered_names(model, "hidden")
-    ({'0.weight'}, [])
+    >>> covered_names(model, "hidden").names, sorted(covered_names(model, ["hidden", "3.*"]).names)
+    ({'0.weight'}, ['0.weight', '3.weight'])
     """
     names = dict(model.named_parameters())
-    if isinstance(cover, str):
-        if cover not in ("hidden", "all"):
-            raise PlanError(f"cover must be 'hidden', 'all' or a list of name patterns, got {cover!r}")
-        layers = [_weights_of(path, module) for path, module in model.named_modules() if isinstance(module, LAYERS)]
-        layers = [weights for weights in layers if weights]
-        if cover == "hidden" and len(layers) == 1:
-            return set(), [f"{layers[0][0]} is the output layer and nothing else can be covered; use cover='all'"]
-        first = {id(parameter): name for name, parameter in reversed(names.items())}
-        picked = [name for weights in layers[: len(layers) - (cover == "hidden")] for name in weights]
-        chosen = {first[id(model.get_parameter(name))] for name in picked}  # a tied weight by its first name
-        matched, problems = chosen, list[str]()
-    else:
-        matched, problems = _match(list(names), cover)
-        chosen = {name for name in matched if names[name].ndim >= 2}
+    if isinstance(cover, str) and cover not in WORDS:
+        raise PlanError(f"cover must be 'hidden', 'all' or a list of words and name patterns, got {cover!r}")
+    patterns = [cover] if isinstance(cover, str) else list(cover)
+    by_word, matched, problems = set[str](), set[str](), list[str]()
+    for pattern in patterns:
+        if pattern in WORDS:
+            found, trouble = _by_word(model, pattern)
+            by_word |= found
+            problems += trouble
+            continue
+        found = {name for name in names if fnmatchcase(name, pattern.removeprefix("!"))}
+        if not found:
+            problems.append(f"pattern {pattern!r} matches no parameter; there are {', '.join(names)}")
+        if pattern.startswith("!"):
+            by_word, matched = by_word - found, matched - found
+        else:
+            matched |= found
     aliases = _names_of(model)
-    for name in sorted(matched):
-        reason = _not_coverable(model, name, names[name], aliases[name])
-        if reason:
-            problems.append(reason)
+    reasons = {name: _not_coverable(model, name, names[name], aliases[name]) for name in sorted(by_word | matched)}
+    bad = {name: reason for name, reason in reasons.items() if reason}
+    out = "leave it out with '!{0}' in cover"
+    problems += [f"{name}: {reason}; or {out.format(name)}" for name, reason in bad.items() if name in matched]
+    left_out = {name: reason for name, reason in bad.items() if name not in matched}
+    chosen = {name for name in reasons if names[name].ndim >= 2 and name not in bad}
     if not chosen and not problems:
-        problems.append("the model has nothing to cover: no dense, convolutional, attention or recurrent weight")
-    return chosen, problems
+        problems.append(nothing_left(left_out))
+    return Covered(chosen, chosen - matched, left_out, problems)
 
 
 def without_shape(model: nn.Module) -> list[str]:
@@ -89,23 +161,33 @@ def without_shape(model: nn.Module) -> list[str]:
     return [f"{name}: has no shape yet; run one batch through the model first" for name in lazy]
 
 
+def _by_word(model: nn.Module, word: str) -> tuple[set[str], list[str]]:
+    layers = [_weights_of(path, module) for path, module in model.named_modules() if isinstance(module, LAYERS)]
+    layers = [weights for weights in layers if weights]
+    if word == "hidden" and len(layers) == 1:
+        return set(), [f"{layers[0][0]} is the output layer and nothing else can be covered; use cover='all'"]
+    first = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
+    picked = [name for weights in layers[: len(layers) - (word == "hidden")] for name in weights]
+    return {first[id(model.get_parameter(name))] for name in picked}, []  # a tied weight by its first name
+
+
+def nothing_left(left_out: dict[str, str]) -> str:
+    """What to say where nothing is covered: why each candidate is left out.
+
+    >>> nothing_left({"0.weight": "has 1 inputs, too few for the ratio 2"})
+    'nothing is left to cover: 0.weight has 1 inputs, too few for the ratio 2'
+    """
+    if left_out:
+        return "nothing is left to cover: " + "; ".join(f"{name} {reason}" for name, reason in left_out.items())
+    return "the model has nothing to cover: no dense, convolutional, attention or recurrent weight"
+
+
 def _weights_of(path: str, module: nn.Module) -> list[str]:
     prefix = f"{path}." if path else ""
     own = module.named_parameters(recurse=False)
     if isinstance(module, TRANSPOSED_CONVOLUTIONS):
         return []
     return [prefix + name for name, parameter in own if "weight" in name and parameter.ndim >= 2]
-
-
-def _match(names: list[str], patterns: Sequence[str]) -> tuple[set[str], list[str]]:
-    matched: set[str] = set()
-    problems = []
-    for pattern in patterns:
-        found = {name for name in names if fnmatchcase(name, pattern.removeprefix("!"))}
-        if not found:
-            problems.append(f"pattern {pattern!r} matches no parameter; there are {', '.join(names)}")
-        matched = matched - found if pattern.startswith("!") else matched | found
-    return matched, problems
 
 
 def _names_of(model: nn.Module) -> dict[str, list[str]]:
@@ -116,21 +198,31 @@ def _names_of(model: nn.Module) -> dict[str, list[str]]:
     return {name: places[id(parameter)] for name, parameter in model.named_parameters()}
 
 
+OLD_HOOKS: tuple[tuple[type, str], ...] = (
+    (WeightNorm, "torch.nn.utils.parametrizations.weight_norm"),
+    (SpectralNorm, "torch.nn.utils.parametrizations.spectral_norm"),
+    (BasePruningMethod, "torch.nn.utils.prune.remove, to make the pruning permanent"),
+)
+"""Hooks that compute a weight before every forward pass, and what to use instead."""
+
+
 def _not_coverable(model: nn.Module, name: str, parameter: Tensor, aliases: list[str]) -> str | None:
-    """Why a parameter that was asked for cannot be sketched; None where it can, and for vectors, which never are."""
+    """Why a parameter cannot be sketched; None where it can, and for vectors, which never are."""
     module, _ = owner(model, name)
-    out = f"leave it out with '!{name}' in cover"
     if parameter.ndim < 2:
         return None
+    if not parameter.requires_grad:
+        return "is frozen and stays at home"
     if len(aliases) > 1:
-        others = ", ".join(aliases[1:])
-        return f"{name}: is one tensor with {others}, and tied weights cannot be covered; untie them or {out}"
+        return f"is one tensor with {', '.join(aliases[1:])}, and tied weights cannot be covered; untie them"
     if isinstance(module, TRANSPOSED_CONVOLUTIONS):
-        return f"{name}: a transposed convolution's weight has its inputs first and cannot be covered; {out}"
+        return "a transposed convolution's weight has its inputs first and cannot be covered"
     if isinstance(module, ParametrizationList):
-        return f"{name}: belongs to another parametrization; remove that one or {out}"
+        return "belongs to another parametrization; remove that one"
+    for hook in forward_pre_hooks(module):
+        for kind, instead in OLD_HOOKS:
+            if isinstance(hook, kind):
+                return f"is computed by an old-style hook ({kind.__name__}) and cannot be covered; use {instead}"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.sparse or module.max_norm is not None):
-        return f"{name}: an embedding with sparse gradients or max_norm cannot be covered; {out}"
-    if not parameter.is_floating_point():
-        return f"{name}: {parameter.dtype} cannot be covered; {out}"
+        return "an embedding with sparse gradients or max_norm cannot be covered"
     return None

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -12,7 +12,16 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from dbcl import seeds
-from dbcl.cover import Cover, broadcast_tensors, covered_names, without_shape
+from dbcl.cover import (
+    Cover,
+    Covered,
+    broadcast_names,
+    covered_names,
+    frozen_parameters,
+    named_tensors,
+    nothing_left,
+    without_shape,
+)
 from dbcl.errors import PlanError, SketchError
 from dbcl.sketch import SCHEMES, Sketch, draw
 
@@ -74,6 +83,8 @@ class RoundPlan:
     round: int
     seed: bytes
     tensors: tuple[RoundTensor, ...]
+    frozen: tuple[tuple[str, str], ...] = ()
+    """The name and the fingerprint of every parameter that is not trained: a client must have the same."""
 
     @cached_property
     def sketches(self) -> dict[str, Sketch]:
@@ -83,7 +94,8 @@ class RoundPlan:
     @cached_property
     def digest(self) -> str:
         """A name for this plan; an answer to another plan is refused by it."""
-        text = json.dumps([self.round, self.seed.hex(), [dataclasses.astuple(tensor) for tensor in self.tensors]])
+        settled = [self.round, self.seed.hex(), [dataclasses.astuple(tensor) for tensor in self.tensors]]
+        text = json.dumps([*settled, self.frozen] if self.frozen else settled)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -161,11 +173,16 @@ class SketchPlan:
     0.bias    4      none      every number                none
     2.weight  2x4    none      every number                none
     2.bias    2      none      every number                none
+    sketched: 70 % of the numbers
     in clear: 0.bias, 2.weight, 2.bias
     sketched without a veil, so a client that remembers can undo it: 0.weight
     """
 
     tensors: tuple[TensorPlan, ...]
+    left_out: tuple[tuple[str, str], ...] = ()
+    """What a word in `cover` would have sketched, and why it is not."""
+    at_home: tuple[tuple[str, str], ...] = ()
+    """What is not sent, since every party has its own: the name, and "frozen" or "constant"."""
 
     def __post_init__(self) -> None:
         _refuse([problem for tensor in self.tensors for problem in tensor.problems()])
@@ -179,25 +196,39 @@ class SketchPlan:
         ratio: Ratio = 2,
         veil: float = 0.2,
         sketch: str = "count-v1",
+        buffers: Sequence[str] = (),
     ) -> "SketchPlan":
         """Plan a model.
 
         `cover` says what is sketched: "hidden" (the paper's choice: every dense and convolutional layer but the one
-        that the model registers last), "all", or name patterns such as ["encoder.*", "!encoder.embed.*"]. `ratio` is
-        how many times narrower a compact weight is, or a range from which each round's width is drawn. `veil` is the
-        size of the secret noise on everything that leaves the server, relative to the size of the weights; 0 is the
-        paper.
+        that the model registers last), "all", or a list of these words and of name patterns such as
+        ["hidden", "!encoder.embed.*"]. `ratio` is how many times narrower a compact weight is, or a range from which
+        each round's width is drawn. `veil` is the size of the secret noise on everything that leaves the server,
+        relative to the size of the weights; 0 is the paper. What leaves is what is trained and the statistics of
+        normalisation layers; `buffers` are patterns of further buffers to send.
         """
         _refuse(without_shape(model))
-        shapes = {name: tuple(tensor.shape) for name, tensor in broadcast_tensors(model).items()}
-        covered, problems = (set[str](), list[str]()) if sketch == CLEAR else covered_names(model, cover)
+        own = named_tensors(model)
+        sent = broadcast_names(model, buffers)
+        covered = Covered(set(), set(), {}, []) if sketch == CLEAR else covered_names(model, cover)
         low, high = ratio if isinstance(ratio, tuple) else (ratio, ratio)
-        tensors = [
-            TensorPlan(name, shape, sketch if name in covered else CLEAR, (float(low), float(high)), float(veil))
-            for name, shape in shapes.items()
-        ]
-        _refuse([*problems, *(problem for tensor in tensors for problem in tensor.problems())])
-        return cls(tuple(tensors))
+
+        def planned(name: str, scheme: str) -> TensorPlan:
+            return TensorPlan(name, tuple(own[name].shape), scheme, (float(low), float(high)), float(veil))
+
+        left_out = dict(covered.left_out)
+        for name in sorted(covered.by_word):
+            inputs = planned(name, sketch).dim
+            if 1 < low <= high and int(inputs / high) < 1:
+                left_out[name] = f"has {inputs} inputs, too few for the ratio {_span(low, high)}"
+        names = covered.names - left_out.keys()
+        if covered.names and not names:
+            covered.problems.append(nothing_left(left_out))
+        tensors = [planned(name, sketch if name in names else CLEAR) for name in sent]
+        _refuse([*covered.problems, *(problem for tensor in tensors for problem in tensor.problems())])
+        at_home = [(name, "frozen") for name in frozen_parameters(model)]
+        at_home += [(name, "constant") for name, tensor in own.items() if _is_constant(name, tensor, sent)]
+        return cls(tuple(tensors), tuple(left_out.items()), tuple(at_home))
 
     def adjust(
         self, pattern: str, *, sketch: str | None = None, ratio: Ratio | None = None, veil: float | None = None
@@ -224,12 +255,11 @@ class SketchPlan:
             changes["ratio"] = ratio if isinstance(ratio, tuple) else (ratio, ratio)
         if veil is not None:
             changes["veil"] = veil
-        return SketchPlan(
-            tuple(
-                dataclasses.replace(tensor, **changes) if fnmatchcase(tensor.name, pattern) else tensor  # type: ignore[arg-type]
-                for tensor in self.tensors
-            )
+        changed = tuple(
+            dataclasses.replace(tensor, **changes) if fnmatchcase(tensor.name, pattern) else tensor  # type: ignore[arg-type]
+            for tensor in self.tensors
         )
+        return dataclasses.replace(self, tensors=changed)
 
     @property
     def veils(self) -> dict[str, float]:
@@ -246,16 +276,40 @@ class SketchPlan:
         """A name for this plan, to recognise it in a checkpoint."""
         return hashlib.sha256(json.dumps([dataclasses.astuple(tensor) for tensor in self.tensors]).encode()).hexdigest()
 
-    def draw(self, seed: bytes, round: int) -> RoundPlan:
-        """Settle a round: draw the width of every covered tensor."""
+    def draw(self, seed: bytes, round: int, frozen: tuple[tuple[str, str], ...] = ()) -> RoundPlan:
+        """Settle a round: draw the width of every covered tensor. `frozen` are names and fingerprints."""
         drawn = [tensor.draw(seed, round) for tensor in self.tensors]
-        plan = RoundPlan(round, seed, tuple(tensor for tensor, _ in drawn))
+        plan = RoundPlan(round, seed, tuple(tensor for tensor, _ in drawn), frozen)
         vars(plan)["sketches"] = {tensor.name: sketch for tensor, sketch in drawn if tensor.sketched}  # not drawn again
         return plan
 
     def numbers_sent(self) -> int:
         """How many numbers one message holds, at most."""
         return sum(t.shape[0] * t.widths[1] if t.sketched else math.prod(t.shape) for t in self.tensors)
+
+    @property
+    def share_sketched(self) -> float:
+        """The share of the numbers that leave the server which is sketched.
+
+        >>> SketchPlan.of(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))).share_sketched
+        0.695...
+        """
+        sizes = {tensor.name: math.prod(tensor.shape) for tensor in self.tensors}
+        return sum(sizes[tensor.name] for tensor in self.tensors if tensor.sketched) / (sum(sizes.values()) or 1)
+
+    def notes(self) -> list[str]:
+        """What a reader of the table must know besides: the share that is sketched, and what is not sent at all."""
+        lines = []
+        if any(tensor.sketched for tensor in self.tensors):
+            few = "" if self.share_sketched >= 0.5 else ", less than half: name more layers in cover"
+            lines.append(f"sketched: {self.share_sketched:.0%} of the numbers{few}".replace("%", " %"))
+        lines += [f"not sketched: {name} {reason}" for name, reason in self.left_out]
+        for why, what in (("frozen", "frozen parameters"), ("constant", "buffers that are constants")):
+            names = [name for name, reason in self.at_home if reason == why]
+            if names:
+                shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+                lines.append(f"stays at home: {len(names)} {what} ({shown})")
+        return lines
 
     def header(self) -> tuple[str, str, str, str, str]:
         """The headings of `rows`."""
@@ -269,6 +323,7 @@ class SketchPlan:
         table = [self.header(), *self.rows()]
         sizes = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True)).rstrip() for row in table]
+        lines += self.notes()
         lines.append(f"in clear: {', '.join(self.in_clear) or 'nothing'}")
         bare = [tensor.name for tensor in self.tensors if tensor.sketched and not tensor.veil]
         if bare:
@@ -295,6 +350,11 @@ def _refuse(problems: list[str]) -> None:
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise PlanError("\n  - ".join([f"{count} with this plan:", *problems]))
+
+
+def _is_constant(name: str, tensor: Tensor, sent: Sequence[str]) -> bool:
+    """Whether a buffer stays at home; the counters of normalisation layers are not worth a word."""
+    return not isinstance(tensor, nn.Parameter) and name not in sent and not name.endswith("num_batches_tracked")
 
 
 def _span(low: float, high: float) -> str:

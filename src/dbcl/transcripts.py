@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dbcl import models
-from dbcl.cover import broadcast_tensors
+from dbcl.cover import named_tensors
 from dbcl.engines import LocalTraining, Session
 from dbcl.engines.session import session_of
 from dbcl.errors import AuditError, ProtocolError
@@ -197,7 +197,8 @@ class Recorder:
         self._save(self.truth, broadcast.round + 1, self.before)
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().cpu().clone() for name, tensor in broadcast_tensors(self.session.model).items()}
+        own = named_tensors(self.session.model)
+        return {each.name: own[each.name].detach().cpu().clone() for each in self.session.plan.tensors}
 
     @staticmethod
     def _save(folder: Path, round: int, tensors: Mapping[str, Tensor]) -> None:

@@ -337,12 +337,44 @@ def test_the_sketches_of_earlier_rounds_are_left_alone() -> None:
 def test_wire_dtype_and_frozen_parameters() -> None:
     def make() -> nn.Module:
         net = nn.Sequential(nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 3))
-        net[0].bias.requires_grad_(False)
+        nn.init.constant_(net[0].bias.requires_grad_(False), 0.25)
         return net
 
     worst, engine = distance(make, ROWS, LocalTraining(lr=0.05), outputs=3, wire="bfloat16", dtype=torch.float32)
     assert engine.path == "stages"
     assert worst < 1e-3  # an update that is rounded to 8 bits may round the other way
+
+
+class Masked(nn.Module):
+    """A network with a constant buffer that it multiplies with, and a frozen layer: neither is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(12, 8).requires_grad_(False)
+        nn.init.constant_(self.base.weight, 0.1)
+        nn.init.zeros_(self.base.bias)
+        self.register_buffer("mask", torch.tensor([1.0, 0.0] * 4))
+        self.inner, self.out = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inner(self.base(x) * self.mask).relu())
+
+
+@pytest.mark.parametrize("make", [Masked, lambda: nn.Sequential(Masked().base, nn.ReLU(), nn.Linear(8, 3))])
+def test_what_stays_at_home_is_each_clients_own(make: Any) -> None:
+    worst, engine = distance(make, ROWS, LocalTraining(lr=0.05), outputs=3, cover="all")
+    assert worst < 1e-10
+    assert engine.path == ("vmap" if make is Masked else "stages")
+
+
+def test_a_client_whose_frozen_copy_differs_is_refused() -> None:
+    x, y = torch.randn(20, 12), torch.arange(20) % 3
+    template = Masked()
+    template.base.weight[0, 0] += 1
+    for kind in (LocalEngine, StackedEngine):
+        engine = kind(dbcl.Server(Masked()), template, x, y, [np.arange(20)], LocalTraining(), seed=SEED)
+        with pytest.raises(dbcl.PlanError, match=r"base.weight is frozen, and this model's copy differs"):
+            engine.play_round()
 
 
 @pytest.mark.gpu

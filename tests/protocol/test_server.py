@@ -235,14 +235,26 @@ def test_wire_dtypes_reach_both_directions(wire: str) -> None:
         dbcl.Server(net(), wire="int8")
 
 
-def test_frozen_parameters_are_sent_but_never_moved() -> None:
+def test_frozen_parameters_stay_at_home() -> None:
     model = net()
     model[0].weight.requires_grad_(False)
-    server = dbcl.Server(model, optimizer=dbcl.optim.momentum(0.9))
+    server = dbcl.Server(model, cover="all", optimizer=dbcl.optim.momentum(0.9))
     before = weights(server)
-    server.close_round([answer(server.open_round())])
+    broadcast = dbcl.decode_broadcast(dbcl.encode(server.open_round()))
+    assert sorted(broadcast.tensors) == ["0.bias", "2.bias", "2.weight"]
+    assert [name for name, _ in broadcast.plan.frozen] == ["0.weight"]
+    with pytest.raises(dbcl.PlanError, match=r"0.weight is frozen, and this model's copy differs from the server's"):
+        dbcl.blinded(net(), broadcast)
+    template = net()
+    template[0].weight.data.copy_(model[0].weight)
+    local = dbcl.blinded(template, broadcast)  # trainable in the client's own module, and frozen in its copy
+    assert not local[0].weight.requires_grad
+    local(torch.ones(3, 8)).sum().backward()
+    torch.optim.SGD([p for p in local.parameters() if p.requires_grad], lr=0.1).step()
+    server.close_round([dbcl.encode(dbcl.update(local, broadcast, examples=3))])
     assert torch.equal(weights(server)["0.weight"], before["0.weight"])
     assert not torch.equal(weights(server)["0.bias"], before["0.bias"])
+    assert "stays at home: 1 frozen parameters (0.weight)" in str(server.plan)
 
 
 def test_local_adam_and_any_loop_will_do(server: dbcl.Server) -> None:

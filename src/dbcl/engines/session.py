@@ -7,10 +7,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from dbcl.cover import named_tensors
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.plan import SketchPlan
 from dbcl.protocol import Broadcast, RoundReport, Server, Update
-from dbcl.protocol.state import all_tensors, load_model, model_state, restore_server, server_state
+from dbcl.protocol.state import load_model, model_state, restore_server, server_state
 from dbcl.state import State, join
 
 
@@ -117,8 +118,8 @@ class ServerSession:
             return
         # The decay rises from 0: an average of few rounds should not remember the initial weights.
         decay = min(self.ema_decay, self.round / (self.round + 10))
-        current = all_tensors(self.model)
-        for name, mean in all_tensors(self.ema_model).items():
+        current = named_tensors(self.model)
+        for name, mean in named_tensors(self.ema_model).items():
             if mean.is_floating_point():
                 mean.lerp_(current[name], 1 - decay)
             else:

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
 from dbcl import seeds
-from dbcl.cover import Cover, broadcast_tensors
+from dbcl.cover import Cover
 from dbcl.engines.engine import RoundObserver
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.flower.checks import refuse
@@ -215,9 +215,9 @@ class DoubleBlind(Strategy):
         with repeatable(self._fixed, "aggregate", server_round):
             new, summary = self.strategy.aggregate_train(server_round, self._lifted(admission, senders))
         if self._averages:
-            made = average(admission.weighted(), broadcast_tensors(self.server.model))
+            made = average(admission.weighted(), self.server.weights())
         elif new:
-            made = replacement(from_record(new), broadcast_tensors(self.server.model), len(admission.accepted))
+            made = replacement(from_record(new), self.server.weights(), len(admission.accepted))
         else:
             raise ProtocolError(
                 f"round {admission.round}: {self._kept.names[0]} made no weights of {len(admission.accepted)} good "
@@ -328,7 +328,7 @@ class DoubleBlind(Strategy):
     def _own(self) -> ArrayRecord:
         """The true weights for the inner strategy, written once a round, in a record that it may change."""
         if self._written is None or self._written[0] != self.server.round:
-            self._written = self.server.round, to_record(broadcast_tensors(self.server.model))
+            self._written = self.server.round, to_record(self.server.weights())
         return ArrayRecord(dict(self._written[1]))
 
     def _weights(self) -> ArrayRecord:

@@ -79,9 +79,13 @@ def decode_broadcast(data: bytes) -> Broadcast:
     round = take("round", _is_count)
     seed = take("seed", lambda value: isinstance(value, str) and len(value) == 2 * SEED_BYTES and _is_hex(value))
     parts = take("parts", lambda value: isinstance(value, list) and all(map(_is_part, value)))
+    frozen = take("frozen", lambda value: isinstance(value, list) and all(map(_is_frozen, value)), default=[])
     take.end()
     plan = RoundPlan(
-        round, bytes.fromhex(seed), tuple(RoundTensor(name, tuple(shape), *rest) for name, shape, *rest in parts)
+        round,
+        bytes.fromhex(seed),
+        tuple(RoundTensor(name, tuple(shape), *rest) for name, shape, *rest in parts),
+        tuple((name, digest) for name, digest in frozen),
     )
     if len({part.name for part in plan.tensors}) != len(plan.tensors):
         raise ProtocolError("broadcast: a tensor is named twice in the plan")
@@ -112,7 +116,8 @@ def decode_update(data: bytes) -> Update:
 def _header(message: Broadcast | Update) -> dict[str, Any]:
     if isinstance(message, Broadcast):
         parts = [[p.name, list(p.shape), p.scheme, p.width, p.columns] for p in message.plan.tensors]
-        return {"round": message.plan.round, "seed": message.plan.seed.hex(), "parts": parts}
+        header = {"round": message.plan.round, "seed": message.plan.seed.hex(), "parts": parts}
+        return {**header, "frozen": [list(each) for each in message.plan.frozen]} if message.plan.frozen else header
     return {
         "round": message.round,
         "plan": message.plan,
@@ -179,8 +184,10 @@ class _Fields:
     def __init__(self, what: str, header: dict[str, Any]) -> None:
         self._what, self._left = what, dict(header)
 
-    def __call__(self, name: str, valid: Callable[[Any], bool]) -> Any:
+    def __call__(self, name: str, valid: Callable[[Any], bool], default: Any = None) -> Any:
         if name not in self._left:
+            if default is not None:
+                return default
             raise ProtocolError(f"{self._what}: the header has no {name!r}")
         value = self._left.pop(name)
         if not valid(value):
@@ -208,13 +215,23 @@ def _is_hex(text: str) -> bool:
     return all(letter in "0123456789abcdef" for letter in text)
 
 
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def _is_frozen(value: Any) -> bool:
+    if not (isinstance(value, list) and len(value) == 2):
+        return False
+    name, digest = value
+    return _is_name(name) and isinstance(digest, str) and len(digest) == 2 * _DIGEST and _is_hex(digest)
+
+
 def _is_part(value: Any) -> bool:
     if not (isinstance(value, list) and len(value) == 5):
         return False
     name, shape, scheme, width, columns = value
     return (
-        isinstance(name, str)
-        and not any("\ud800" <= letter <= "\udfff" for letter in name)
+        _is_name(name)
         and isinstance(shape, list)
         and len(shape) <= 16
         and all(map(_is_count, shape))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dbcl import seeds
 from dbcl.blind import blind, lift
-from dbcl.cover import Cover, broadcast_tensors
+from dbcl.cover import Cover, fingerprint, frozen_parameters, named_tensors
 from dbcl.errors import PlanError, ProtocolError
 from dbcl.optim import ServerOptimizer, fedavg
 from dbcl.plan import Ratio, SketchPlan, mismatches
@@ -69,9 +69,12 @@ class Server:
             raise ProtocolError(f"wire must be one of {', '.join(WIRE_DTYPES)}, got {wire!r}")
         self.model = model
         self.plan = plan or SketchPlan.of(model, **settings)
-        problems = mismatches({t.name: t.shape for t in self.plan.tensors}, broadcast_tensors(model))
+        own = {name: tensor for name, tensor in named_tensors(model).items() if name in self.plan.veils}
+        problems = mismatches({t.name: t.shape for t in self.plan.tensors}, own)
+        problems += [f"{p} is trained and not in it" for p in _trained(model) if p not in self.plan.veils]
         if problems:
             raise PlanError("\n  - ".join(["this plan was made for another model:", *problems]))
+        self._frozen = tuple((name, fingerprint(tensor)) for name, tensor in frozen_parameters(model).items())
         self.door = door or Door()
         self.veil: Veil = WhiteVeil(self.plan.veils)
         self.round = 0
@@ -88,7 +91,7 @@ class Server:
         round's key is drawn when the round before it closes, it is in the checkpoint, and all noise follows from it.
         """
         if self._open is None:
-            plan = self.plan.draw(seeds.derive(self._key, "sketch"), self.round)
+            plan = self.plan.draw(seeds.derive(self._key, "sketch"), self.round, self._frozen)
             self.veil.begin(self.round, seeds.derive(self._key, "veil"), self.model)
             sent = blind(self.model, plan, partial(self.veil.noise, self.round))
             self._open = Broadcast(plan, {name: tensor.to(self._wire) for name, tensor in sent.items()})
@@ -103,7 +106,7 @@ class Server:
         """
         admission = self.admit((f"update {number}", update) for number, update in enumerate(updates))
         admission.require(self.door.min_updates)
-        return self.close(average(admission.weighted(), broadcast_tensors(self.model)), admission.tally())
+        return self.close(average(admission.weighted(), self.weights()), admission.tally())
 
     def admit(self, updates: Iterable[tuple[str, Update | bytes]]) -> Admission:
         """Let the updates to the open round through the door, each with the name of its sender; nothing changes yet.
@@ -131,7 +134,7 @@ class Server:
         True
         """
         plan = self._opened().plan
-        weights = {name: tensor.detach() for name, tensor in broadcast_tensors(self.model).items()}
+        weights = {name: tensor.detach() for name, tensor in self.weights().items()}
         for who, each in admission.accepted.items():
             changes = lift(plan, {name: each.update.tensors[name].to(W) for name, W in weights.items()})
             yield who, {name: torch.add(W, changes[name], alpha=each.factor) for name, W in weights.items()}
@@ -149,7 +152,7 @@ class Server:
         2
         """
         plan = self._opened().plan
-        weights = broadcast_tensors(self.model)
+        weights = self.weights()
         mean, changes = aggregate.mean(), dict[str, Tensor]()
         shapes = {tensor.name: tensor.shape if aggregate.lifted else tensor.sent_shape for tensor in plan.tensors}
         problems = mismatches(shapes, mean)
@@ -174,6 +177,15 @@ class Server:
         self._key = self._new_key()
         self._open = None
         return report
+
+    def weights(self) -> dict[str, Tensor]:
+        """The true values of every tensor that the plan sends, by name; not copies.
+
+        >>> list(Server(nn.Linear(6, 2), cover="all").weights())
+        ['weight', 'bias']
+        """
+        own = named_tensors(self.model)
+        return {tensor.name: own[tensor.name] for tensor in self.plan.tensors}
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on after this moment, as plain values and tensors. It holds W and the secrets.
@@ -226,3 +238,7 @@ class Server:
                     tensor.clamp_(min=0)  # a variance must not turn negative; a running mean may
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+
+def _trained(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dbcl.cover import named_tensors
 from dbcl.errors import ProtocolError
 from dbcl.state import State, join
 
@@ -36,7 +37,7 @@ def restore_server(server: "Server", state: State) -> None:
     if missing:
         raise ProtocolError(f"the checkpoint is of an older dbcl or of something else: it has no {min(missing)!r}")
     own = state.values["round"]
-    same_model = state.part("model").tensors.keys() == all_tensors(server.model).keys()
+    same_model = state.part("model").tensors.keys() == named_tensors(server.model).keys()
     if own["plan"] != server.plan.digest or not same_model:
         raise ProtocolError("the checkpoint belongs to another model or another plan")
     if state.values["optimizer"]["kind"] != type(server._optimizer).__name__:
@@ -48,30 +49,19 @@ def restore_server(server: "Server", state: State) -> None:
     server.round, server._key, server._open = own["number"], bytes.fromhex(own["key"]), None
 
 
-def all_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor of a model that a state dict holds, tied ones once.
-
-    >>> list(all_tensors(nn.BatchNorm1d(3)))
-    ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
-    """
-    kept = model.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    return {**dict(model.named_parameters()), **buffers}
-
-
 def model_state(model: nn.Module) -> State:
     """A copy of a model's tensors.
 
     >>> list(model_state(nn.Linear(2, 1)).tensors)
     ['weight', 'bias']
     """
-    return State({}, {name: tensor.detach().clone() for name, tensor in all_tensors(model).items()})
+    return State({}, {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()})
 
 
 @torch.no_grad()
 def load_model(model: nn.Module, state: State) -> None:
     """Copy tensors into the model that `model_state` read them from, or one like it."""
-    for name, tensor in all_tensors(model).items():
+    for name, tensor in named_tensors(model).items():
         tensor.copy_(state.tensors[name])
 
 

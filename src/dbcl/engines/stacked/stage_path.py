@@ -5,6 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from dbcl import models
+from dbcl.blind import check_module
+from dbcl.cover import named_tensors
 from dbcl.engines.stacked.batch import Batch, Params
 from dbcl.engines.stacked.build import build_stages, where_hooked
 from dbcl.engines.stacked.dropout import all_kept
@@ -25,9 +27,12 @@ class StageStack(Stack):
 
     def __init__(self, template: nn.Module, broadcast: Broadcast, example: Tensor, *, bf16: bool = False) -> None:
         self.template, self.example, self.bf16 = template, example, bf16
+        check_module(template, broadcast.plan)
         self.stages: list[Stage] = build_stages(template, broadcast.plan, example.ndim - 1)
         self.buffers = {name for name, _ in template.named_buffers()}
-        self.frozen = {name for name, p in template.named_parameters() if not p.requires_grad}
+        self.at_home = {name: tensor.detach() for name, tensor in named_tensors(template).items()}
+        asked = {part.name for part in broadcast.plan.tensors}
+        self.frozen = {n for n, p in template.named_parameters() if not p.requires_grad or n not in asked}
         self.stage_of = {name: stage for stage in self.stages for name in stage.names}
         self.like = next(iter(template.parameters())).detach().new_empty(0)
         self.key = self._key(broadcast)
@@ -67,9 +72,8 @@ class StageStack(Stack):
         for stage in self.stages:
             stage.load(broadcast.plan.sketches, self.like)
         # After all tables are there: a layer's outputs may follow the order of the next one's sketch.
-        self.sent = {
-            name: stage.pack(name, broadcast.tensors[name].to(self.like)) for name, stage in self.stage_of.items()
-        }
+        tensors = {**self.at_home, **broadcast.tensors}
+        self.sent = {name: stage.pack(name, tensors[name].to(self.like)) for name, stage in self.stage_of.items()}
 
     def replicate(self, clients: int) -> Params:
         return {name: tensor.expand(clients, *tensor.shape).clone() for name, tensor in self.sent.items()}
@@ -136,8 +140,9 @@ class StageStack(Stack):
     def changes(self, params: Params, broadcast: Broadcast) -> Params:
         changed = {}
         for name, stage in self.stage_of.items():
-            change = stage.unpack(name, params[name] - self.sent[name])
-            changed[name] = change.to(broadcast.tensors[name])
+            if name in broadcast.tensors:
+                change = stage.unpack(name, params[name] - self.sent[name])
+                changed[name] = change.to(broadcast.tensors[name])
         return {part.name: changed[part.name] for part in broadcast.plan.tensors}
 
     def chunk_size(self, training: LocalTraining, clients: int) -> int:
