@@ -48,10 +48,16 @@ def golden_messages() -> dict[str, bytes]:
     broadcast = dbcl.Server(model, veil=0, insecure_seed=0).open_round()
     tensors = {name: torch.full_like(tensor, 0.25) for name, tensor in broadcast.tensors.items()}
     update = dbcl.Update(0, broadcast.plan.digest, tensors, examples=600, metrics={"loss": 0.5})
-    return {"broadcast.dbcl": dbcl.encode(broadcast), "update.dbcl": dbcl.encode(update)}
+    model[1].weight.requires_grad_(False)
+    frozen = dbcl.Server(model, veil=0, cover=["0.weight"], insecure_seed=0).open_round()
+    return {
+        "broadcast.dbcl": dbcl.encode(broadcast),
+        "broadcast-frozen.dbcl": dbcl.encode(frozen),
+        "update.dbcl": dbcl.encode(update),
+    }
 
 
-@pytest.mark.parametrize("name", ["broadcast.dbcl", "update.dbcl"])
+@pytest.mark.parametrize("name", ["broadcast.dbcl", "broadcast-frozen.dbcl", "update.dbcl"])
 def test_golden_bytes(name: str) -> None:
     """Version 1 of the wire format is these bytes; a change is a new version and new golden files."""
     assert golden_messages()[name] == (GOLDEN / name).read_bytes()
