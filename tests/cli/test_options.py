@@ -21,7 +21,14 @@ FIELDS = {field.name: field for field in dataclasses.fields(RunConfig)}
 
 
 def test_every_setting_is_an_option() -> None:
-    assert set(inspect.signature(train).parameters) - {"preset", "data_dir", "out", "resume"} == set(FIELDS)
+    assert set(inspect.signature(train).parameters) - {
+        "preset",
+        "data_dir",
+        "out",
+        "resume",
+        "quiet",
+        "as_json",
+    } == set(FIELDS)
 
 
 def test_plan_takes_those_that_decide_what_a_client_sees() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from typer.testing import CliRunner
 
-from dbcl import models
+from dbcl import cli, models
 from dbcl.errors import ConfigError, DataError, PlanError
 from dbcl.run import read_metrics
 
@@ -102,6 +103,65 @@ def test_resume_equals_the_uninterrupted_run_with_local_state_and_dropped_lines(
     assert whole == parts
 
 
+def streams(*arguments: str) -> tuple[str, str]:
+    result = CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    return result.stdout, result.stderr
+
+
+def test_quiet_prints_nothing() -> None:
+    assert streams(*QUICK, "--rounds", "2", "--quiet") == ("", "")
+    assert Path("runs/001-blind-digits/model.safetensors").exists()
+
+
+def test_json_is_one_object_and_nothing_else() -> None:
+    out, err = streams(*QUICK, "--rounds", "3", "--seed", "4", "--json")
+    report, history = json.loads(out), read_metrics(Path("runs/001-blind-digits"))
+    assert err == ""
+    best = max(history, key=lambda metrics: metrics.accuracy)
+    assert report["folder"] == "runs/001-blind-digits"
+    assert (report["rounds"], report["stopped_by"]) == (3, "rounds")
+    assert (report["accuracy"], report["best"]) == (
+        history[-1].accuracy,
+        {"accuracy": best.accuracy, "round": best.round},
+    )
+    assert report["bytes_up"] == sum(metrics.bytes_up for metrics in history)
+    assert report["bytes_down"] == sum(metrics.bytes_down for metrics in history)
+    assert (report["seed"], report["insecure"], report["device"]) == (4, True, "cpu")
+    out, _ = streams("train", "--resume", "runs/001-blind-digits", "--json")
+    assert json.loads(out)["rounds"] == 3
+
+
+def test_without_a_terminal_there_are_lines_and_no_bar(invoke: Invoke) -> None:
+    out = invoke(*QUICK, "--rounds", "20")
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("round ")] == [
+        f"{number}/20" for number in range(2, 21, 2)
+    ]
+    assert "━" not in out
+    stopped = invoke(*QUICK, "--rounds", "400", "--target", "0.3")
+    last = len(read_metrics(Path("runs/002-blind-digits")))
+    assert f"round {last}/400  accuracy " in stopped
+    assert f"{last}, stopped: the target was reached" in stopped
+
+
+def test_patience_says_since_when_and_how_to_go_on(invoke: Invoke) -> None:
+    out = invoke(*QUICK, "--rounds", "80", "--patience", "2", "--seed", "1", "--out", "run")
+    history = read_metrics(Path("run"))
+    assert f"{len(history)}, stopped: no better accuracy since round {len(history) - 2}" in out
+    assert f"dbcl train --resume run --rounds 80 --patience {2 * len(history)}" in out
+    invoke("train", "--resume", "run", "--rounds", str(len(history) + 1), "--patience", "99")
+    assert len(read_metrics(Path("run"))) == len(history) + 1
+
+
+def test_large_transcripts_are_announced_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [*QUICK, "--rounds", "2", "--quiet", "--transcripts", "0,server"]
+    assert streams(*arguments)[1] == ""
+    monkeypatch.setattr("dbcl.cli.train.MUCH", 1e6)
+    said = streams(*arguments)[1]
+    assert said.startswith("warning: --transcripts will take up to 0.0 GB in runs/002-blind-digits/transcripts, where ")
+    assert "server-sum takes less than server" in said
+
+
 def start(*arguments: str) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "dbcl", *arguments]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -146,7 +206,11 @@ def newest(checkpoints: Path) -> int:
     ("arguments", "error", "message"),
     [
         (["--resume", "nowhere"], ConfigError, "nowhere holds no run"),
-        (["--resume", "nowhere", "--lr", "1"], ConfigError, "only --rounds and --target may change, not lr"),
+        (
+            ["--resume", "nowhere", "--lr", "1"],
+            ConfigError,
+            "only --rounds, --target, --patience and --track may change, not lr",
+        ),
         (["--ratio", "two"], ConfigError, "ratio is a number or a range such as 2-4, got 'two'"),
         (["--ratio", "2-3-4"], ConfigError, "ratio is a number or a range"),
         (["--cover", "nope.*"], PlanError, "pattern 'nope.*' matches no parameter"),

@@ -77,7 +77,7 @@ def test_options_win_over_a_file_of_ones_own(tmp_path: Path) -> None:
         ("server_lr = 0.0", "server_lr must be above 0, got 0.0"),
         ("server_momentum = 1.0", "server_momentum must be between 0 and 1, got 1.0"),
         ("lr = 0", "lr must be above 0, got 0"),
-        ("device = 'gpu'", "device must be cpu, cuda or, of several, cuda:1; got 'gpu'"),
+        ("device = 'gpu'", "device must be auto, cpu, cuda or, of several, cuda:1; got 'gpu'"),
         ("update_noise = 0.1", "update_noise is relative to update_clip: set that, too"),
     ],
 )

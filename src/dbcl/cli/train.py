@@ -1,20 +1,32 @@
 """`dbcl train`: play a run, show its progress, and say at the end what it reached and what a client saw."""
 
+import math
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dbcl.cli.console import console, print_path, sparkline
+from dbcl.cli.console import console, errors, print_json, print_path, sparkline
 from dbcl.cli.options import DataDir, Preset, with_settings
 from dbcl.errors import ConfigError
 from dbcl.plan import SketchPlan
-from dbcl.run import Run, config, message_bytes, presets
+from dbcl.run import RESUMABLE, RoundMetrics, Run, config, message_bytes, presets, transcript_bytes
 
-RESUMABLE = ("rounds", "target")
-"""The settings that may change when a run goes on."""
+LINES = 10
+"""How many lines a whole run writes where there is no terminal to draw a bar on."""
+
+MUCH = 1e9
+"""So many bytes of transcripts are worth a warning."""
+
+
+def _options(names: Sequence[str]) -> str:
+    *most, last = [f"--{name}" for name in names]
+    return f"{', '.join(most)} and {last}"
 
 
 @with_settings()
@@ -29,9 +41,16 @@ def train(
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="Go on with this run's folder; only --rounds and --target may change.", rich_help_panel=config.LONG
+            help=f"Go on with this run's folder; only {_options(RESUMABLE)} may change.", rich_help_panel=config.LONG
         ),
     ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print nothing but warnings and errors.", rich_help_panel=config.LONG)
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object at the end, nothing else.", rich_help_panel=config.LONG),
+    ] = False,
     **settings: Any,
 ) -> None:
     """Train a model double-blind: clients get sketches of the weights, the server gets sketches of their updates.
@@ -49,20 +68,46 @@ def train(
     if resume is not None:
         fixed = sorted(set(settings) - set(RESUMABLE))
         if fixed:
-            raise ConfigError(f"with --resume only --rounds and --target may change, not {', '.join(fixed)}")
+            raise ConfigError(f"with --resume only {_options(RESUMABLE)} may change, not {', '.join(fixed)}")
         run = Run.resume(resume, data_dir, **settings)
     else:
         chosen = presets.preset(preset, **settings)
         run = Run.start(chosen, out or _next_folder(f"{Path(preset).stem}-{chosen.data}"), data_dir)
+    _warn_of_transcripts(run)
     try:
-        _play(run)
+        if quiet or as_json:
+            _play_silently(run)
+        elif console.is_terminal:
+            _play_with_bar(run)
+        else:
+            _play_with_lines(run)
     except KeyboardInterrupt:
-        console.print(f"stopped after round {run.session.round}; go on with: dbcl train --resume {run.folder}")
+        errors.print(f"stopped after round {run.session.round}; go on with: dbcl train --resume {run.folder}")
         raise typer.Exit(130) from None
-    _summarise(run)
+    if as_json:
+        print_json(_report(run))
+    elif not quiet:
+        _summarise(run)
 
 
-def _play(run: Run) -> None:
+def _play_silently(run: Run) -> None:
+    for metrics in run.play():
+        _tell_refused(metrics, errors)
+
+
+def _play_with_lines(run: Run) -> None:
+    every = max(1, run.config.rounds // LINES)
+    for metrics in run.play():
+        _tell_refused(metrics, console)
+        if metrics.round % every == 0 or run.finished:
+            console.print(
+                f"round {metrics.round}/{run.config.rounds}  accuracy {metrics.accuracy:.1%}  loss {metrics.loss:.3f}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+def _play_with_bar(run: Run) -> None:
     columns = (
         TextColumn("[bold]training"),
         BarColumn(),
@@ -76,8 +121,47 @@ def _play(run: Run) -> None:
         task = progress.add_task("", total=run.config.rounds, completed=run.session.round, accuracy=shown)
         for metrics in run.play():
             progress.update(task, completed=metrics.round, accuracy=f"{metrics.accuracy:6.1%}")
-            for reason in metrics.refused:
-                progress.console.print(f"[yellow]round {metrics.round}: refused {reason}")
+            _tell_refused(metrics, progress.console)
+
+
+def _tell_refused(metrics: RoundMetrics, where: Console) -> None:
+    for reason in metrics.refused:
+        where.print(f"round {metrics.round}: refused {reason}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _warn_of_transcripts(run: Run) -> None:
+    size = transcript_bytes(run)
+    if size > MUCH and not run.finished:
+        folder, free = run.folder / "transcripts", shutil.disk_usage(run.folder).free
+        errors.print(
+            f"warning: --transcripts will take up to {size / 1e9:.1f} GB in {folder}, "
+            f"where {free / 1e9:.1f} GB are free; "
+            "fewer --rounds, a smaller --fraction or fewer parties take less, and server-sum takes less than server",
+            style="yellow",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _report(run: Run) -> dict[str, Any]:
+    """What `--json` prints."""
+    last, best = run.history[-1], run.best
+    return {
+        "folder": str(run.folder),
+        "rounds": last.round,
+        "stopped_by": run.stopped_by,
+        "accuracy": last.accuracy,
+        "loss": last.loss if math.isfinite(last.loss) else None,
+        "best": {"accuracy": best.accuracy, "round": best.round},
+        "bytes_up": sum(metrics.bytes_up for metrics in run.history),
+        "bytes_down": sum(metrics.bytes_down for metrics in run.history),
+        "refused": sum(len(metrics.refused) for metrics in run.history),
+        "seconds": round(sum(metrics.seconds for metrics in run.history), 3),
+        "seed": run.config.seed,
+        "insecure": run.config.insecure,
+        "device": run.config.device,
+    }
 
 
 def _summarise(run: Run) -> None:
@@ -89,7 +173,9 @@ def _summarise(run: Run) -> None:
     print_path("picture", run.folder / "curves.png")
     print_path("model", run.folder / "model.safetensors")
     beyond = " --target 1" if config.target else ""
-    print_path("go on", f"dbcl train --resume {run.folder} --rounds {2 * last.round}{beyond}")
+    if config.patience:
+        beyond += f" --patience {2 * max(config.patience, last.round)}"
+    print_path("go on", f"dbcl train --resume {run.folder} --rounds {max(config.rounds, 2 * last.round)}{beyond}")
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -98,11 +184,11 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     share = message_bytes(model, plan, config.wire) / message_bytes(model, plain, config.wire)
     up, down = sum(m.bytes_up for m in run.history), sum(m.bytes_down for m in run.history)
     refused = sum(len(m.refused) for m in run.history)
-    best = max(run.history, key=lambda metrics: metrics.accuracy)
+    best = run.best
     what = "mean of W" if config.ema_decay else "W"
     return [
         (f"accuracy of {what}, held-out", f"{last.accuracy:.2%}  (best {best.accuracy:.2%} in round {best.round})"),
-        ("rounds", f"{last.round}" + (f", {refused} updates refused" if refused else "")),
+        ("rounds", f"{last.round}" + _stopped(run) + (f", {refused} updates refused" if refused else "")),
         ("bytes", f"{up / 1e6:.1f} MB up, {down / 1e6:.1f} MB down; a message is {share:.3f} of a plain one"),
         ("a client saw", _seen(plan)),
         ("veil", _veil(plan)),
@@ -110,6 +196,12 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("secrets", "fixed by --seed, for experiments" if config.insecure else "fresh in every round"),
         ("accuracy by round", sparkline([metrics.accuracy for metrics in run.history])),
     ]
+
+
+def _stopped(run: Run) -> str:
+    if run.stopped_by == "patience":
+        return f", stopped: no better accuracy since round {run.best.round}"
+    return ", stopped: the target was reached" if run.stopped_by == "target" else ""
 
 
 def _seen(plan: SketchPlan) -> str:

@@ -1,11 +1,12 @@
 """A training run: its settings, how they become a model, a server and an engine, its folder and its pictures."""
 
 from dbcl.run.config import RunConfig
-from dbcl.run.folder import RoundMetrics, Run, message_bytes, read_metrics
+from dbcl.run.folder import RESUMABLE, RoundMetrics, Run, message_bytes, read_metrics, transcript_bytes
 from dbcl.run.presets import PRESETS, from_toml, preset, to_toml
 
 __all__ = [
     "PRESETS",
+    "RESUMABLE",
     "RoundMetrics",
     "Run",
     "RunConfig",
@@ -14,4 +15,5 @@ __all__ = [
     "preset",
     "read_metrics",
     "to_toml",
+    "transcript_bytes",
 ]

@@ -1,6 +1,6 @@
 """From settings to what plays a run: model, plan, server, session, shards and engine are built here and only here."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -120,8 +120,21 @@ def _weight_seed(config: RunConfig, seed: bytes) -> int:
     return int(seeds.words(seed, "weights", n=1)[0] >> np.uint64(2)) if config.seed is None else config.seed
 
 
+def resolve_device(config: RunConfig) -> RunConfig:
+    """The same settings with the device that `auto` stands for here, so that a run's folder says what was used.
+
+    >>> resolve_device(RunConfig(device="auto")).device == ("cuda" if torch.cuda.is_available() else "cpu")
+    True
+    """
+    if config.device != "auto":
+        return config
+    return replace(config, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
 def _device(config: RunConfig) -> torch.device:
-    device = torch.device(config.device)
+    device = torch.device(resolve_device(config).device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, and PyTorch finds no CUDA device here")
+        raise ConfigError("device is cuda, and PyTorch finds no CUDA device here; --device auto takes what there is")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {device}, and PyTorch finds {torch.cuda.device_count()} CUDA devices here")
     return device

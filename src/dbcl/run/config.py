@@ -19,6 +19,7 @@ from dbcl.protocol import Door
 from dbcl.protocol.codec import WIRE_DTYPES
 from dbcl.run.settings import about, described
 from dbcl.sketch import SCHEMES
+from dbcl.trackers import PLACES, check_place
 
 WHAT, WHO, CLIENT, HIDE, SERVER, LONG = (
     "What is trained",
@@ -33,7 +34,9 @@ WHAT, WHO, CLIENT, HIDE, SERVER, LONG = (
 def _flower(*arguments: Any, **more: Any) -> Engine:
     """Optional dependency, imported lazily."""
     if find_spec("flwr") is None:
-        raise ConfigError("the engine flower needs Flower, which is not installed: pip install 'dbcl[flower]'")
+        raise ConfigError(
+            "the engine flower needs Flower, which is not installed: pip install '.[flower]' in a clone of dbcl"
+        )
     from dbcl.flower import SimulationEngine
 
     return SimulationEngine(*arguments, **more)
@@ -170,6 +173,12 @@ class RunConfig:
 
     rounds: int = described(200, "At most so many rounds", LONG)
     target: float | None = described(None, "Stop at this accuracy, for example 0.97", LONG, unset="play all rounds")
+    patience: int | None = described(
+        None,
+        "Stop when the accuracy has not improved for so many rounds",
+        LONG,
+        unset="play all rounds",
+    )
     seed: int | None = described(
         None,
         "Fix everything, the server's secrets too, so that an experiment can be repeated; insecure",
@@ -182,7 +191,9 @@ class RunConfig:
         LONG,
         choices={"stacked": "all at once", "local": "one after another", "flower": "in Flower's simulation"},
     )
-    device: str = described("cpu", "Where it is computed: cpu, cuda, or one of several as cuda:1", LONG)
+    device: str = described(
+        "cpu", "Where it is computed: cpu, cuda, one of several as cuda:1, or auto (cuda where there is one)", LONG
+    )
     precision: str = described(
         "float32",
         "Arithmetic of matrix products on a GPU",
@@ -194,6 +205,13 @@ class RunConfig:
         "Record for an audit what these parties saw: numbers of clients, server, server-sum; for example 0,server",
         LONG,
         unset="nothing is recorded",
+        read=read_names,
+    )
+    track: tuple[str, ...] = described(
+        (),
+        f"Show the metrics of every round in {', '.join(PLACES)}; for example tensorboard:logs",
+        LONG,
+        unset="nowhere",
         read=read_names,
     )
 
@@ -213,8 +231,12 @@ class RunConfig:
             raise ConfigError(f"server_lr must be above 0, got {self.server_lr}")
         if not 0 <= self.server_momentum < 1:
             raise ConfigError(f"server_momentum must be between 0 and 1, got {self.server_momentum}")
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise ConfigError(f"device must be cpu, cuda or, of several, cuda:1; got {self.device!r}")
+        if self.patience is not None and self.patience < 1:
+            raise ConfigError(f"patience must be 1 round or more, got {self.patience}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device must be auto, cpu, cuda or, of several, cuda:1; got {self.device!r}")
+        for place in self.track:
+            check_place(place)
         if self.update_noise and self.update_clip is None:
             raise ConfigError("update_noise is relative to update_clip: set that, too")
         self.training()

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,19 @@ import safetensors.torch
 from torch import nn
 
 from dbcl import data
+from dbcl._version import __version__
 from dbcl.engines import RoundResult, evaluate
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.files import write_atomic
 from dbcl.plan import SketchPlan
 from dbcl.protocol import Server, checkpoint, encode
-from dbcl.run.assemble import build_engine, build_session, new_seed, public_setting
+from dbcl.run.assemble import build_engine, build_session, new_seed, public_setting, resolve_device
 from dbcl.run.config import RunConfig
 from dbcl.run.divergence import diverged, divergence
 from dbcl.run.plots import curves
 from dbcl.run.presets import from_toml, to_toml
 from dbcl.state import State, join
+from dbcl.trackers import Tracker, tracker
 from dbcl.transcripts import Recorder, check_parties
 
 
@@ -44,6 +46,20 @@ class RoundMetrics:
     clipped: int
     seconds: float
 
+    def numbers(self) -> dict[str, float]:
+        """What can be drawn as a curve: everything but the round; of the refused updates, how many there were.
+
+        >>> RoundMetrics(1, 0.5, 1.0, 1.2, 10, 10, 3, ["update 0: is late"], 0, 0.1).numbers()["refused"]
+        1
+        """
+        numbers = {**asdict(self), "refused": len(self.refused)}
+        del numbers["round"]
+        return numbers
+
+
+RESUMABLE = ("rounds", "target", "patience", "track")
+"""The settings that may change when a run goes on."""
+
 
 class Run:
     """One run and its folder. `start` makes a new one, `resume` goes on with one; `play` plays its rounds.
@@ -58,7 +74,9 @@ class Run:
     """
 
     def __init__(self, config: RunConfig, folder: Path, data_dir: str | None = None, *, seed: bytes) -> None:
+        config = resolve_device(config)
         self.config, self.folder, self.seed = config, folder, seed
+        self.trackers = [tracker(place) for place in config.track]
         self.dataset = data.load(config.data, data_dir)
         self.session = build_session(config, self.dataset, seed=seed)
         self.engine = build_engine(config, self.dataset, self.session, seed=seed)
@@ -78,13 +96,13 @@ class Run:
         write_atomic(folder / "metrics.jsonl", b"")
         # The first round's secrets are on the disk before anything is sent: a run that dies never veils twice.
         run._save()
-        write_atomic(folder / "config.toml", to_toml(config).encode())
+        write_atomic(folder / "config.toml", to_toml(run.config).encode())
         run._record()
         return run
 
     @classmethod
     def resume(cls, folder: Path, data_dir: str | None = None, **changes: Any) -> "Run":
-        """Go on with a run from its last whole checkpoint; `changes` may set `rounds` and `target`."""
+        """Go on with a run from its last whole checkpoint; `changes` may set what `RESUMABLE` names."""
         try:
             config = from_toml((folder / "config.toml").read_text())
         except OSError:
@@ -93,7 +111,10 @@ class Run:
         if not {"run", "session"} <= state.values.keys():
             raise ProtocolError(f"{folder} was written by an older dbcl, whose runs this one cannot go on with")
         seed = bytes.fromhex(state.values["run"]["seed"])
-        run = cls(replace(config, **changes), folder, data_dir, seed=seed)
+        fixed = sorted(set(changes) - set(RESUMABLE))
+        if fixed:
+            raise ConfigError(f"a run that goes on may change {', '.join(RESUMABLE)}, not {', '.join(fixed)}")
+        run = cls(from_toml(to_toml(config), **changes), folder, data_dir, seed=seed)
         run.session.load_state(state.part("session"))
         run.history = read_metrics(folder)[: run.session.round]
         run._write_metrics()
@@ -103,13 +124,32 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        target = self.config.target
-        reached = target is not None and bool(self.history) and self.history[-1].accuracy >= target
-        return reached or self.session.round >= self.config.rounds
+        return self.stopped_by != ""
 
-    def play(self) -> Iterator[RoundMetrics]:
-        """Play the rounds that are left, each written to the folder before it is given out; then write the results."""
+    @property
+    def stopped_by(self) -> str:
+        """Which setting ended the run: target, patience or rounds; empty while there are rounds to play."""
+        target, patience = self.config.target, self.config.patience
+        if target is not None and self.history and self.history[-1].accuracy >= target:
+            return "target"
+        if patience is not None and self.history and self.history[-1].round - self.best.round >= patience:
+            return "patience"
+        return "rounds" if self.session.round >= self.config.rounds else ""
+
+    @property
+    def best(self) -> RoundMetrics:
+        """The round with the highest accuracy, the first of several."""
+        return max(self.history, key=lambda metrics: metrics.accuracy)
+
+    def play(self, *trackers: Tracker) -> Iterator[RoundMetrics]:
+        """Play the rounds that are left, each written to the folder before it is given out; then write the results.
+
+        The `trackers`, and those that the settings name, are told of every round.
+        """
+        told = [*self.trackers, *trackers]
         try:
+            for each in told:
+                each.begin(self.folder, {**asdict(self.config), "dbcl": __version__}, self.session.round)
             while not self.finished:
                 began = time.perf_counter()
                 result = self._play_round()
@@ -133,9 +173,13 @@ class Run:
                     file.write(_line(self.history[-1]))
                 # The line before the checkpoint: a crash between the two leaves one line too many, which resume drops.
                 self._save()
+                for each in told:
+                    each.log(self.history[-1].round, self.history[-1].numbers())
                 yield self.history[-1]
         finally:
             self.engine.close()
+            for each in told:
+                each.end()
         self._write_results()
 
     def _play_round(self) -> RoundResult:
@@ -186,6 +230,31 @@ def message_bytes(model: nn.Module, plan: SketchPlan, wire: str | None = None) -
     0.507
     """
     return len(encode(Server(model, plan, wire=wire).open_round()))
+
+
+def transcript_bytes(run: Run) -> int:
+    """About how much the transcripts of a run's remaining rounds will take on the disk; 0 where nothing is recorded.
+
+    A client's take a message each way in the rounds of its own, the server's a broadcast, all updates and the weights,
+    and the truth the weights of every round.
+
+    >>> import tempfile
+    >>> run = Run.start(RunConfig(rounds=3, transcripts=("server",)), Path(tempfile.mkdtemp()) / "run")
+    >>> transcript_bytes(run) // 10**6
+    18
+    """
+    config = run.config
+    if not config.transcripts:
+        return 0
+    message = message_bytes(run.session.model, run.session.plan, config.wire)
+    weights = sum(tensor.nbytes for tensor in run.session.model.state_dict().values())
+    a_round = float(weights)
+    for party in config.transcripts:
+        if party.isdigit():
+            a_round += config.cohort / config.clients * 2 * message
+        else:
+            a_round += weights + message + (1 if party == "server-sum" else config.cohort) * message
+    return int(a_round * max(0, config.rounds - run.session.round))
 
 
 def _line(metrics: RoundMetrics) -> str:

@@ -1,0 +1,172 @@
+"""Where a run's metrics can be watched: TensorBoard, MLflow, Weights & Biases. None is needed, each is loaded on use.
+
+A tracker receives the settings and the numbers of metrics.jsonl; no weights, no updates and no secrets.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from dbcl.errors import ConfigError
+
+
+class Tracker(Protocol):
+    """Told of a run's beginning, of each round, and of its end; `Run.play` takes any object with these three methods.
+
+    `end` may come without `begin`, where another tracker could not begin.
+
+    >>> class Printed:
+    ...     def begin(self, folder, settings, round):
+    ...         print(f"{folder.name}: {settings['rounds']} rounds, from round {round}")
+    ...     def log(self, round, values):
+    ...         print(f"round {round}: accepted {values['accepted']}")
+    ...     def end(self):
+    ...         print("done")
+    >>> import tempfile
+    >>> from dbcl.run import Run, RunConfig
+    >>> run = Run.start(RunConfig(rounds=1, clients=10, seed=0), Path(tempfile.mkdtemp()) / "mine")
+    >>> history = list(run.play(Printed()))
+    mine: 1 rounds, from round 0
+    round 1: accepted 1
+    done
+    """
+
+    def begin(self, folder: Path, settings: Mapping[str, Any], round: int) -> None:
+        """The run in `folder` plays from `round` on; a run that goes on begins again."""
+
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        """A round is over."""
+
+    def end(self) -> None:
+        """No more rounds follow, or an error ended them."""
+
+
+class TensorBoard:
+    """Writes event files: into `folder` under the run's name, or into the run's own folder.
+
+    >>> check_place("tensorboard:logs")
+    """
+
+    def __init__(self, folder: str = "") -> None:
+        _needs("tensorboard", "TensorBoard")
+        self.folder = folder
+        self.writer: Any = None
+
+    def begin(self, folder: Path, settings: Mapping[str, Any], round: int) -> None:
+        """Open the event file; what a crash had written after `round` is hidden."""
+        place = Path(self.folder) / folder.name if self.folder else folder / "tensorboard"
+        writer = _needs("torch.utils.tensorboard", "TensorBoard").SummaryWriter
+        self.writer = writer(str(place), purge_step=round + 1 if round else None)
+        rows = "".join(f"| {name} | {value} |\n" for name, value in settings.items())
+        self.writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", round)
+
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        """One point on each curve."""
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, round)
+
+    def end(self) -> None:
+        """Write what is left and close the file."""
+        if self.writer is not None:
+            self.writer.close()
+
+
+class MLflow:
+    """Logs to an MLflow server or folder; a run that goes on is a further MLflow run under the same name.
+
+    >>> check_place("mlflow:http://127.0.0.1:5000")
+    """
+
+    def __init__(self, address: str = "") -> None:
+        self.mlflow = _needs("mlflow", "MLflow")
+        self.address = address
+        self.begun = False
+
+    def begin(self, folder: Path, settings: Mapping[str, Any], round: int) -> None:
+        """Start an MLflow run in the experiment `dbcl`, with the settings as its parameters."""
+        if self.address:
+            self.mlflow.set_tracking_uri(self.address)
+        self.mlflow.set_experiment("dbcl")
+        self.mlflow.start_run(run_name=folder.name)
+        self.begun = True
+        self.mlflow.log_params(dict(settings))
+
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        """One point on each curve."""
+        self.mlflow.log_metrics(dict(values), step=round)
+
+    def end(self) -> None:
+        """Close the MLflow run."""
+        if self.begun:
+            self.mlflow.end_run()
+            self.begun = False
+
+
+class WeightsAndBiases:
+    """Logs to Weights & Biases; a run that goes on is a further one in the group of the run's name.
+
+    >>> check_place("wandb:my-project")
+    """
+
+    def __init__(self, project: str = "") -> None:
+        self.wandb = _needs("wandb", "Weights & Biases")
+        self.project = project or "dbcl"
+        self.run: Any = None
+
+    def begin(self, folder: Path, settings: Mapping[str, Any], round: int) -> None:
+        """Start a run of the project, with the settings as its configuration."""
+        self.run = self.wandb.init(project=self.project, name=folder.name, group=folder.name, config=dict(settings))
+
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        """One point on each curve."""
+        self.run.log(dict(values), step=round)
+
+    def end(self) -> None:
+        """Finish the run."""
+        if self.run is not None:
+            self.run.finish()
+            self.run = None
+
+
+TRACKERS: dict[str, Callable[[str], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "wandb": WeightsAndBiases,
+}
+PLACES = ("tensorboard[:FOLDER]", "mlflow[:ADDRESS]", "wandb[:PROJECT]")
+"""How a tracker is written, with what may follow its name."""
+
+
+def tracker(place: str) -> Tracker:
+    """Make a tracker from its text; what it needs must be installed.
+
+    >>> tracker("paper")
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ConfigError: no tracker 'paper'; choose tensorboard[:FOLDER], mlflow[:ADDRESS] or wandb[:PROJECT]
+    """
+    check_place(place)
+    name, _, where = place.partition(":")
+    return TRACKERS[name](where)
+
+
+def check_place(place: str) -> None:
+    """Refuse the text of a tracker that does not exist.
+
+    >>> check_place("tensorboard")
+    """
+    if place.partition(":")[0] not in TRACKERS:
+        raise ConfigError(f"no tracker {place!r}; choose {', '.join(PLACES[:-1])} or {PLACES[-1]}")
+
+
+def _needs(module: str, name: str) -> Any:
+    """Optional dependency, imported lazily."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        extra = "wandb" if module == "wandb" else name.lower()
+        raise ConfigError(
+            f"tracking with {name} needs a package that is not installed ({error}): pip install {extra}, "
+            f"or pip install '.[{extra}]' in a clone of dbcl"
+        ) from error

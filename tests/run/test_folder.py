@@ -1,0 +1,65 @@
+"""The folder of a run: how it stops, where it is computed, and how much the transcripts take."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dbcl.errors import ConfigError
+from dbcl.run import RoundMetrics, Run, RunConfig, from_toml, transcript_bytes
+
+
+def small(**settings: object) -> RunConfig:
+    return RunConfig(**{"clients": 10, "fraction": 0.3, "seed": 0, "rounds": 3, **settings})
+
+
+def line(round: int, accuracy: float) -> RoundMetrics:
+    return RoundMetrics(round, accuracy, 1.0, 1.0, 10, 10, 3, [], 0, 0.1)
+
+
+def test_patience_stops_a_run_that_no_longer_improves_and_resume_goes_on(tmp_path: Path) -> None:
+    run = Run.start(small(rounds=60, patience=3), tmp_path / "run")
+    history = list(run.play())
+    assert run.stopped_by == "patience"
+    assert len(history) < 60
+    assert history[-1].round - run.best.round == 3
+    assert max(metrics.accuracy for metrics in history[-3:]) <= run.best.accuracy
+    assert from_toml((tmp_path / "run" / "config.toml").read_text()).patience == 3
+    assert list(Run.resume(tmp_path / "run").play()) == []
+    more = Run.resume(tmp_path / "run", patience=60, rounds=len(history) + 2)
+    assert len(list(more.play())) == 2
+    assert more.stopped_by == "rounds"
+
+
+def test_patience_counts_from_the_first_best_round(tmp_path: Path) -> None:
+    run = Run.start(small(rounds=10, patience=2), tmp_path / "run")
+    for accuracies, stopped in (([0.1, 0.5, 0.4], ""), ([0.1, 0.5, 0.4, 0.5], "patience"), ([0.5, 0.4, 0.6], "")):
+        run.history = [line(number, accuracy) for number, accuracy in enumerate(accuracies, 1)]
+        assert run.stopped_by == stopped
+    with pytest.raises(ConfigError, match="patience must be 1 round or more, got 0"):
+        small(patience=0)
+
+
+def test_auto_is_recorded_as_what_it_became(tmp_path: Path) -> None:
+    run = Run.start(small(device="auto"), tmp_path / "run")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    assert run.config.device == here
+    assert from_toml((tmp_path / "run" / "config.toml").read_text()).device == here
+
+
+def test_only_some_settings_change_when_a_run_goes_on(tmp_path: Path) -> None:
+    Run.start(small(), tmp_path / "run")
+    with pytest.raises(ConfigError, match="may change rounds, target, patience, track, not lr, veil"):
+        Run.resume(tmp_path / "run", veil=0.0, lr=1.0)
+
+
+@pytest.mark.parametrize("parties", [("server",), ("server-sum",), ("0", "1", "2", "server"), ()])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_the_estimate_of_the_transcripts_is_within_a_tenth(tmp_path: Path, parties: tuple, wire: str) -> None:
+    run = Run.start(small(fraction=1.0, transcripts=parties, wire=wire, rounds=4), tmp_path / "run")
+    expected = transcript_bytes(run)
+    list(run.play())
+    files = (tmp_path / "run" / "transcripts").rglob("*")
+    taken = sum(file.stat().st_size for file in files if file.is_file() and file.stem != "round-000004")
+    assert expected == pytest.approx(taken, rel=0.1)
+    assert transcript_bytes(run) == 0
