@@ -15,6 +15,7 @@ def test_the_presets_are_what_they_say() -> None:
     blind, paper, plain = (preset(name) for name in ("blind", "paper", "plain"))
     assert (blind.cover, blind.ratio, blind.veil, blind.server_optimizer) == ("hidden", 2, 0.2, "momentum")
     assert (paper.cover, paper.ratio, paper.veil, paper.server_optimizer) == ("hidden", 2, 0, "fedavg")
+    assert preset("veil") == dataclasses.replace(blind, sketch="identity-v1")
     assert (plain.sketch, plain.veil, plain.server_optimizer) == ("identity-v1", 0, "fedavg")
     same = ("data", "model", "clients", "fraction", "epochs", "batch_size", "lr", "algorithm")
     assert len({tuple(getattr(preset(name), field) for field in same) for name in PRESETS}) == 1
@@ -94,7 +95,7 @@ def test_the_door_checks_its_own() -> None:
 
 
 def test_no_preset_of_that_name() -> None:
-    with pytest.raises(ConfigError, match="no preset 'soft': neither one of blind, paper, plain nor a file"):
+    with pytest.raises(ConfigError, match="no preset 'soft': neither one of blind, veil, paper, plain nor a file"):
         preset("soft")
 
 
@@ -131,10 +132,10 @@ def test_every_setting_is_explained_and_its_default_is_one_of_its_choices() -> N
 
 
 def test_the_explanation_of_a_setting_follows_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "Default fedavg; preset blind: momentum." in explain("server_optimizer")
+    assert "Default fedavg; presets blind, veil: momentum." in explain("server_optimizer")
     assert "Default 0.2; presets paper, plain: 0." in explain("veil")
     assert explain("clients").endswith("Default 100.")
-    texts = {"blind": "veil = 0.5", "paper": "veil = 0.2", "plain": "ratio = [2.0, 4.0]"}
+    texts = {"blind": "veil = 0.5", "veil": "", "paper": "veil = 0.2", "plain": "ratio = [2.0, 4.0]"}
     monkeypatch.setattr("dbcl.run.presets._preset_text", texts.__getitem__)
     assert "Default 0.2; preset blind: 0.5." in explain("veil")
     assert "Default 2; preset plain: 2-4." in explain("ratio")

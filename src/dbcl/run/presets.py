@@ -11,7 +11,7 @@ from dbcl.errors import ConfigError
 from dbcl.run.config import RunConfig
 from dbcl.run.settings import about, check_type
 
-PRESETS = ("blind", "paper", "plain")
+PRESETS = ("blind", "veil", "paper", "plain")
 """The presets that ship with dbcl; the first one is the default of the commands."""
 
 
