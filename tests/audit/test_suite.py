@@ -6,7 +6,9 @@ import math
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 import dbcl
 from dbcl import cli, data
 from dbcl.audit import suite
-from dbcl.audit.findings import Audit, Finding
+from dbcl.audit.findings import Audit, Finding, cases
 from dbcl.errors import AuditError, ConfigError
 from dbcl.run import Run, presets
 from dbcl.transcripts import Transcript, Truth
@@ -61,11 +63,16 @@ def told() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def found(paper: Path, told: list[str]) -> Audit:
+def moves() -> list[tuple[int, int]]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def found(paper: Path, told: list[str], moves: list[tuple[int, int]]) -> Audit:
     """The one audit that most tests here look at."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", lambda descriptor: None)
-        return suite.audit(paper, budget=SMALL, tell=told.append)
+        return suite.audit(paper, budget=SMALL, tell=told.append, progress=lambda *step: moves.append(step))
 
 
 def pick(audit: Audit, **wanted: str) -> list[Finding]:
@@ -93,6 +100,39 @@ def test_an_audit_looks_at_everything(found: Audit, told: list[str]) -> None:
     assert "sketches of 1.weight without noise; in clear: 1.bias, 3.weight, 3.bias" in found.seats[0][1]
     assert found.seconds > 0
     assert {"rehearsal: single pictures", "membership: shadow models", "rewind: 1.weight"} <= set(told)
+
+
+def test_an_audit_says_when_with_what_and_how_it_was_made(found: Audit) -> None:
+    written = json.loads(found.json())
+    assert (
+        abs(datetime.now(UTC) - datetime.strptime(written["date"], "%Y-%m-%d %H:%M %Z").replace(tzinfo=UTC)).days == 0
+    )
+    assert written["version"] == dbcl.__version__
+    assert written["parties"] == 2
+    assert written["property_name"] == "thick strokes"
+    assert written["budget"] == {**json.loads(json.dumps(asdict(SMALL))), "seed": 0}
+    assert written["settings"]["rounds"] == 50
+
+
+def test_every_value_says_how_many_cases_it_rests_on_and_shares_have_an_interval(found: Audit) -> None:
+    for finding in found.findings:
+        assert cases(finding)[0] > 0, finding
+        if finding.attack.startswith("tensors in clear"):
+            continue  # a median over all rounds
+        if finding.measure in ("cosine", "accuracy", "auc", "membership auc", "psnr"):
+            assert finding.low is not None, finding
+            assert finding.low <= finding.value <= finding.high, finding  # type: ignore[operator]
+    rehearsed = only(found, attack="rewind", measure="cosine")
+    curve = rehearsed.curves[0]
+    assert cases(rehearsed) == (sum(lag >= SMALL.min_lag for lag in curve.x), "scored rounds")
+
+
+def test_the_bar_moves_with_every_round_tensor_picture_and_model(found: Audit, moves: list[tuple[int, int]]) -> None:
+    done = [done for done, _ in moves]
+    assert {total for _, total in moves} == {done[-1]}
+    assert done == sorted(set(done))
+    assert len(done) > 150
+    assert max(after - before for before, after in pairwise(done)) < 0.05 * done[-1]
 
 
 def test_findings_survive_json(found: Audit) -> None:
@@ -142,7 +182,10 @@ def test_parts_that_fail_are_findings_and_the_others_go_on(tmp_path: Path) -> No
     assert math.isnan(recording.value)
     assert math.isnan(membership.value)
     assert {each.target for each in audit.findings} == {"update", "image", "label", "property", "membership"}
-    assert steps == [(done, 4) for done in range(5)]
+    (total,) = {total for _, total in steps}
+    assert steps[0] == (0, total)
+    assert steps[-1] == (total, total)
+    assert [done for done, _ in steps] == sorted({done for done, _ in steps})
     assert Audit.from_json(audit.json()).json() == audit.json()
 
 
@@ -186,6 +229,9 @@ def test_audit_fails_above_a_limit_and_leaves_page_and_json(
     assert "cosine: " in result.output
     assert "above the limit 0.3" in result.output
     assert "An attack that failed proves nothing" in result.output
+    assert "worst-case rehearsal of 2 parties" in result.output
+    for verdict in ("A client got as much as if there were no defence.", "The server got as much as if there were no"):
+        assert verdict in " ".join(result.output.split())
     html = (folder / "audit.html").read_text()
     assert html.startswith("<!")
     assert "rewind" in html
@@ -194,9 +240,14 @@ def test_audit_fails_above_a_limit_and_leaves_page_and_json(
     other = tmp_path / "pages" / "one.html"
     lenient = invoke("audit", str(folder), "--fail-above", "cosine=1.5", "--out", str(other))
     assert lenient.exit_code == 0, lenient.output
+    assert invoke("audit", str(folder), "--fail-above", "anyone.cosine=0.3,client.cosine=1.5").exit_code == 1
+    by_seat = invoke("audit", str(folder), "--fail-above", "client.cosine=1.5,anyone.auc=0.99")
+    assert by_seat.exit_code == 0, by_seat.output
     assert Audit.from_json(other.with_suffix(".json").read_text()).json() == found.json()
     assert [(each["folder"], each["budget"], each["clients"]) for each in asked] == [
         (folder, suite.QUICK, 3),
+        (folder, suite.FULL, 2),
+        (folder, suite.FULL, 2),
         (folder, suite.FULL, 2),
     ]
     # Two audits side by side; a folder or the file itself.
@@ -204,6 +255,10 @@ def test_audit_fails_above_a_limit_and_leaves_page_and_json(
     result = invoke("compare", str(folder), str(other.with_suffix(".json")), "--out", str(page))
     assert result.exit_code == 0, result.output
     assert "audits side by side" in result.output
+    assert "↑ worse" in result.output
+    (guessing,) = (line for line in result.output.splitlines() if line.strip().startswith("guessing"))
+    assert guessing.split()[1] == "0.000"
+    assert guessing.split()[3] == "0.500"
     assert f"{written.run['accuracy']:.1%}" in result.output
     assert page.read_text().count("<td>paper</td>") == 2
 
@@ -212,13 +267,15 @@ def test_audit_fails_above_a_limit_and_leaves_page_and_json(
 def test_the_command_audits_a_run(tmp_path: Path) -> None:
     """The quick budget as it ships, by the command, on the default preset: as docs/audit.md says."""
     folder = train(tmp_path / "run", "blind", rounds=20)
-    limits = "cosine=0.3,psnr=15,auc=0.65"
+    limits = "client.cosine=0.9,client.psnr=20,server.psnr=15"
     result = invoke("audit", str(folder), "--quick", "--fail-above", limits)
     assert result.exit_code == 1, result.output
     written = Audit.from_json((folder / "audit.json").read_text())
     assert {finding.target for finding in written.findings} == {"update", "image", "label", "property", "membership"}
     assert not [finding.failures for finding in written.findings if math.isnan(finding.value)]
-    assert "(server, " in result.output.split("above the limit 15")[0].rsplit("psnr: ")[-1]
+    assert "server.psnr: " in result.output
+    assert "client.cosine: " not in result.output
+    assert "client.psnr: " not in result.output
 
 
 def test_wrong_limits_are_refused_before_the_work(tmp_path: Path) -> None:

@@ -80,13 +80,23 @@ def test_the_audits_table_is_made_of_the_findings_not_of_their_text(monkeypatch:
     monkeypatch.setattr(measures, "range_text", lambda finding: "in words, (as it were)")
     findings = (
         Finding("rewind", "client", "naive", "update", "cosine", 0.02, -0.2, 0.2, 0.0),
-        Finding("smoother", "client", "adaptive", "update", "cosine", 0.99, 0.98, 1.0, 0.0),
+        Finding("smoother", "client", "adaptive", "update", "cosine", 0.99, 0.98, 1.0, 0.0, {"scored rounds": 12}),
         Finding("invert", "server", "adaptive", "picture", "psnr", 25.0, None, None, 13.0),
         Finding("invert", "server", "adaptive", "picture", "ssim", 0.9),
+        Finding("forest", "client", "naive", "property", "auc", 0.52),
+        Finding("LiRA", "anyone", "adaptive", "membership", "tpr at 1 % fpr", 0.031, budget={"members": 1000}),
     )
-    assert list(worst_rows(Audit("a", {}, {}, (), findings, 1.0))) == [
-        ("update\ncosine", "client", "0.000", "0.020\n[bold]close to guessing", "0.990\n[bold]as bad as no defence"),
+    assert list(worst_rows(Audit("a", {}, {}, (), findings, 1.0, property_name="thick strokes"))) == [
+        (
+            "update\ncosine",
+            "client",
+            "0.000",
+            "0.020\n-0.200 to 0.200\n[bold]unclear",
+            "0.990\n0.980 to 1.000\n12 scored rounds\n[bold]as bad as no defence",
+        ),
         ("picture\npsnr", "server", "13.0 dB", "–", "25.0 dB\n[bold]leaks"),
+        ("thick strokes\nauc", "client", "0.500", "0.520\n[bold]close to guessing", "–"),
+        ("membership\nfound at 1 % false alarms", "anyone", "1.0 %", "–", "3.1 %\n1,000 members\n[bold]leaks"),
     ]
 
 

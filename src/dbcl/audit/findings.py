@@ -1,12 +1,15 @@
 """What an audit found: one `Finding` for each attack and measure, and an `Audit` that holds them all."""
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 SEATS = ("client", "server", "anyone")
 ATTACKERS = ("naive", "adaptive")
+CASES = ("pictures", "tested rounds", "scored rounds", "members", "rounds")
+"""The entries of a finding's budget that say how many cases its value rests on; the first that is there counts."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Audit:
     """All findings of one audit, with the settings of the run that was attacked.
 
     `seats` says who sees what: party, what it receives, what it does not. `run` holds accuracy, rounds and bytes.
+    `date`, `version` (of dbcl), `parties` of the rehearsals, `property_name` and `budget` say how the audit was made;
+    audits of dbcl 0.2 do not have them.
 
     >>> audit = Audit("paper", {"veil": 0.0}, {"accuracy": 0.9}, (), (), 1.5)
     >>> Audit.from_json(audit.json()) == audit
@@ -68,6 +73,11 @@ class Audit:
     seats: tuple[tuple[str, str, str], ...]
     findings: tuple[Finding, ...]
     seconds: float
+    date: str = ""
+    version: str = ""
+    parties: int | None = None
+    property_name: str = ""
+    budget: Mapping[str, Any] = field(default_factory=dict)
 
     def json(self) -> str:
         """Write it as JSON; NaN becomes null."""
@@ -100,6 +110,50 @@ class Audit:
             if finding.measure == measure and seat in (None, finding.seat) and finding.value == finding.value
         ]
         return max(values, default=None)
+
+
+def cases(finding: Finding) -> tuple[int, str]:
+    """How many cases a finding's value rests on, and what they are; 0 where its budget does not say.
+
+    >>> cases(Finding("matching", "server", "naive", "image", "psnr", 9.0, budget={"pictures": 2, "seconds": 1.5}))
+    (2, 'pictures')
+    """
+    named = next((name for name in CASES if isinstance(finding.budget.get(name), int)), "")
+    return (finding.budget[named], named) if named else (0, "")
+
+
+def with_interval(finding: Finding) -> Finding:
+    """The same finding with a 95 % interval from its number of cases, where the attack gave none and we know a formula.
+
+    Shares of cases get Wilson's interval, an AUC of members against as many others Hanley and McNeil's standard error.
+
+    >>> found = with_interval(Finding("a", "client", "naive", "label", "accuracy", 0.5, budget={"pictures": 2}))
+    >>> round(found.low, 3), round(found.high, 3)
+    (0.095, 0.905)
+    """
+    count, value = cases(finding)[0], finding.value
+    if finding.low is not None or finding.high is not None or not count or not 0 <= value <= 1:
+        return finding
+    if finding.measure in ("accuracy", "share above 20 dB") or finding.measure.startswith("tpr"):
+        low, high = _wilson(value, count)
+    elif "auc" in finding.measure:
+        error = 1.96 * _auc_error(value, count)
+        low, high = max(0.0, value - error), min(1.0, value + error)
+    else:
+        return finding
+    return replace(finding, low=low, high=high)
+
+
+def _wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
+    return min(share, centre - half), max(share, centre + half)
+
+
+def _auc_error(auc: float, count: int) -> float:
+    """Hanley and McNeil 1982, with as many cases of the one kind as of the other."""
+    one, two = auc / (2 - auc), 2 * auc**2 / (1 + auc)
+    return math.sqrt((auc * (1 - auc) + (count - 1) * (one + two - 2 * auc**2)) / count**2)
 
 
 def _plain(value: Any) -> Any:

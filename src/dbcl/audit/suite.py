@@ -1,8 +1,9 @@
 """One audit from beginning to end: rehearse, attack from every seat, score, and collect the findings."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -13,17 +14,18 @@ import safetensors.torch
 from torch import nn
 
 from dbcl import data
+from dbcl._version import __version__
 from dbcl.audit.attacks import OnProgress
 from dbcl.audit.attacks.images import image_findings
 from dbcl.audit.attacks.labels import label_finding
 from dbcl.audit.attacks.matching import Matching
 from dbcl.audit.attacks.membership import membership_findings
 from dbcl.audit.attacks.properties import property_findings
-from dbcl.audit.attacks.updates import MIN_LAG, estimates, update_findings
-from dbcl.audit.findings import Audit, Finding
+from dbcl.audit.attacks.updates import MIN_LAG, Changes, estimates, update_findings
+from dbcl.audit.findings import Audit, Finding, with_interval
 from dbcl.audit.rehearsal import ATTACKER, VICTIM, Script, draw_batches, rehearse
 from dbcl.data import Dataset
-from dbcl.data.traits import properties_of
+from dbcl.data.traits import properties_of, property_name
 from dbcl.errors import AuditError, DataError, DbclError
 from dbcl.plan import SketchPlan
 from dbcl.protocol import blinded
@@ -100,6 +102,8 @@ FULL = Budget(
 class Job:
     """What every part of an audit needs: the run's settings and data, where to write, and how much to spend.
 
+    `tell` is called with each thing that is done, `step` when one is: a round, a tensor, a picture, a shadow model.
+
     >>> Job(RunConfig(), data.load("digits"), Path("run"), Path("scratch"), QUICK, 2, 0, None, print).budget.rounds
     60
     """
@@ -113,6 +117,37 @@ class Job:
     seed: int
     data_dir: str | None
     tell: OnProgress
+    step: Callable[[], None] = lambda: None
+
+
+class Steps:
+    """Counts the steps of an audit's parts, of which it knows roughly how many there will be.
+
+    >>> steps = Steps([2, 3], lambda done, total: print(f"{done} of {total}"))
+    >>> steps.step()
+    1 of 5
+    >>> steps.end_part()
+    2 of 5
+    """
+
+    def __init__(self, expected: Sequence[int], progress: Callable[[int, int], None]) -> None:
+        self.ends = [sum(expected[: number + 1]) for number in range(len(expected))]
+        self.part = self.done = 0
+        self.progress = progress
+
+    def step(self) -> None:
+        """One step is done. A part that takes more than was expected waits at its last one."""
+        self._go_to(min(self.done + 1, self.ends[self.part] - 1))
+
+    def end_part(self) -> None:
+        """The part is done, however many steps it took."""
+        self._go_to(self.ends[self.part])
+        self.part = min(self.part + 1, len(self.ends) - 1)
+
+    def _go_to(self, done: int) -> None:
+        if done > self.done:
+            self.done = done
+            self.progress(done, self.ends[-1])
 
 
 def audit(
@@ -128,8 +163,8 @@ def audit(
     """Audit a finished run: its recorded transcripts where it has some, and rehearsals under its settings.
 
     A rehearsal has `clients` parties, all in every round, who each take one step of SGD on one batch. `tell` is called
-    with what is being done, `progress` with how many parts of the work are done, and of how many. A part that fails
-    becomes a finding that says why, and the others go on.
+    with what is being done, `progress` with how many steps of the work are done, and of how many: every round, tensor,
+    picture and shadow model is one. A part that fails becomes a finding that says why, and the others go on.
 
     >>> audit(Path("nowhere"))
     Traceback (most recent call last):
@@ -147,39 +182,81 @@ def audit(
         for transcript in sorted((folder / "transcripts").glob("client-*"))
     }
     parts |= {"properties": _properties, "pictures": _pictures, "membership": _membership}
+    plan = build_plan(config, build_model(config, dataset))
+    steps = Steps(_expected(budget, len(plan.tensors), len(parts) - 3), progress)
+    progress(0, steps.ends[-1])
+
+    def tell_and_step(text: str) -> None:
+        tell(text)
+        steps.step()
+
     findings: list[Finding] = []
     with tempfile.TemporaryDirectory() as scratch:
-        job = Job(config, dataset, folder, Path(scratch), budget, clients, seed, data_dir, tell)
-        for done, (name, part) in enumerate(parts.items()):
-            progress(done, len(parts))
+        job = Job(config, dataset, folder, Path(scratch), budget, clients, seed, data_dir, tell_and_step, steps.step)
+        for name, part in parts.items():
             try:
                 findings += part(job)
             except DbclError as error:
                 findings.append(_failed(name, error))
-    progress(len(parts), len(parts))
-    plan = build_plan(config, build_model(config, dataset))
+            steps.end_part()
     settings = {**asdict(config), "clear": plan.in_clear, "rehearsal": f"{clients} parties, one SGD step a round"}
     return Audit(
-        folder.name, settings, _run_facts(folder), seats(plan, config), tuple(findings), perf_counter() - began
+        folder.name,
+        settings,
+        _run_facts(folder),
+        seats(plan, config),
+        tuple(with_interval(finding) for finding in findings),
+        perf_counter() - began,
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        version=__version__,
+        parties=clients,
+        property_name=property_name(config.data),
+        budget={**asdict(budget), "seed": seed},
     )
+
+
+def _expected(budget: Budget, tensors: int, recordings: int) -> list[int]:
+    """About how many steps each part takes: the recorded transcripts, properties, pictures and membership."""
+    updates = 2 * len(budget.estimators) * tensors  # estimated, then scored
+    learners = 2 + len(budget.estimators) + 2  # the attacker's own batches, a forest for each source, fidelities
+    properties = 1 + budget.rounds + updates + learners + budget.rounds - min(budget.min_lag, budget.rounds // 3)
+    each_picture = 4 + budget.inverting  # two from the server's seat, two from a client's
+    pictures = 1 + _picture_rounds(budget) + 2 * tensors + budget.pictures * each_picture
+    return [*[updates] * recordings, properties, pictures, 3 + budget.shadow_models]
+
+
+def _picture_rounds(budget: Budget) -> int:
+    return budget.min_lag + budget.pictures + 8
 
 
 def _recorded(folder: Path, job: Job) -> list[Finding]:
     """Updates, from what a client of the run itself saw there."""
     transcript = Transcript(folder)
     found = estimates(transcript, job.budget.estimators, job.tell)
-    each = update_findings(transcript, Truth(folder.parent), found, job.tell, min_lag=job.budget.min_lag)
+    each = _updates(transcript, Truth(folder.parent), found, job)
     return [replace(finding, attack=f"{finding.attack} ({transcript.party} of the run)") for finding in each]
+
+
+def _updates(transcript: Transcript, truth: Truth, found: dict[str, Changes], job: Job) -> list[Finding]:
+    """The findings about updates, with how many rounds each was scored on."""
+    min_lag = min(job.budget.min_lag, len(transcript) // 2)
+    every = len(transcript) - 1  # from each seen round to the next
+    scored = sum(lag >= min_lag for lag in range(1, every + 1))
+    each = update_findings(transcript, truth, found, job.tell, min_lag=job.budget.min_lag)
+    return [
+        replace(finding, budget={**finding.budget, "scored rounds": scored if finding.attack in found else every})
+        for finding in each
+    ]
 
 
 def _properties(job: Job) -> list[Finding]:
     """Updates and properties, from one rehearsal in which the victim's batches all have the property or all lack it."""
     holds, own, script = property_script(job.config.data, job.dataset, job.budget, job.clients, job.seed, job.data_dir)
     job.tell("rehearsal: batches with and without a property")
-    rehearsal = rehearse(job.config, job.dataset, script, job.scratch / "properties", seed=job.seed)
+    where = job.scratch / "properties"
+    rehearsal = rehearse(job.config, job.dataset, script, where, seed=job.seed, progress=lambda *_: job.step())
     found = estimates(rehearsal.attacker, job.budget.estimators, job.tell)
-    min_lag = job.budget.min_lag
-    findings = update_findings(rehearsal.attacker, rehearsal.truth, found, job.tell, min_lag=min_lag)
+    findings = _updates(rehearsal.attacker, rehearsal.truth, found, job)
     if holds is None:
         return findings
     return findings + property_findings(
@@ -192,7 +269,7 @@ def _properties(job: Job) -> list[Finding]:
         examples=job.budget.own_examples,
         seed=job.seed,
         tell=job.tell,
-        min_lag=min_lag,
+        min_lag=job.budget.min_lag,
     )
 
 
@@ -228,10 +305,11 @@ def property_script(
 def _pictures(job: Job) -> list[Finding]:
     """Pictures and labels, from a rehearsal in which every client trains on a single picture a round."""
     config, dataset, budget = job.config, job.dataset, job.budget
-    rounds = budget.min_lag + budget.pictures + 8
+    rounds = _picture_rounds(budget)
     script = draw_batches(np.arange(len(dataset.y_train)), (rounds, job.clients, 1), job.seed + 17)
     job.tell("rehearsal: single pictures")
-    rehearsal = rehearse(config, dataset, script, job.scratch / "pictures", seed=job.seed)
+    where = job.scratch / "pictures"
+    rehearsal = rehearse(config, dataset, script, where, seed=job.seed, progress=lambda *_: job.step())
     names = ["option I", "rewind"] if config.veil == 0 else ["option I", "smoother"]
     found = estimates(rehearsal.attacker, names, job.tell)
     matching = Matching(steps=budget.steps, restarts=budget.restarts, tv=1e-3 if config.veil else 0.0)
@@ -257,6 +335,7 @@ def _membership(job: Job) -> list[Finding]:
         raise AuditError(f"{path} is missing: the run is not finished")
 
     def make(number: int) -> nn.Module:
+        job.step()  # shadow models are made one after another, each when the one before is trained
         return build_model(config, dataset, seed=number)
 
     model = make(0)

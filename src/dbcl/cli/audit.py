@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dbcl.cli.console import console, print_path, table
@@ -27,7 +28,10 @@ def audit(
     parties: Annotated[int, typer.Option(help="How many clients take part in the rehearsals, attacker included.")] = 2,
     fail_above: Annotated[
         str | None,
-        typer.Option(help="Exit with status 1 where any attack, from whichever seat, got more: cosine=0.5,psnr=15."),
+        typer.Option(
+            help="Exit with status 1 where an attack got more: client.psnr=15,server.auc=0.8. Seats are client, server "
+            "and anyone; a limit without one, as in psnr=15, counts for all."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Where the page goes. Default: audit.html in the run's folder.")
@@ -44,12 +48,12 @@ def audit(
     Examples:
 
       dbcl audit runs/001-blind-digits --quick
-      dbcl audit runs/001-blind-digits --parties 10 --fail-above cosine=0.5
+      dbcl audit runs/001-blind-digits --parties 10 --fail-above client.cosine=0.5,client.psnr=15
     """
     try:
         from dbcl.audit import suite
         from dbcl.audit.report import page as report
-        from dbcl.audit.report import rating
+        from dbcl.audit.report import rating, wording
     except ImportError as error:
         raise ConfigError(
             f"an audit needs more packages ({error.name} is missing): pip install 'dbcl[audit]'"
@@ -73,6 +77,9 @@ def audit(
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(page, report.page(found).encode())
     write_atomic(page.with_suffix(".json"), found.json().encode())
+    console.print(wording.rehearsal_text(found)[0], highlight=False)
+    for _, verdict, worst, _ in wording.verdicts(found):
+        console.print(f"[bold]{escape(verdict)}[/] {escape(worst)}", highlight=False)
     title = f"what leaked from {found.name}: the worst naive and the worst adaptive attack"
     console.print(table(title, ("what", "who", "guessing", "naive", "adaptive"), worst_rows(found)))
     console.print("An attack that failed proves nothing: a better one may not.")
@@ -90,22 +97,26 @@ def worst_rows(audit: "Audit") -> Iterator[tuple[str, str, str, str, str]]:
     >>> from dbcl.audit.findings import Audit, Finding
     >>> finding = Finding("rewind, twice", "client", "adaptive", "update", "cosine", 0.99, 0.98, 1.0, 0.0)
     >>> next(worst_rows(Audit("a", {}, {}, (), (finding,), 1.0)))
-    ('update\\ncosine', 'client', '0.000', '–', '0.990\\n[bold]as bad as no defence')
+    ('update\\ncosine', 'client', '0.000', '–', '0.990\\n0.980 to 1.000\\n[bold]as bad as no defence')
     """
-    from dbcl.audit.report.measures import number_text
+    from dbcl.audit.report.measures import kind, number_text
     from dbcl.audit.report.rating import risks
 
     for risk in risks(audit):
         if risk.measure in SHOWN:
             guessing = number_text(risk.chance, risk.measure)
-            yield f"{risk.target}\n{risk.measure}", risk.seat, guessing, _cell(risk.naive), _cell(risk.adaptive)
+            target = audit.property_name if risk.target == "property" and audit.property_name else risk.target
+            measure = risk.measure if kind(risk.measure) != "tpr" else "found at 1 % false alarms"
+            yield f"{target}\n{measure}", risk.seat, guessing, _cell(risk.naive), _cell(risk.adaptive)
 
 
 def _cell(finding: "Finding | None") -> str:
-    from dbcl.audit.report.measures import number_text
-    from dbcl.audit.report.rating import GUESS, WIDE, word
+    from dbcl.audit.report.measures import cases_text, number_text
+    from dbcl.audit.report.rating import WIDE, word
 
     if finding is None:
         return "–"
-    short = GUESS if word(finding) == WIDE else word(finding)  # only the page has room for the interval
-    return f"{number_text(finding.value, finding.measure)}\n[bold]{short}"
+    ends = [number_text(end, finding.measure).split()[0] for end in (finding.low, finding.high) if end is not None]
+    lines = (number_text(finding.value, finding.measure), " to ".join(ends), cases_text(finding).split(" and ")[0])
+    short = "unclear" if word(finding) == WIDE else word(finding)  # the page has room for more
+    return "\n".join([*filter(None, lines), f"[bold]{short}"])

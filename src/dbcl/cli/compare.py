@@ -27,14 +27,18 @@ def compare(
       dbcl compare runs/001-plain-digits runs/002-paper-digits runs/003-blind-digits
     """
     from dbcl.audit.report import page as report
+    from dbcl.audit.report.measures import guessing_text
 
     audits = [_read(run) for run in runs]
     table = Table(
         title="audits side by side: the worst that any attack reached", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     table.add_column("run", overflow="fold")
-    for heading in ("accuracy", "rounds", "MB", *(f"{seat}\n{name}" for seat, _, name in report.LEAKS)):
+    costs = ("accuracy\n↑ better", "rounds\n↓ better", "MB\n↓ better")
+    for heading in (*costs, *(f"{seat}\n{name}\n↑ worse" for seat, _, name in report.LEAKS)):
         table.add_column(heading, no_wrap=True)
+    guesses = (guessing_text(audits, seat, measure) for seat, measure, _ in report.LEAKS)
+    table.add_row("guessing", "", "", "", *(guess.replace(" dB", "").replace(" to ", "-") for guess in guesses))
     for each in audits:
         worst = [each.worst(measure, seat) for seat, measure, _ in report.LEAKS]
         accuracy, sent = each.run.get("accuracy"), each.run.get("bytes")
@@ -47,6 +51,9 @@ def compare(
         )
     write_atomic(out, report.comparison(audits).encode())
     console.print(table)
+    console.print(
+        "↑ worse: a higher value is a larger leak; a run at the level of guessing leaked nothing to these attacks."
+    )
     print_path("page", out)
 
 

@@ -54,6 +54,15 @@ def made_up() -> Audit:
             "loss threshold", "anyone", "naive", "membership", "auc", 0.56, 0.5, 0.62, 0.5, curves=(roc,), axes=rates
         ),
         Finding("LiRA", "anyone", "adaptive", "membership", "tpr at 1 % fpr", 0.031, 0.02, 0.05),
+        Finding(
+            "LiRA",
+            "anyone",
+            "adaptive",
+            "membership",
+            "tpr at 0.1 % fpr",
+            0.007,
+            budget={"members": 900, "non-members": 800},
+        ),
         Finding(HOSTILE, "client", "adaptive", "membership", "auc", math.nan, failures=("no shadow models", HOSTILE)),
         Finding("odd", "client", "naive", "update", HOSTILE, 3.0, note=HOSTILE),
     )
@@ -64,4 +73,16 @@ def made_up() -> Audit:
     settings = {"veil": 0.0, "sketch": "count-v1", "ratio": 2.0, "clients": 10, "fraction": 0.2, "data": HOSTILE}
     settings |= {"clear": ["fc3.weight", "fc3.bias"], "seed": 0, "norm_bound": None}
     run = {"accuracy": 0.923, "rounds": 400, "bytes": 123_456_789}
-    return Audit(f"paper {HOSTILE}", settings, run, seats, findings, 73.2)
+    return Audit(
+        f"paper {HOSTILE}",
+        settings,
+        run,
+        seats,
+        findings,
+        73.2,
+        date="2026-01-31 09:05 UTC",
+        version="9.8.7",
+        parties=3,
+        property_name=f"thick strokes {HOSTILE}",
+        budget={"shadow_models": 16, "seed": 41, "estimators": ("rewind", HOSTILE)},
+    )

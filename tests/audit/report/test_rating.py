@@ -5,7 +5,7 @@ import math
 import pytest
 
 from audit.report.example import made_up
-from dbcl.audit.findings import Audit, Finding
+from dbcl.audit.findings import Audit, Finding, with_interval
 from dbcl.audit.report.measures import range_text
 from dbcl.audit.report.rating import (
     BAD,
@@ -15,10 +15,13 @@ from dbcl.audit.report.rating import (
     UNRATED,
     WIDE,
     exceeded,
+    includes_guessing,
     parse_limits,
     risks,
     word,
+    worst_by_seat,
 )
+from dbcl.audit.report.wording import sentence
 from dbcl.errors import ConfigError
 
 
@@ -77,6 +80,51 @@ def test_limits():
     assert "reached exact on the image" in broken[1]
 
 
+def test_a_limit_of_one_seat_leaves_the_others_alone():
+    found = tuple(
+        Finding("matching", seat, "adaptive", "image", "psnr", value)
+        for seat, value in (("client", 9.5), ("server", 40.0))
+    )
+    audit = Audit("veiled", {}, {}, (), found, 0.0)
+    assert exceeded(audit, parse_limits("client.psnr=15")) == []
+    assert len(exceeded(audit, parse_limits("psnr=15"))) == 1
+    broken = exceeded(audit, parse_limits("client.psnr=5, server.psnr=15"))
+    assert broken == [
+        "client.psnr: matching (client, adaptive) reached 9.5 dB on the image, above the limit 5",
+        "server.psnr: matching (server, adaptive) reached 40.0 dB on the image, above the limit 15",
+    ]
+    (unknown,) = exceeded(audit, parse_limits("anyone.psnr=15"))
+    assert (
+        unknown == "anyone.psnr: no attack from the seat of anyone gave a value, so the limit 15 could not be checked"
+    )
+
+
+def test_the_worst_of_each_seat():
+    worst = worst_by_seat(made_up())
+    assert worst["client"].attack == "matching on rewind"
+    assert worst["server"].attack == "through the sketch"
+    assert worst["anyone"].attack == "loss threshold"
+    rates = [
+        Finding("a", "anyone", "naive", "x", f"tpr at {p} % fpr", v, 0.0, 0.5) for p, v in ((0.1, 0.0), (1, 0.017))
+    ]
+    assert worst_by_seat(Audit("a", {}, {}, (), tuple(rates), 0.0))["anyone"].value == 0.017  # both are unclear
+    broken = Finding("a", "server", "naive", "x", "auc", math.nan)
+    assert worst_by_seat(Audit("a", {}, {}, (), (broken,), 0.0)) == {"client": None, "server": None, "anyone": None}
+
+
+def test_an_interval_that_includes_guessing_is_no_proof_of_a_leak():
+    two = with_interval(Finding("a", "client", "naive", "label", "accuracy", 0.5, chance=0.1, budget={"pictures": 2}))
+    many = with_interval(
+        Finding("a", "client", "naive", "label", "accuracy", 0.5, chance=0.1, budget={"pictures": 200})
+    )
+    assert includes_guessing(two)
+    assert not includes_guessing(many)
+    assert sentence(two).endswith("From 2 pictures, by a (naive): leaks, but the interval includes guessing.")
+    assert sentence(many).endswith("From 200 pictures, by a (naive): leaks.")
+    none = with_interval(Finding("a", "client", "naive", "label", "accuracy", 0.0, chance=0.1, budget={"pictures": 2}))
+    assert word(none) == WIDE
+
+
 def test_limit_without_a_value_is_not_kept():
     audit = Audit("a", {}, {}, (), (Finding("a", "client", "naive", "x", "auc", math.nan),), 0.0)
     assert exceeded(audit, {"auc": 0.6}) == ["auc: no attack gave a value, so the limit 0.6 could not be checked"]
@@ -91,9 +139,15 @@ def test_limit_sees_an_attack_that_is_always_wrong():
     ("text", "message"),
     [
         ("speed=3", "unknown measure 'speed' in a limit; choose from share, tpr, auc, accuracy, cosine, psnr, ssim"),
+        ("speed=3", r"alone or after a seat \(client, server, anyone\), as in client\.psnr"),
+        ("client.speed=3", "unknown measure 'speed' in a limit"),
+        ("peer.auc=0.6", "unknown seat 'peer' in a limit; choose from client, server, anyone, or leave it out for all"),
+        ("client.auc=0.6,client.auc=0.7", "client.auc has two limits"),
+        ("server.auc=low", "the limit of server.auc must be a number, got 'low'"),
+        ("client.error=1", "a large error is good"),
         ("cosine=high", "the limit of cosine must be a number, got 'high'"),
         ("cosine=nan", "the limit of cosine must be finite"),
-        ("cosine", "a limit is written measure=number"),
+        ("cosine", "a limit is written measure=number or seat.measure=number"),
         ("", "a limit is written measure=number"),
         ("auc=0.5,auc=0.6", "auc has two limits"),
         ("error=1", "a large error is good"),

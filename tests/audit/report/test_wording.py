@@ -6,7 +6,7 @@ from typing import Any
 
 from audit.report.example import made_up
 from dbcl.audit.findings import Audit, Finding
-from dbcl.audit.report.wording import advice
+from dbcl.audit.report.wording import advice, sentence
 from dbcl.run import RunConfig
 
 
@@ -20,6 +20,21 @@ def test_advice_follows_from_settings_and_findings():
     assert [note[:22] for note in always] == ["The server is trusted:", "No formal guarantee (d"]
     naive = Audit("a", safer, {}, (), (Finding("forest", "client", "naive", "property", "auc", 0.5),), 0.0)
     assert "No attack that knows the defence gave a result on property" in " ".join(advice(naive))
+
+
+def test_a_sentence_has_value_interval_guessing_and_cases_before_the_rating():
+    budget = {"members": 900, "non-members": 800}
+    rate = Finding("LiRA", "anyone", "adaptive", "membership", "tpr at 0.1 % fpr", 0.007, 0.004, 0.012, 0.001, budget)
+    assert sentence(rate) == (
+        "Anyone who has the finished model found 0.7 % (0.4 to 1.2 %) of members at 0.1 % false alarms; guessing gives "
+        "0.1 %. From 900 members and 800 others, by LiRA (adaptive): leaks."
+    )
+    told = Finding("forest", "client", "naive", "property", "auc", 0.7, 0.6, 0.8, 0.5, {"tested rounds": 40})
+    assert (
+        "told batches with and without the property “thick strokes” apart with AUC 0.700 (0.600 to 0.800)"
+        in sentence(told, "thick strokes")
+    )
+    assert "told batches with and without a property apart" in sentence(told)
 
 
 class Watched(Mapping[str, Any]):

@@ -1,20 +1,24 @@
-"""The figures of a page: curves, and the trade-off between several audits, as SVG inside the page.
+"""The figures of a page: curves, and the trade-off between several audits, as SVG that is part of the page.
 
-Legends are HTML: they wrap on a small screen, and text that others wrote never reaches matplotlib's parser.
+Its colours are the page's own (`style.py`), so that they follow dark mode and print. Legends are HTML: they
+wrap on a small screen, and text that others wrote never reaches matplotlib's parser.
 """
 
-import base64
 import html
 import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from dbcl.audit.findings import Audit, Curve, Finding
-from dbcl.audit.report.measures import accuracy_text, kind, plain_text
+from dbcl.audit.report.measures import accuracy_text, kind, measure_text, number_text, plain_text, range_text
 from dbcl.run.plots import GRID, INK, MUTED
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#56B4E9", "#000000")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#8c564b", "#7a3e9d")
+AXIS = "#b8c2cb"
+VARIABLES = {INK: "ink", MUTED: "muted", GRID: "line", AXIS: "line"} | {c: f"c{n}" for n, c in enumerate(COLOURS)}
+"""The variable of the page's style that takes the place of each colour."""
 EXACT = 100.0  # dB at which an exact copy is drawn
 LIMIT = 400  # steps along an axis that can be told apart; a ROC curve may come with a point for each example
 
@@ -29,10 +33,11 @@ def figures(findings: Sequence[Finding]) -> str:
     for finding in findings:
         if finding.curves:
             groups.setdefault((finding.target, finding.axes), []).append(finding)
-    return f"<div class='plots'>{''.join(_plot(*key, group) for key, group in groups.items())}</div>" if groups else ""
+    drawn = "".join(_plot(f"plot{n}", *key, group) for n, (key, group) in enumerate(groups.items(), 1))
+    return f"<div class='plots'>{drawn}</div>" if drawn else ""
 
 
-def _plot(target: str, labels: tuple[str, str], group: Sequence[Finding]) -> str:
+def _plot(name: str, target: str, labels: tuple[str, str], group: Sequence[Finding]) -> str:
     from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(5.4, 3.5), layout="constrained")
@@ -45,7 +50,7 @@ def _plot(target: str, labels: tuple[str, str], group: Sequence[Finding]) -> str
         colour, style = COLOURS[index % len(COLOURS)], "solid" if finding.attacker == "adaptive" else "dashed"
         points = _points(curve, 1e-4 if log else -math.inf)
         axes.plot(*points, color=colour, linestyle=style, linewidth=1.7, marker="o" if len(points[0]) == 1 else None)
-        sign = f"<span class='sign'><i style='border-top-color:{colour};border-top-style:{style}'></i></span>"
+        sign = f"<i style='border-top-color:var(--{VARIABLES[colour]});border-top-style:{style}'></i>"
         named = f"{finding.attack} ({finding.seat}, {finding.attacker})"
         keys.append(f"<li>{sign}{escape(f'{named}: {curve.label}' if curve.label else named)}</li>")
     if roc:
@@ -55,10 +60,11 @@ def _plot(target: str, labels: tuple[str, str], group: Sequence[Finding]) -> str
         keys.append("<li class='muted'>dotted: guessing</li>")
     if log:
         axes.set(xscale="log", yscale="log")
-    names = [name or fallback for name, fallback in zip(labels, ("", group[0].measure), strict=True)]
-    _style(axes, names[0], names[1])
-    title = f"{target}: {names[1]}" + (f" by {names[0]}" if names[0] else "")
-    image = f"<img src='{_svg(figure)}' alt='{escape(title)}'>"
+    across, up = labels[0], labels[1] or group[0].measure
+    _style(axes, across, up)
+    title = f"{target}: {up}" + (f" by {across}" if across else "")
+    values = "; ".join(f"{f.attack} ({f.seat}, {f.attacker}): {measure_text(f.measure)} {range_text(f)}" for f in group)
+    image = _svg(figure, name, f"Plot of {title}. {values}.")
     key = f"<ul class='key'>{''.join(keys)}</ul>"
     return f"<figure class='plot'><figcaption>{escape(title)}</figcaption>{image}{key}</figure>"
 
@@ -91,7 +97,7 @@ def trade_off(audits: Sequence[Audit], seat: str) -> str:
     """
     from matplotlib.figure import Figure
 
-    panels = []
+    panels, said = [], []
     for measure, name in (
         ("cosine", "worst cosine"),
         ("psnr", f"worst PSNR, dB (to {EXACT:.0f})"),
@@ -104,6 +110,8 @@ def trade_off(audits: Sequence[Audit], seat: str) -> str:
         ]
         if points:
             panels.append((name, sorted(points, key=lambda point: (point[1], -point[0]))))
+            each = (f"{label}: {number_text(y, measure)} at {x:.1%}" for x, y, label in points)
+            said.append(f"{name}: {', '.join(each)}")
     if not panels:
         return ""
     height = sum(max(2.4, 0.9 + 0.24 * len(points)) for _, points in panels)
@@ -117,11 +125,11 @@ def trade_off(audits: Sequence[Audit], seat: str) -> str:
         places = _spread([(y - low) / (high - low) for _, y, _ in points], gap=1 / max(7, len(points)))
         for place, (x, y, label) in zip(places, points, strict=True):
             at = (1.06, place)
-            arrow = {"arrowstyle": "-", "color": "#b8c2cb", "linewidth": 0.8, "shrinkB": 3, "relpos": (0, 0.5)}
+            arrow = {"arrowstyle": "-", "color": AXIS, "linewidth": 0.8, "shrinkB": 3, "relpos": (0, 0.5)}
             where = {"xy": (100 * x, y), "xytext": at, "textcoords": "axes fraction", "arrowprops": arrow}
             axes.annotate(label, **where, va="center", color=INK, fontsize=9, parse_math=False)
         _style(axes, "accuracy, %", name)
-    return _svg(figure)
+    return _svg(figure, f"to-{seat}", f"Plot of the worst leak to the {seat} against accuracy. {'. '.join(said)}.")
 
 
 def _spread(places: Sequence[float], gap: float) -> list[float]:
@@ -140,9 +148,9 @@ def _style(axes: Any, across: str, up: str) -> None:
     axes.set_xlabel(_printable(across), color=MUTED, parse_math=False)
     axes.set_ylabel(_printable(up), color=MUTED, parse_math=False)
     axes.grid(color=GRID)
-    axes.tick_params(colors=MUTED)
+    axes.tick_params(which="both", colors=MUTED)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#b8c2cb")
+    axes.spines[["left", "bottom"]].set_color(AXIS)
 
 
 def _printable(text: str) -> str:
@@ -151,13 +159,22 @@ def _printable(text: str) -> str:
     return kept if len(kept) <= 28 else kept[:27] + "…"
 
 
-def _svg(figure: Any) -> str:
+def _svg(figure: Any, name: str, alternative: str) -> str:
+    """A figure as an element of the page: no background, the page's colours, names that are its own, a text for it."""
     import matplotlib
 
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "dbcl"}):  # the same audit gives the same page
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    drawn = buffer.getvalue().decode()
+    box = re.search(r'viewBox="([^"]*)"', drawn)
+    assert box is not None
+    inner = drawn[drawn.index(">", drawn.index("<svg")) + 1 :]  # without the root and its names of formats
+    inner = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", inner, flags=re.DOTALL)
+    inner = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", inner)
+    for colour, variable in VARIABLES.items():
+        inner = inner.replace(colour, f"var(--{variable})")
+    return f"<svg role='img' aria-label='{escape(alternative)}' viewBox='{box[1]}'>{inner.strip()}"
 
 
 def escape(value: Any) -> str:

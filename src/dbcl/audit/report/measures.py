@@ -2,10 +2,10 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dbcl.audit.findings import Audit, Finding
+from dbcl.audit.findings import Audit, Finding, cases
 
 KINDS = ("share", "tpr", "auc", "accuracy", "cosine", "psnr", "ssim", "error")
 CHANCE = {"share": 0.0, "auc": 0.5, "accuracy": 0.0, "cosine": 0.0, "psnr": 13.0, "ssim": 0.0, "error": 1.0}
@@ -21,6 +21,48 @@ def kind(measure: str) -> str:
     return next((name for name in KINDS if name in measure.lower()), "")
 
 
+MEASURES = {
+    "cosine": "closeness to the update (cosine)",
+    "relative error": "error, relative to the update",
+    "psnr": "likeness (PSNR)",
+    "ssim": "likeness to the eye (SSIM)",
+    "share above 20 dB": "recognisable (above 20 dB)",
+    "accuracy": "named correctly",
+    "auc": "told apart (AUC)",
+    "membership auc": "told apart (AUC)",
+}
+
+
+def measure_text(measure: str) -> str:
+    """A measure in words; its own name where there are none.
+
+    >>> measure_text("tpr at 0.1 % fpr"), measure_text("psnr"), measure_text("colour")
+    ('members found at 0.1 % false alarms', 'likeness (PSNR)', 'colour')
+    """
+    if kind(measure) == "tpr":
+        return f"members found at {_rate(measure)} false alarms"
+    return MEASURES.get(measure, measure)
+
+
+def _rate(measure: str) -> str:
+    rate = re.search(r"([\d.]*\d)\s*%", measure)
+    return f"{rate[1]} %" if rate else "1 %"
+
+
+def cases_text(finding: Finding) -> str:
+    """How many cases a finding rests on; empty where it does not say.
+
+    >>> cases_text(Finding("LiRA", "anyone", "adaptive", "membership", "auc", 0.5, budget={"members": 1000}))
+    '1,000 members'
+    >>> cases_text(Finding("matching", "server", "naive", "image", "psnr", 9.0, budget={"pictures": 1}))
+    '1 picture'
+    """
+    count, what = cases(finding)
+    others = finding.budget.get("non-members") if what == "members" else None
+    more = f" and {others:,} others" if isinstance(others, int) else ""
+    return f"{count:,} {what[:-1] if count == 1 else what}{more}" if count else ""
+
+
 def chance_of(finding: Finding) -> float:
     """What guessing gives: as the attack measured it, else the default of the measure's family, else NaN.
 
@@ -31,8 +73,7 @@ def chance_of(finding: Finding) -> float:
         return finding.chance
     family = kind(finding.measure)
     if family == "tpr":
-        rate = re.search(r"([\d.]*\d)\s*%", finding.measure)
-        return float(rate[1]) / 100 if rate else 0.01
+        return float(_rate(finding.measure).split()[0]) / 100
     return CHANCE.get(family, math.nan)
 
 
@@ -107,3 +148,16 @@ def leak_text(audit: Audit, seat: str, measure: str) -> str:
     """
     worst = audit.worst(measure, seat)
     return "—" if worst is None else number_text(worst, measure)
+
+
+def guessing_text(audits: Sequence[Audit], seat: str, measure: str) -> str:
+    """What guessing gives by a measure from a seat; a range where the audits differ, a dash where none measured it.
+
+    >>> found = [Finding("a", "client", "naive", "image", "psnr", 9.0, chance=chance) for chance in (13.1, 13.7)]
+    >>> guessing_text([Audit("a", {}, {}, (), (each,), 1.0) for each in found], "client", "psnr")
+    '13.1 dB to 13.7 dB'
+    """
+    found = [each for audit in audits for each in audit.findings if (each.seat, each.measure) == (seat, measure)]
+    values = [value for value in map(chance_of, found) if math.isfinite(value)]
+    ends = [number_text(end, measure) for end in (min(values), max(values))] if values else ["—"]
+    return " to ".join(dict.fromkeys(ends))

@@ -8,8 +8,11 @@ from dbcl.audit.findings import Audit, Finding
 from dbcl.audit.report.figures import escape, figures, trade_off
 from dbcl.audit.report.measures import (
     accuracy_text,
+    cases_text,
     chance_of,
+    guessing_text,
     leak_text,
+    measure_text,
     number_text,
     plain_text,
     range_text,
@@ -17,7 +20,7 @@ from dbcl.audit.report.measures import (
 )
 from dbcl.audit.report.rating import FAILED, RANK, RULES, risks, severity, word
 from dbcl.audit.report.style import CSP, STYLE
-from dbcl.audit.report.wording import GLOSSARY, HEADS, NO_PROOF, advice, sentence
+from dbcl.audit.report.wording import GLOSSARY, NO_PROOF, advice, rehearsal_text, sentence, target_text, verdicts
 
 
 def page(audit: Audit) -> str:
@@ -27,19 +30,39 @@ def page(audit: Audit) -> str:
     0
     """
     sections = [
-        ("What was found", _headline(audit)),
-        ("Who sees what", _table(("party", "receives or holds", "does not receive"), audit.seats)),
+        ("Verdict for each seat", _verdicts(audit)),
+        ("What was found", _found(audit)),
+        ("Who sees what", _table("Who sees what", ("party", "receives or holds", "does not receive"), audit.seats)),
         ("Risks", _risks(audit)),
         ("What it means, and what to change", _list(advice(audit))),
         ("Curves", figures(audit.findings)),
         ("Pictures", _pictures(audit.findings)),
         ("Each attack", _attacks(audit.findings)),
-        ("The run that was attacked", _settings("Results", audit.run) + _settings("Settings", audit.settings, True)),
+        (
+            "The run that was attacked",
+            _settings("Results", audit.run) + _settings("Its settings", audit.settings),
+        ),
+        ("The audit", _settings("Settings of the audit", _made(audit))),
         ("Words", _details("Glossary", _definitions(GLOSSARY))),
     ]
-    lead = f"Leakage audit of {audit.name}"
     body = "".join(f"<section><h2>{title}</h2>{content}</section>" for title, content in sections if content)
-    return _document(lead, f"<p class='muted'>{len(audit.findings)} findings in {audit.seconds:.0f} s</p>{body}")
+    when = f"{audit.date or 'Date unknown'}, dbcl {audit.version or 'of an unknown version'}"
+    made = f"<p class='muted'>{escape(when)}; {len(audit.findings)} findings in {audit.seconds:.0f} s.</p>"
+    first, *more = (f"<p>{escape(each)}</p>" for each in rehearsal_text(audit))
+    return _document(f"Leakage audit of {audit.name}", f"{made}<div class='warn'>{first}{''.join(more)}</div>{body}")
+
+
+def _made(audit: Audit) -> dict[str, Any]:
+    """How the audit was made; what an old one does not say is left out."""
+    known = {
+        "date": audit.date,
+        "dbcl version": audit.version,
+        "parties of the rehearsals": audit.parties,
+        "property that was looked for": audit.property_name,
+        **audit.budget,
+        "seconds": round(audit.seconds, 1),
+    }
+    return {name: value for name, value in known.items() if value not in (None, "")}
 
 
 LEAKS = (
@@ -58,33 +81,39 @@ def comparison(audits: Sequence[Audit]) -> str:
     >>> "paper" in comparison([Audit("paper", {}, {"accuracy": 0.9}, (), (), 1.0)])
     True
     """
-    heads = ("", "run", "accuracy", "rounds", "bytes", *(f"{seat}: {name}" for seat, _, name in LEAKS))
-    rows = []
+    cost_heads = (
+        "number",
+        "run",
+        "accuracy (higher is better)",
+        "rounds (fewer is cheaper)",
+        "bytes (fewer is cheaper)",
+    )
+    heads = (*cost_heads, *(f"{seat}: {name} (higher is worse)" for seat, _, name in LEAKS))
+    rows = [["", "guessing", "", "", "", *(guessing_text(audits, seat, measure) for seat, measure, _ in LEAKS)]]
     for number, audit in enumerate(audits, 1):
         cost = [accuracy_text(audit), plain_text(audit.run.get("rounds", "—")), size_text(audit.run.get("bytes"))]
         leaks = [leak_text(audit, seat, measure) for seat, measure, _ in LEAKS]
         rows.append([str(number), audit.name, *cost, *leaks])
-    table = _table(heads, rows)
+    table = _table("Audits side by side", heads, rows)
     pictures = [(seat, trade_off(audits, seat)) for seat in ("client", "server")]
     intro = (
         f"<p class='warn'>{escape(NO_PROOF)} A dash: not measured.</p>"
-        "<p>The worst that any attack reached, from a client's seat and from the server's. A sketch and a veil are "
-        "against clients. The server holds every client's update: against it only noise on the updates or secure "
+        "<p>The worst that any attack reached, from a client's seat and from the server's. The first row is what "
+        "guessing gives without any attack: a run that is no higher leaked nothing to these attacks. Sketch and veil "
+        "are against clients. The server holds every client's update: against it only noise on the updates or secure "
         "aggregation help.</p>"
     )
     body = f"<section><h2>Side by side</h2>{intro}{table}</section>"
     shown = "".join(
-        f"<figure class='plot'><figcaption>to the {seat}</figcaption>"
-        f"<img src='{picture}' alt='Worst leak to the {seat} against accuracy for each run'></figure>"
+        f"<figure class='plot'><figcaption>to the {seat}</figcaption>{picture}</figure>"
         for seat, picture in pictures
         if picture
     )
     if shown:
         note = "<p>Right and low is better: more accuracy, less leak. Numbers as in the table.</p>"
         body += f"<section><h2>Leak against accuracy</h2>{note}<div class='plots'>{shown}</div></section>"
-    return _document(
-        "Leakage audits compared", body + f"<section>{_details('Glossary', _definitions(GLOSSARY))}</section>"
-    )
+    words = f"<section><h2>Words</h2>{_details('Glossary', _definitions(GLOSSARY))}</section>"
+    return _document("Leakage audits compared", body + words)
 
 
 def _document(title: str, body: str) -> str:
@@ -93,18 +122,24 @@ def _document(title: str, body: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{CSP}">'
         "<meta name='viewport' content='width=device-width,initial-scale=1'>"
         "<meta name='referrer' content='no-referrer'>"
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>{body}</body></html>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
+        f"<body><main><h1>{escape(title)}</h1>{body}</main></body></html>\n"
     )
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(label: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of plain text; cells that hold a rating get its colour."""
-    lines = ["".join(_cell(cell) for cell in row) for row in rows]
-    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
+    return _frame(label, heads, ["".join(_cell(cell) for cell in row) for row in rows])
+
+
+def _frame(label: str, heads: Sequence[str], lines: Sequence[str]) -> str:
+    """A table that scrolls by itself where it is too wide, by keyboard too; `lines` are the cells of each row."""
+    if not lines:
+        return ""
+    head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in heads)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return (
-        f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>" if lines else ""
-    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div class='scroll' tabindex='0' role='region' aria-label='{escape(label)}'>{table}</div>"
 
 
 def _cell(text: str) -> str:
@@ -125,37 +160,45 @@ def _definitions(entries: Mapping[str, Any]) -> str:
     return f"<dl>{''.join(f'<dt>{escape(key)}</dt><dd>{escape(value)}</dd>' for key, value in entries.items())}</dl>"
 
 
-def _settings(title: str, entries: Mapping[str, Any], folded: bool = False) -> str:
-    if not entries:
-        return ""
-    table = _table(("name", "value"), [(str(key), plain_text(value)) for key, value in entries.items()])
-    return _details(title, table) if folded else f"<h3>{title}</h3>{table}"
+def _settings(title: str, entries: Mapping[str, Any]) -> str:
+    rows = [(str(key), plain_text(value)) for key, value in entries.items()]
+    return _details(title, _table(title, ("name", "value"), rows)) if rows else ""
 
 
-def _headline(audit: Audit) -> str:
+def _verdicts(audit: Audit) -> str:
+    lines = []
+    for rank, verdict, found, note in verdicts(audit):
+        worst = f"<p>{escape(found)}</p>" if found else ""
+        lines.append(
+            f"<li class='w{rank}'><p class='big'>{escape(verdict)}</p>{worst}<p class='muted'>{escape(note)}</p></li>"
+        )
+    return f"<ul class='verdicts'>{''.join(lines)}</ul><p class='warn'>{escape(NO_PROOF)}</p>"
+
+
+def _found(audit: Audit) -> str:
+    """The worst of each target and seat in words."""
     worst: dict[tuple[str, str], Finding] = {}
     for finding in audit.findings:
         key = (finding.target, finding.seat)
         if key not in worst or severity(finding) > severity(worst[key]):
             worst[key] = finding
     ranked = sorted((each for each in worst.values() if word(each) != FAILED), key=severity, reverse=True)
-    rank = RANK[word(ranked[0])] if ranked else 0
-    lines = _list(sentence(finding) for finding in ranked)
-    return f"<p class='big w{rank}'>{HEADS[rank]}</p>{lines}<p class='warn'>{escape(NO_PROOF)}</p>"
+    return _list(sentence(finding, audit.property_name) for finding in ranked)
 
 
 def _risks(audit: Audit) -> str:
     lines = []
     for risk in risks(audit):
         seat = f"<span class='muted'>{escape(risk.seat)}</span>"
-        what = f"<b>{escape(risk.target)}</b><br>{escape(risk.measure)}<br>{seat}"
+        target = escape(target_text(risk.target, audit.property_name))
+        what = f"<b>{target}</b><br>{escape(measure_text(risk.measure))}<br>{seat}"
         guessing = escape(number_text(risk.chance, risk.measure))
-        lines.append(f"<tr><td>{what}</td><td>{guessing}</td>{_worst(risk.naive)}{_worst(risk.adaptive)}</tr>")
-    heads = "<th>risk</th><th>guessing</th><th>naive attacker</th><th>adaptive attacker</th>"
-    table = f"<div class='scroll'><table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+        lines.append(f"<th scope='row'>{what}</th><td>{guessing}</td>{_worst(risk.naive)}{_worst(risk.adaptive)}")
+    table = _frame("Risks", ("risk", "guessing", "naive attacker", "adaptive attacker"), lines)
     intro = (
-        "<p>Each risk by target, measure and seat; in brackets the interval. Where there were several attacks, the "
-        "worst; all of them are further below.</p>"
+        "<p>Each risk by target, measure and seat. In each cell: the value with its interval in brackets, how many "
+        "cases it rests on, the attack, and only then the rating. Where there were several attacks, the worst; all "
+        "of them are further below.</p>"
     )
     return intro + table + _details("How the words are chosen", _definitions(RULES)) if lines else ""
 
@@ -164,7 +207,8 @@ def _worst(finding: Finding | None) -> str:
     if finding is None:
         return "<td class='long muted'>no such attack</td>"
     label = f"<span class='w{RANK[word(finding)]}'>{escape(word(finding))}</span>"
-    return f"<td class='long'>{label}<br>{escape(f'{range_text(finding)}, {finding.attack}')}</td>"
+    rests_on = ", ".join(text for text in (cases_text(finding), finding.attack) if text)
+    return f"<td class='long'>{escape(range_text(finding))}<br>{escape(rests_on)}<br>{label}</td>"
 
 
 def _attacks(findings: Sequence[Finding]) -> str:
@@ -174,16 +218,24 @@ def _attacks(findings: Sequence[Finding]) -> str:
     parts = []
     for (attack, seat, attacker, target), group in groups.items():
         rows = [
-            (f.measure, range_text(f), number_text(chance_of(f), f.measure), word(f), f.note)
+            (
+                measure_text(f.measure),
+                cases_text(f) or "—",
+                range_text(f),
+                number_text(chance_of(f), f.measure),
+                word(f),
+                f.note,
+            )
             for f in sorted(group, key=severity, reverse=True)
         ]
-        content = _table(("measure", "value", "guessing", "", "note"), rows)
+        name = f"{attack} ({seat}, {attacker}) on the {target}"
+        content = _table(name, ("measure", "cases", "value (interval)", "guessing", "rating", "note"), rows)
         for budget in _unique(plain_text(f.budget) for f in group if f.budget):
             content += f"<p><b>Settings and budget:</b> {escape(budget)}</p>"
         failures = _unique(failure for f in group for failure in f.failures)
         content += f"<p><b>Failures:</b></p>{_list(failures)}" if failures else "<p class='muted'>No failures.</p>"
         worst = max(group, key=severity)
-        parts.append(_details(f"{attack} ({seat}, {attacker}) on the {target}: {word(worst)}", content))
+        parts.append(_details(f"{name}: {word(worst)}", content))
     return "".join(parts)
 
 
@@ -195,18 +247,22 @@ def _pictures(findings: Sequence[Finding]) -> str:
     parts = []
     for finding in findings:
         cells = "".join(
-            f"<figure>{_png(data)}<figcaption>{escape(caption)}</figcaption></figure>"
+            f"<figure>{_png(data, f'{caption}, by {finding.attack} ({finding.seat}): {range_text(finding)}')}"
+            f"<figcaption>{escape(caption)}</figcaption></figure>"
             for caption, data in finding.images
         )
         if cells:
-            title = f"{finding.attack} ({finding.seat}, {finding.attacker}): {finding.measure} {range_text(finding)}"
+            named = f"{finding.attack} ({finding.seat}, {finding.attacker})"
+            title = f"{named}: {measure_text(finding.measure)} {range_text(finding)}"
             parts.append(f"<h3>{escape(title)}</h3><div class='grid'>{cells}</div>")
     return "".join(parts)
 
 
-def _png(data: str) -> str:
+def _png(data: str, alternative: str) -> str:
     try:
         real = base64.b64decode(data, validate=True).startswith(b"\x89PNG")
     except ValueError:
         real = False
-    return f"<img src='data:image/png;base64,{data}' alt=''>" if real else "<p class='muted'>(not a PNG)</p>"
+    if not real:
+        return "<p class='muted'>(not a PNG)</p>"
+    return f"<img src='data:image/png;base64,{data}' alt='{escape(alternative)}'>"

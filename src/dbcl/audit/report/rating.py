@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dbcl.audit.findings import ATTACKERS, Audit, Finding
+from dbcl.audit.findings import ATTACKERS, SEATS, Audit, Finding
 from dbcl.audit.report.measures import KINDS, chance_of, kind, number_text
 from dbcl.errors import ConfigError
 
@@ -20,7 +20,7 @@ RULES = {
     "defence.",
     "PSNR": "2 dB above guessing is a leak; 30 dB, or 10 dB above guessing if that is more, is as bad as no defence.",
     "share above 20 dB": "one in a hundred more than by guessing is a leak, nine in ten are as bad as no defence.",
-    "true positives (tpr)": "twice the rate of false alarms is a leak; half of all members, or four times that rate "
+    "members found": "twice the rate of false alarms is a leak; half of all members, or four times that rate "
     "if that is more, is as bad as no defence.",
     "guessing": "as the audit measured it; where it did not: cosine 0, AUC 0.5, accuracy 0, SSIM 0, share 0, error 1, "
     "PSNR 13 dB (about what the mean picture of a class gives), true positives as many as false ones.",
@@ -85,11 +85,33 @@ def risks(audit: Audit) -> list[Risk]:
     return found
 
 
-def parse_limits(text: str) -> dict[str, float]:
-    """Read limits such as those of `--fail-above`.
+def worst_by_seat(audit: Audit) -> dict[str, Finding | None]:
+    """For each seat the finding that is worst by `severity`; None where no attack from it gave a result.
 
-    >>> parse_limits("cosine=0.3, psnr=15")
-    {'cosine': 0.3, 'psnr': 15.0}
+    >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99)
+    >>> {seat: worst and worst.attack for seat, worst in worst_by_seat(Audit("a", {}, {}, (), (finding,), 1.0)).items()}
+    {'client': 'rewind', 'server': None, 'anyone': None}
+    """
+    rated = [finding for finding in audit.findings if RANK[word(finding)]]
+    return {seat: max((f for f in rated if f.seat == seat), key=severity, default=None) for seat in SEATS}
+
+
+def includes_guessing(finding: Finding) -> bool:
+    """Whether what guessing gives lies inside the finding's interval, so that luck cannot be excluded.
+
+    >>> includes_guessing(Finding("a", "client", "naive", "label", "accuracy", 0.5, 0.09, 0.91, chance=0.1))
+    True
+    """
+    if finding.low is None or finding.high is None:
+        return False
+    return finding.low <= chance_of(finding) <= finding.high
+
+
+def parse_limits(text: str) -> dict[str, float]:
+    """Read limits such as those of `--fail-above`: measure=number for all seats, seat.measure=number for one.
+
+    >>> parse_limits("cosine=0.3, client.psnr=15")
+    {'cosine': 0.3, 'client.psnr': 15.0}
     >>> parse_limits("speed=3")
     Traceback (most recent call last):
         ...
@@ -99,11 +121,22 @@ def parse_limits(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, equals, number = (piece.strip() for piece in part.partition("="))
         if not equals or not name:
-            raise ConfigError(f"a limit is written measure=number, as in cosine=0.3,psnr=15; got {part.strip()!r}")
-        if name == "error":
+            raise ConfigError(
+                "a limit is written measure=number or seat.measure=number, as in cosine=0.3,client.psnr=15; "
+                f"got {part.strip()!r}"
+            )
+        seat, measure = _seat_and_measure(name)
+        if seat is not None and seat not in SEATS:
+            raise ConfigError(
+                f"unknown seat {seat!r} in a limit; choose from {', '.join(SEATS)}, or leave it out for all of them"
+            )
+        if measure == "error":
             raise ConfigError("a large error is good, so it cannot be limited from above; limit cosine instead")
-        if name not in LIMITS:
-            raise ConfigError(f"unknown measure {name!r} in a limit; choose from {', '.join(LIMITS)}")
+        if measure not in LIMITS:
+            raise ConfigError(
+                f"unknown measure {measure!r} in a limit; choose from {', '.join(LIMITS)}, alone or after a seat "
+                f"({', '.join(SEATS)}), as in client.psnr"
+            )
         if name in limits:
             raise ConfigError(f"{name} has two limits; give one")
         try:
@@ -115,24 +148,34 @@ def parse_limits(text: str) -> dict[str, float]:
     return limits
 
 
+def _seat_and_measure(name: str) -> tuple[str | None, str]:
+    seat, dot, measure = name.partition(".")
+    return (seat, measure) if dot else (None, name)
+
+
 def exceeded(audit: Audit, limits: Mapping[str, float]) -> list[str]:
     """Each limit that an attack broke, or that nothing was measured for, as a sentence; empty means all were kept.
 
     >>> audit = Audit("a", {}, {}, (), (Finding("rewind", "client", "adaptive", "update", "cosine", 0.99),), 1.0)
     >>> exceeded(audit, {"cosine": 0.3})
     ['cosine: rewind (client, adaptive) reached 0.990 on the update, above the limit 0.3']
+    >>> exceeded(audit, {"client.cosine": 0.995})
+    []
     """
     sentences = []
     for name, limit in limits.items():
-        found = [each for each in audit.findings if kind(each.measure) == name and not math.isnan(each.value)]
+        seat, measure = _seat_and_measure(name)
+        of_seat = [each for each in audit.findings if seat in (None, each.seat)]
+        found = [each for each in of_seat if kind(each.measure) == measure and not math.isnan(each.value)]
         if not found:
-            sentences.append(f"{name}: no attack gave a value, so the limit {limit:g} could not be checked")
+            whose = "no attack" if seat is None else f"no attack from the seat of {seat}"
+            sentences.append(f"{name}: {whose} gave a value, so the limit {limit:g} could not be checked")
             continue
         worst = max(found, key=_strength)
         if _strength(worst) > limit:
             reached = f"{number_text(worst.value, worst.measure)} on the {worst.target}"
             mirror = (
-                f", which turned round is {number_text(_strength(worst), name)}"
+                f", which turned round is {number_text(_strength(worst), measure)}"
                 if worst.value != _strength(worst)
                 else ""
             )
@@ -142,7 +185,9 @@ def exceeded(audit: Audit, limits: Mapping[str, float]) -> list[str]:
 
 
 def severity(finding: Finding) -> tuple[int, float]:
-    """For sorting: by word, then by how far a value is on the way from a leak to no defence, whatever the measure.
+    """For sorting, whatever the measure: by word, then by how far a value is on the way from a leak to no defence.
+
+    Below a leak the second number is negative: how far the value is from a leak, in steps from guessing to a leak.
 
     >>> severity(Finding("rewind", "client", "adaptive", "update", "cosine", 0.5))
     (3, 0.5)
@@ -150,8 +195,10 @@ def severity(finding: Finding) -> tuple[int, float]:
     rank = RANK[word(finding)]
     if rank == 0:
         return 0, -math.inf
-    leaks, bad = _levels(kind(finding.measure), chance_of(finding))
-    return rank, (_strength(finding) - leaks) / max(bad - leaks, 1e-9)
+    family, chance = kind(finding.measure), chance_of(finding)
+    leaks, bad = _levels(family, chance)
+    step = bad - leaks if rank >= RANK[LEAKS] else leaks - _as_strength(family, chance)
+    return rank, (_strength(finding) - leaks) / max(step, 1e-9)
 
 
 def _levels(family: str, chance: float) -> tuple[float, float]:

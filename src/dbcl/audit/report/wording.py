@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dbcl.audit.findings import ATTACKERS, Audit, Finding
-from dbcl.audit.report.measures import chance_of, kind, number_text, plain_text
-from dbcl.audit.report.rating import RANK, word
+from dbcl.audit.report.measures import cases_text, chance_of, kind, measure_text, number_text, plain_text, range_text
+from dbcl.audit.report.rating import RANK, includes_guessing, word, worst_by_seat
 from dbcl.engines import cohort_size
 
 GLOSSARY = {
@@ -15,34 +15,48 @@ GLOSSARY = {
     "cosine": "angle between an estimated update and the true one: 1 is the exact direction, 0 is nothing.",
     "error": "length of the mistake divided by the length of the truth; guessing zero gives 1.",
     "in clear": "sent to every client without sketch and without noise.",
-    "interval": "the range in which the value would fall with other examples, as far as the attack could tell.",
+    "interval": "the range in which the value would fall with other examples: 95 % of the rounds for updates, the "
+    "worst and the best picture for pictures, and for all else a 95 % confidence interval (bootstrap, or from the "
+    "number of cases).",
+    "seat": "the place from which an attacker works: a client of the run, its server, or anyone with the final model.",
     "naive attacker": "an attack as its paper published it, unaware of the defence.",
     "PSNR": "likeness to the original in decibels; above 20 a person recognises it, above 30 it looks the same.",
     "secure aggregation": "a protocol by which the server learns the sum of many updates and no single one.",
     "sketch": "a random projection of the weights, made from a seed that every client knows.",
     "SSIM": "likeness of two pictures to the eye, 1 for equal ones.",
-    "true positives at 1 % false ones": "share of members found by an attacker who wrongly accuses 1 % of the others.",
+    "members found at 1 % false alarms": "share of the training examples that an attacker finds who wrongly accuses "
+    "1 % of the others (true positives at 1 % false positives).",
     "update": "what one round changed in the weights: the average over the clients of that round.",
     "veil": "secret noise that the server adds to everything it sends; its size is relative to the weights.",
 }
 
-WHO = {"client": "A client that remembers what it received", "server": "The server", "anyone": "Anyone"}
+WHO = {
+    "client": "A client that remembers what it received",
+    "server": "The server",
+    "anyone": "Anyone who has the finished model",
+}
 PHRASES = {
-    "share": "rebuilt the {0} recognisably in {1} of the cases",
-    "tpr": "found {1} by {2}",
-    "auc": "inferred the {0} with AUC {1}, where 1 is certainty",
+    "share": "rebuilt {1} of the {0} so that a person recognises them",
+    "tpr": "found {1} of {2}",
+    "auc": "told {0} apart with AUC {1}, where 1 is certainty",
     "accuracy": "named the {0} correctly in {1} of the cases",
     "cosine": "recovered the {0} with cosine {1}, where 1 is exact",
     "psnr": "rebuilt the {0} at {1}, where 20 dB is recognisable",
     "ssim": "rebuilt the {0} with likeness {1}, where 1 is equal",
     "error": "recovered the {0} with an error of {1} its size",
 }
-HEADS = {
-    4: "The worst attacker got as much as if there were no defence.",
-    3: "The worst attacker got more than guessing gives.",
-    2: "No attack did clearly better than guessing, but at least one cannot rule it out.",
-    1: "No attack of this audit did better than guessing.",
-    0: "No attack gave a result that can be rated, so this audit says nothing.",
+TARGETS = {"update": "others' update", "image": "pictures", "label": "labels"}
+VERDICTS = {
+    4: "got as much as if there were no defence",
+    3: "got more than guessing gives",
+    2: "did not clearly do better than guessing, but the figures are too few to rule it out",
+    1: "did no better than guessing in any attack of this audit",
+    0: "got nothing that can be rated, so this audit says nothing about this seat",
+}
+SEAT_NOTES = {
+    "client": "Sketch and veil are there to stop clients.",
+    "server": "Sketch and veil do not stop the server, which makes both: under every preset it must be trusted.",
+    "anyone": "No preset protects a model that is given away.",
 }
 NO_PROOF = (
     "Nothing is safe because an attack failed. Every figure on this page is what these attacks got with this budget, "
@@ -50,20 +64,82 @@ NO_PROOF = (
 )
 
 
-def sentence(finding: Finding) -> str:
-    """A finding as a sentence.
+def sentence(finding: Finding, property_name: str = "", *, subject: str = "") -> str:
+    """A finding as sentences: the value with its interval, what guessing gives, how many cases, and then the rating.
 
-    >>> sentence(Finding("rewind", "client", "adaptive", "update", "cosine", 0.99))[:72]
-    'A client that remembers what it received recovered the update with cosin'
+    >>> found = Finding("LiRA", "anyone", "adaptive", "membership", "tpr at 0.1 % fpr", 0.007, budget={"members": 1000})
+    >>> sentence(found)  # doctest: +NORMALIZE_WHITESPACE
+    'Anyone who has the finished model found 0.7 % of members at 0.1 % false alarms; guessing gives 0.1 %.
+    From 1,000 members, by LiRA (adaptive): leaks.'
     """
     phrase = PHRASES.get(kind(finding.measure), "reached {1} by {2} on the {0}")
     phrase = "rebuilt the {0} exactly" if math.isinf(finding.value) else phrase
-    got = phrase.format(finding.target, number_text(finding.value, finding.measure), finding.measure)
+    if kind(finding.measure) == "auc":
+        what = {"membership": "members and others"}.get(finding.target, target_text(finding.target, property_name))
+        if finding.target == "property":
+            what = f"batches with and without {what if property_name else 'a property'}"
+    else:
+        what = TARGETS.get(finding.target, finding.target)
+    measure = measure_text(finding.measure).replace("members found", "members")
+    got = phrase.format(what, range_text(finding), measure)
     chance = chance_of(finding)
-    guess = "" if math.isnan(chance) else f" Guessing gives {number_text(chance, finding.measure)}."
-    return (
-        f"{WHO.get(finding.seat, finding.seat)} {got} ({finding.attack}, {finding.attacker}): {word(finding)}.{guess}"
+    guess = "" if math.isnan(chance) else f"; guessing gives {number_text(chance, finding.measure)}"
+    count = cases_text(finding)
+    by = f"{f'From {count}, by' if count else 'By'} {finding.attack} ({finding.attacker})"
+    unsure = ", but the interval includes guessing" if RANK[word(finding)] >= 3 and includes_guessing(finding) else ""
+    return f"{subject or WHO.get(finding.seat, finding.seat)} {got}{guess}. {by}: {word(finding)}{unsure}."
+
+
+def target_text(target: str, property_name: str = "") -> str:
+    """What was attacked, with the name of the property where it was one.
+
+    >>> target_text("property", "thick strokes"), target_text("image")
+    ('the property “thick strokes”', 'image')
+    """
+    return f"the property “{property_name}”" if target == "property" and property_name else target
+
+
+def verdicts(audit: Audit) -> list[tuple[int, str, str, str]]:
+    """For each seat how bad it is (4 to 0), the verdict, its worst finding in words, and what defends from that seat.
+
+    >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99)
+    >>> [(rank, verdict) for rank, verdict, _, _ in verdicts(Audit("a", {}, {}, (), (finding,), 1.0))][0]
+    (4, 'A client got as much as if there were no defence.')
+    """
+    who = {**WHO, "client": "A client"}
+    lines = []
+    for seat, worst in worst_by_seat(audit).items():
+        rank = RANK[word(worst)] if worst else 0
+        found = f"Worst finding: {sentence(worst, audit.property_name, subject='it')}" if worst else ""
+        lines.append((rank, f"{who[seat]} {VERDICTS[rank]}.", found, SEAT_NOTES[seat]))
+    return lines
+
+
+def rehearsal_text(audit: Audit) -> list[str]:
+    """What kind of evidence the page holds, and what it means for a run with more clients, as paragraphs.
+
+    >>> rehearsal_text(Audit("a", {"clients": 100, "fraction": 0.1}, {}, (), (), 1.0, parties=2))[0][:62]
+    'This is a worst-case rehearsal of 2 parties, in which everybod'
+    """
+    parties, cohort = audit.parties, _cohort(audit.settings)
+    others = "a single victim" if parties == 2 else "a victim among the others"
+    first = (
+        f"This is a worst-case rehearsal of {parties or 'a few'} parties, in which everybody takes one SGD step a "
+        "round; it is not what happened in the run. The auditor plays short runs under the same settings with an "
+        f"attacker and {others}, so that it knows what the attacker should find. Only membership, and attacks "
+        "marked “of the run”, are about the run itself."
     )
+    if cohort is None:
+        return [first]
+    if cohort > (parties or 2):
+        second = (
+            f"About {cohort} clients share a round of this run. A client's attack then sees the victim mixed with "
+            f"{cohort - 2} others and usually gets less than here: dbcl audit --parties {cohort} rehearses that. The "
+            "server sees each client's update by itself, however many there are, so its figures do not shrink."
+        )
+    else:
+        second = f"About {cohort} clients share a round of this run: there is no larger crowd to hide one of them."
+    return [first, second]
 
 
 def advice(audit: Audit) -> list[str]:
