@@ -25,7 +25,6 @@ def main(grid: Grid, context: Context) -> None:
     folder = Path(str(config["checkpoint"])).expanduser().absolute() if config["checkpoint"] else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        log.info("checkpoints in %s", folder)
 
     def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
         """Measure W itself, which only the server can."""

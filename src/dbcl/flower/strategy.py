@@ -100,7 +100,7 @@ class DoubleBlind(Strategy):
             insecure_seed=insecure_seed,
         )
         self.reports: list[RoundReport] = []
-        self.folder = None if checkpoint is None else Path(checkpoint)
+        self.folder = None if checkpoint is None else Path(checkpoint).expanduser().absolute()
         self._kept = StrategyState(strategy)
         self._fixed = None if insecure_seed is None else seeds.derive(bytes(32), "flower", insecure_seed)
         self._numbers: dict[int, int] = {}  # of the nodes, in the order in which they were first seen
@@ -137,6 +137,10 @@ class DoubleBlind(Strategy):
         self._started = True
         self.summary()
         self._save()  # the first round's secrets are on the disk before anything is sent
+        if self.folder is not None:
+            log.info("checkpoints are in %s", self.folder)
+        if self._evaluated and self.server.round >= num_rounds:
+            log.info("all %s rounds are done; nothing to train. %s", num_rounds, self._how_to_go_on())
         if evaluate_fn is not None and self.server.round == 0:
             self._note(self._result.evaluate_metrics_serverapp, 0, evaluate_fn(0, self._weights()))
         while self.server.round < num_rounds or (self.server.round and not self._evaluated):
@@ -357,6 +361,10 @@ class DoubleBlind(Strategy):
         }
         checkpoint.save(self.folder, self.server.round, join(**parts))
 
+    def _how_to_go_on(self) -> str:
+        anew = "" if self.folder is None else f"; to begin anew, use another folder than {self.folder} as checkpoint"
+        return f"To go on, ask for more rounds (num_rounds){anew}"
+
     def _resume(self, folder: Path) -> None:
         forgotten = self._kept.forgotten()
         if forgotten:
@@ -369,8 +377,14 @@ class DoubleBlind(Strategy):
                 f"{folder} holds checkpoints of another engine or of an older dbcl; choose another folder"
             )
         own: Mapping[str, Any] = state.values["flower"]
-        self._kept.load_state(state.part("strategy"))
-        restore_server(self.server, state.part("server"))
+        try:
+            self._kept.load_state(state.part("strategy"))
+            restore_server(self.server, state.part("server"))
+        except ProtocolError as error:
+            raise ProtocolError(
+                f"the run in {folder} cannot go on: {error}; "
+                "use the model, the plan and the strategy that it began with, or another folder as checkpoint, to begin anew"
+            ) from error
         self._evaluated, self._resumed = own["evaluated"], True
         self._numbers = {int(node): number for number, node in enumerate(own["nodes"])}
         for kept, stored in zip(_histories(self._result), own["history"], strict=True):
