@@ -5,7 +5,7 @@ INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 BENCH := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -W ignore
 RESULTS ?= benchmarks/results
 
-.PHONY: run test test-slow test-deploy lint bench bench-check clean
+.PHONY: run test test-slow test-deploy lint dist bench bench-check clean
 
 # Threads that wait for each other sleep here. By OpenMP's default they spin, and beside other busy programs the same run
 # takes several times as long.
@@ -27,6 +27,17 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Wheel and sdist, and that the wheel works where nothing else of the repository is.
+dist:
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) build
+	rm -rf dist build/clean
+	$(BIN)/python -m build --outdir dist
+	$(PYTHON) -m venv build/clean/env
+	build/clean/env/bin/pip install --quiet --constraint constraints.txt dist/*.whl
+	cd build/clean && env -u PYTHONPATH env/bin/dbcl --version
+	cd build/clean && env -u PYTHONPATH env/bin/dbcl train --rounds 2
 
 bench: .venv/ready
 	$(INSTALL) --editable '.[bench]'

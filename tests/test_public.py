@@ -79,7 +79,7 @@ for room in ("flower", "testing"):
     missing, flower, testing = done.stdout.splitlines()
     assert {name.split(".")[1] for name in missing.split()} == {"audit", "flower", "testing"}
     assert {"dbcl.audit", "dbcl.audit.findings", "dbcl.audit.report"}.isdisjoint(missing.split())
-    assert "the remedy: pip install 'dbcl[flower]'" in flower
+    assert "the remedy: pip install '.[flower]' in a clone of dbcl" in flower
     assert "the remedy: pip install pytest" in testing
 
 

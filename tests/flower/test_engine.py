@@ -201,7 +201,7 @@ except ImportError as error:
 """
     done = run_python(code, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "pip install 'dbcl[flower]'" in done.stdout
+    assert "pip install '.[flower]' in a clone of dbcl" in done.stdout
 
 
 def test_telemetry_is_off_unless_asked_for(tmp_path: Path) -> None:
@@ -240,5 +240,5 @@ def test_a_run_through_flowers_simulation_is_the_local_run_resumed_or_not(tmp_pa
 
 def test_who_asks_for_the_engine_flower_without_flower_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dbcl.run.config.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'dbcl\[flower\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[flower\]' in a clone of dbcl"):
         ENGINES["flower"]()

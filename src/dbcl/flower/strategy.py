@@ -383,7 +383,8 @@ class DoubleBlind(Strategy):
         except ProtocolError as error:
             raise ProtocolError(
                 f"the run in {folder} cannot go on: {error}; "
-                "use the model, the plan and the strategy that it began with, or another folder as checkpoint, to begin anew"
+                "use the model, the plan and the strategy that it began with, or another folder as checkpoint, "
+                "to begin anew"
             ) from error
         self._evaluated, self._resumed = own["evaluated"], True
         self._numbers = {int(node): number for number, node in enumerate(own["nodes"])}
