@@ -10,6 +10,7 @@ from dbcl.cover import broadcast_names, fingerprint, named_tensors, owner
 from dbcl.errors import PlanError
 from dbcl.nn import compact_parameter, sketch_parameter
 from dbcl.plan import RoundPlan, mismatches
+from dbcl.statistics import restart
 
 Noise = Callable[[str, tuple[int, ...]], Tensor | None]
 """Gives the noise on one tensor of W from its name and shape."""
@@ -80,6 +81,7 @@ def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tens
     """
     check_module(module, plan)
     client = copy.deepcopy(module)
+    restart(client)
     for name, _ in plan.frozen:
         client.get_parameter(name).requires_grad_(False)
     for tensor in plan.tensors:
@@ -103,7 +105,7 @@ def client_tensors(client: nn.Module, plan: RoundPlan) -> dict[str, Tensor]:
 
 
 def lift(plan: RoundPlan, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A change of every V as a change of every W: dW = dV R^T.
+    """A change of every V as a change of every W: dW = dV R^T. Statistics stay as they are, and may be missing.
 
     >>> from dbcl.plan import RoundTensor
     >>> plan = RoundPlan(0, bytes(32), (RoundTensor("weight", (2, 2, 3), "count-v1", 3, 3),))
@@ -115,4 +117,5 @@ def lift(plan: RoundPlan, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tensor.sketched
         else changes[tensor.name]
         for tensor in plan.tensors
+        if tensor.name in changes
     }

@@ -24,9 +24,13 @@ from dbcl.cover import (
 )
 from dbcl.errors import PlanError, SketchError
 from dbcl.sketch import SCHEMES, Sketch, draw
+from dbcl.statistics import is_statistic
 
 CLEAR = "identity-v1"
 """The scheme of a tensor that is not sketched."""
+MEASURED = "statistics-v1"
+"""The scheme of a normalisation statistic: not sketched, and a client reports a value of its own and not a change."""
+UNSKETCHED = (CLEAR, MEASURED)
 
 Ratio = float | tuple[float, float]
 
@@ -51,7 +55,12 @@ class RoundTensor:
 
     @property
     def sketched(self) -> bool:
-        return self.scheme != CLEAR
+        return self.scheme not in UNSKETCHED
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is a normalisation statistic, of which clients report values and not changes."""
+        return self.scheme == MEASURED
 
     @property
     def dim(self) -> int:
@@ -111,7 +120,7 @@ class TensorPlan:
 
     @property
     def sketched(self) -> bool:
-        return self.scheme != CLEAR
+        return self.scheme not in UNSKETCHED
 
     @property
     def in_clear(self) -> bool:
@@ -132,7 +141,7 @@ class TensorPlan:
         """Say what is wrong with these choices."""
         if not (math.isfinite(self.veil) and self.veil >= 0):
             yield f"{self.name}: veil must be 0 or more, got {self.veil}"
-        if self.scheme not in SCHEMES:
+        if self.scheme not in SCHEMES and self.scheme != MEASURED:
             yield f"{self.name}: unknown sketch {self.scheme!r}; choose one of {', '.join(SCHEMES)}"
         elif self.sketched:
             low, high = self.ratio
@@ -151,7 +160,8 @@ class TensorPlan:
         width = low
         if low < high:
             width += int(seeds.words(seed, "width-v1", round, self.name, n=1)[0] % (high - low + 1))
-        sketch = draw(self.scheme, self.dim, width, seed=seed, round=round, name=self.name)
+        scheme = self.scheme if self.sketched else CLEAR
+        sketch = draw(scheme, self.dim, width, seed=seed, round=round, name=self.name)
         return RoundTensor(self.name, self.shape, self.scheme, width, sketch.width), sketch
 
     def row(self) -> tuple[str, str, str, str, str]:
@@ -224,7 +234,8 @@ class SketchPlan:
         names = covered.names - left_out.keys()
         if covered.names and not names:
             covered.problems.append(nothing_left(left_out))
-        tensors = [planned(name, sketch if name in names else CLEAR) for name in sent]
+        unsketched = {name: MEASURED if is_statistic(name) else CLEAR for name in sent}
+        tensors = [planned(name, sketch if name in names else unsketched[name]) for name in sent]
         _refuse([*covered.problems, *(problem for tensor in tensors for problem in tensor.problems())])
         at_home = [(name, "frozen") for name in frozen_parameters(model)]
         at_home += [(name, "constant") for name, tensor in own.items() if _is_constant(name, tensor, sent)]
@@ -255,8 +266,11 @@ class SketchPlan:
             changes["ratio"] = ratio if isinstance(ratio, tuple) else (ratio, ratio)
         if veil is not None:
             changes["veil"] = veil
+        fixed = {name: value for name, value in changes.items() if name != "scheme"}
         changed = tuple(
-            dataclasses.replace(tensor, **changes) if fnmatchcase(tensor.name, pattern) else tensor  # type: ignore[arg-type]
+            dataclasses.replace(tensor, **(changes if tensor.sketched else fixed))  # type: ignore[arg-type]
+            if fnmatchcase(tensor.name, pattern)
+            else tensor
             for tensor in self.tensors
         )
         return dataclasses.replace(self, tensors=changed)

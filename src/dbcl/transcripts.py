@@ -23,6 +23,7 @@ from dbcl.errors import AuditError, ProtocolError
 from dbcl.files import write_atomic
 from dbcl.protocol import Broadcast, Server, Update, decode_broadcast, decode_update, encode
 from dbcl.protocol.aggregation import Weighted, average
+from dbcl.statistics import is_statistic
 
 SUM = "sum"
 
@@ -214,7 +215,9 @@ def summed(messages: Sequence[Update | bytes]) -> Update:
     """
     updates = [decode_update(message) if isinstance(message, bytes) else message for message in messages]
     first = updates[0]
-    mean = average([Weighted(update.tensors, update.examples) for update in updates], first.tensors).mean()
+    like = {name: tensor for update in updates for name, tensor in update.tensors.items()}
+    statistics = {name for name in like if is_statistic(name)}
+    mean = average([Weighted(update.tensors, update.examples) for update in updates], like, statistics).mean()
     return Update(first.round, first.plan, mean, sum(update.examples for update in updates))
 
 

@@ -92,15 +92,17 @@ def by_hand(inner: flower.Strategy, rounds: int, **settings: Any) -> nn.Module:
             changes = dict(answers[-1].tensors)
             for name, sketch in broadcast.sketches().items():
                 changes[name] = sketch.lift(changes[name])
-            arrays = ArrayRecord({name: W[name] + changes[name] for name in W})
+            made = {name: changes[name] if name in server.statistics else W[name] + changes[name] for name in W}
+            arrays = ArrayRecord(made)
             metrics = MetricRecord({"num-examples": more["examples"], **more["metrics"]})
             replies.append(Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message))
         new, _ = inner.aggregate_train(round + 1, replies)
         assert new is not None
-        server.close_round(answers)  # for its round and key; the weights are the strategy's
+        server.close_round(answers)  # for its round, key and statistics; the weights are the strategy's
         with torch.no_grad():
             for name, tensor in new.to_torch_state_dict().items():
-                model.state_dict()[name].copy_(tensor)
+                if name not in server.statistics:
+                    model.state_dict()[name].copy_(tensor)
     return model
 
 

@@ -333,13 +333,62 @@ def test_an_aggregate_of_too_few_updates_is_refused() -> None:
     assert server.close(Aggregate(sums, weight=3.0, count=3)).accepted == 3
 
 
-def test_a_running_mean_may_turn_negative() -> None:
-    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-    server = dbcl.Server(model, veil=0)
+def normalised() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+
+def measuring(broadcast: dbcl.Broadcast, x: torch.Tensor) -> dbcl.Update:
+    """A client that only looks at its examples: what it measures, and no change of any weight."""
+    local = dbcl.blinded(normalised(), broadcast).train()
+    for batch in x.split(10):
+        local(batch)
+    return dbcl.update(local, broadcast, examples=len(x))
+
+
+@pytest.mark.parametrize("veil", [0.0, 2.0])
+def test_statistics_are_values_that_clients_measured_and_not_changes(veil: float) -> None:
+    """The server's statistics are the mean of the clients' own, whatever noise went out with the broadcast."""
+    server = dbcl.Server(normalised(), veil=veil, sketch="identity-v1", insecure_seed=0)
+    with torch.no_grad():
+        server.model[1].running_mean.fill_(7.0)
+    broadcast = dbcl.decode_broadcast(dbcl.encode(server.open_round()))
+    one, two = torch.randn(10, 8), torch.randn(30, 8) - 3
+    updates = [measuring(broadcast, one), measuring(broadcast, two)]
+    received = dbcl.blinded(normalised(), broadcast)[0]
+    z = received(one)
+    torch.testing.assert_close(updates[0].tensors["1.running_mean"], z.mean(dim=0).detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(updates[0].tensors["1.running_var"], z.var(dim=0).detach(), rtol=1e-3, atol=1e-3)
+    weights = {name: tensor.clone() for name, tensor in server.model.named_parameters()}
+    report = server.close_round([dbcl.encode(update) for update in updates])
+    expected = (updates[0].tensors["1.running_mean"] * 10 + updates[1].tensors["1.running_mean"] * 30) / 40
+    torch.testing.assert_close(server.model[1].running_mean, expected)
+    assert report.norm == 0
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in server.model.named_parameters())
+
+
+def test_a_client_that_measured_nothing_says_nothing() -> None:
+    server = dbcl.Server(normalised())
+    before = server.model[1].running_mean.clone()
     broadcast = server.open_round()
-    local = dbcl.blinded(model, broadcast)
-    local[1].running_mean.fill_(-0.5)
-    local[1].running_var.fill_(-0.5)
-    server.close_round([dbcl.update(local, broadcast, examples=1)])
-    assert model[1].running_mean.tolist() == [-0.5] * 6
-    assert model[1].running_var.tolist() == [0.0] * 6
+    silent = dbcl.update(dbcl.blinded(normalised(), broadcast), broadcast, examples=5)
+    assert "1.running_mean" not in silent.tensors
+    noised = dbcl.update(
+        dbcl.blinded(normalised(), broadcast), broadcast, examples=5, noise=dbcl.UpdateNoise(clip=1.0, multiplier=0.1)
+    )
+    assert "1.running_mean" not in noised.tensors
+    server.close_round([silent, noised])
+    assert torch.equal(server.model[1].running_mean, before)
+    broadcast = server.open_round()
+    seen = measuring(broadcast, torch.randn(20, 8))
+    server.close_round([dbcl.update(dbcl.blinded(normalised(), broadcast), broadcast, examples=1000), seen])
+    assert not torch.equal(server.model[1].running_mean, before)
+
+
+def test_a_negative_variance_is_refused() -> None:
+    server = dbcl.Server(normalised())
+    update = measuring(server.open_round(), torch.randn(20, 8))
+    with pytest.raises(ProtocolError, match=r"1.running_var holds a negative variance"):
+        server.close_round([spoil(update, "1.running_var", -torch.ones(6))])
+    with pytest.raises(ProtocolError, match=r"1.running_mean holds NaN"):
+        server.close_round([spoil(update, "1.running_mean", NAN)])

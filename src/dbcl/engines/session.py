@@ -13,6 +13,7 @@ from dbcl.plan import SketchPlan
 from dbcl.protocol import Broadcast, RoundReport, Server, Update
 from dbcl.protocol.state import load_model, model_state, restore_server, server_state
 from dbcl.state import State, join
+from dbcl.statistics import calibrate
 
 
 class Session(Protocol):
@@ -124,6 +125,8 @@ class ServerSession:
                 mean.lerp_(current[name], 1 - decay)
             else:
                 mean.copy_(current[name])
+        if self.server.calibration is not None and self.server.statistics:
+            calibrate(self.ema_model, self.server.calibration)
 
 
 def session_of(holder: Server | Session) -> Session:

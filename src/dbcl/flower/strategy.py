@@ -27,7 +27,7 @@ from dbcl.flower.replies import metrics_of, same_metrics, with_content
 from dbcl.flower.state import StrategyState
 from dbcl.plan import Ratio, SketchPlan
 from dbcl.protocol import Admission, Broadcast, Door, RoundReport, Server, checkpoint, encode
-from dbcl.protocol.aggregation import average, replacement
+from dbcl.protocol.aggregation import Aggregate, replacement
 from dbcl.protocol.state import restore_server, server_state
 from dbcl.state import State, join
 
@@ -43,7 +43,7 @@ class DoubleBlind(Strategy):
     each answer is checked at the `door` and lifted to W + dV R^T before it sees it. (FedAvg and FedProx see the metrics
     alone: the server averages first and lifts once, which is the same.) Nodes get the round's broadcast, to train and
     to evaluate; the true weights stay here, in `server.model`, which is `model`. `plan`, `ratio`, `cover`, `veil`,
-    `sketch`, `wire` and `insecure_seed` are those of `dbcl.Server`.
+    `sketch`, `wire`, `calibration` and `insecure_seed` are those of `dbcl.Server`.
 
     With a folder as `checkpoint` every finished round is kept there, the strategy's own memory too, and the same
     program started again goes on after the last of them. No wait is longer than `round_timeout` seconds, for answers or
@@ -79,6 +79,7 @@ class DoubleBlind(Strategy):
         sketch: str | None = None,
         wire: str | None = None,
         door: Door | None = None,
+        calibration: Tensor | None = None,
         insecure_seed: int | None = None,
         checkpoint: str | Path | None = None,
         round_timeout: float = 600.0,
@@ -97,6 +98,7 @@ class DoubleBlind(Strategy):
             sketch=sketch,
             wire=wire,
             door=door,
+            calibration=calibration,
             insecure_seed=insecure_seed,
         )
         self.reports: list[RoundReport] = []
@@ -219,9 +221,9 @@ class DoubleBlind(Strategy):
         with repeatable(self._fixed, "aggregate", server_round):
             new, summary = self.strategy.aggregate_train(server_round, self._lifted(admission, senders))
         if self._averages:
-            made = average(admission.weighted(), self.server.weights())
+            made = self.server.average(admission)
         elif new:
-            made = replacement(from_record(new), self.server.weights(), len(admission.accepted))
+            made = self._replaced(admission, from_record(new))
         else:
             raise ProtocolError(
                 f"round {admission.round}: {self._kept.names[0]} made no weights of {len(admission.accepted)} good "
@@ -302,6 +304,13 @@ class DoubleBlind(Strategy):
             content = RecordDict({self._array_key: to_record(tensors), "metrics": MetricRecord(metrics)})
             messages.append(with_content(senders[who], content))
         return messages
+
+    def _replaced(self, admission: Admission, new: Mapping[str, Tensor]) -> Aggregate:
+        """The strategy's new weights; statistics are no weights, so they are averaged whatever the strategy does."""
+        made = replacement(new, self.server.weights(), len(admission.accepted))
+        mean, statistics = self.server.average(admission).mean(), self.server.statistics
+        kept = {name: tensor for name, tensor in made.sum.items() if name not in statistics}
+        return replace(made, sum={**kept, **{name: mean[name] for name in statistics if name in mean}})
 
     def _with_timeout(self, grid: Grid, phase: str) -> TimeoutGrid:
         names = ("min_available_nodes", f"min_{phase}_nodes")

@@ -60,17 +60,24 @@ class Door:
         for name, value in update.metrics.items():
             if not math.isfinite(value):
                 raise ProtocolError(f"metric {name} is {value}")
-        problems = mismatches({name: tuple(sent.shape) for name, sent in broadcast.tensors.items()}, update.tensors)
+        statistics = {tensor.name for tensor in broadcast.plan.tensors if tensor.measured}
+        asked = {
+            name: tuple(sent.shape)
+            for name, sent in broadcast.tensors.items()
+            if name in update.tensors or name not in statistics
+        }
+        problems = mismatches(asked, update.tensors)
         if problems:
             raise ProtocolError("; ".join(problems[:5]))
         for name, tensor in update.tensors.items():
             if tensor.dtype != broadcast.tensors[name].dtype:
                 raise ProtocolError(f"{name} is {tensor.dtype}, and {broadcast.tensors[name].dtype} was sent")
-        length = norm(update.tensors)
-        if not math.isfinite(length):
-            for name, tensor in update.tensors.items():
-                if not torch.isfinite(tensor).all():
-                    raise ProtocolError(f"{name} holds {'NaN' if tensor.isnan().any() else 'infinity'}")
+        length = norm({name: tensor for name, tensor in update.tensors.items() if name not in statistics})
+        for name, tensor in update.tensors.items():
+            if (name in statistics or not math.isfinite(length)) and not torch.isfinite(tensor).all():
+                raise ProtocolError(f"{name} holds {'NaN' if tensor.isnan().any() else 'infinity'}")
+            if name in statistics and name.endswith("running_var") and (tensor < 0).any():
+                raise ProtocolError(f"{name} holds a negative variance")
         if length > MAX_LENGTH:
             raise ProtocolError(f"its length {length:.4g} is absurd (above {MAX_LENGTH:g})")
         if self.norm_bound is not None and length > self.norm_bound and not self.clip:

@@ -4,7 +4,7 @@
 which the server learns only a sum makes it without any single update.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,8 +17,9 @@ from dbcl.errors import ProtocolError
 class Aggregate:
     """A weighted sum of updates, the sum of their weights, and how many there are.
 
-    The sum is over changes of V, in the sketched space of the round, or over changes of W where it is `lifted`. What
-    unit the weights have is for the maker to say: only sum / weight is used.
+    The sum is over changes of V, in the sketched space of the round, or over changes of W where it is `lifted`; of
+    normalisation statistics it is over values, and one that no client reported is missing. What unit the weights have
+    is for the maker to say: only sum / weight is used.
 
     >>> import torch
     >>> Aggregate({"b": torch.tensor([6.0])}, weight=3.0, count=2).mean()
@@ -49,24 +50,27 @@ class Weighted(NamedTuple):
     factor: float = 1.0
 
 
-def average(updates: Sequence[Weighted], like: Mapping[str, Tensor]) -> Aggregate:
+def average(updates: Sequence[Weighted], like: Mapping[str, Tensor], statistics: Collection[str] = ()) -> Aggregate:
     """Add updates up, each with its share of the whole weight, in the dtype and on the device of `like`.
 
-    The shares are below 1, so that the sum stays in the range of a half-precision dtype as well.
+    The shares are below 1, so that the sum stays in the range of a half-precision dtype as well. Of the `statistics`,
+    which are values and not changes, nothing is clipped, and the mean is over the updates that have them.
 
     >>> import torch
     >>> one, three = Weighted({"b": torch.tensor([1.0])}, 1), Weighted({"b": torch.tensor([5.0])}, 3)
     >>> average([one, three], {"b": torch.zeros(1)}).mean()
     {'b': tensor([4.])}
     """
-    total = sum(each.weight for each in updates)
     sums = {}
     for name, tensor in like.items():
-        first, *rest = updates
-        result = first.tensors[name].to(tensor) * (first.factor * first.weight / total)
-        for each in rest:
-            result.add_(each.tensors[name].to(tensor), alpha=each.factor * each.weight / total)
-        sums[name] = result
+        having = [each for each in updates if name in each.tensors] if name in statistics else updates
+        total = sum(each.weight for each in having)
+        shares = [(1.0 if name in statistics else each.factor) * each.weight / total for each in having]
+        for each, share in zip(having, shares, strict=True):
+            if name not in sums:
+                sums[name] = each.tensors[name].to(tensor) * share
+            else:
+                sums[name].add_(each.tensors[name].to(tensor), alpha=share)
     return Aggregate(sums, weight=1.0, count=len(updates))
 
 

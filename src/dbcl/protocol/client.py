@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from torch import nn
 
 from dbcl.blind import build_client, client_tensors
+from dbcl.cover import owner
 from dbcl.privacy import UpdateNoise
 from dbcl.protocol.messages import Broadcast, Update
+from dbcl.statistics import measured
 
 
 def blinded(module: nn.Module, broadcast: Broadcast) -> nn.Module:
@@ -34,7 +36,8 @@ def update(
 ) -> Update:
     """Make the answer: how every tensor has changed since the broadcast, in the dtype that it was sent in.
 
-    With `noise` the client clips the change and adds noise of its own, before anything is encoded.
+    Of normalisation statistics it holds the client's own values, where its layers have seen a batch. With `noise` the
+    client clips the change and adds noise of its own, before anything is encoded, and sends no statistics.
 
     >>> import torch, dbcl
     >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round()
@@ -42,10 +45,15 @@ def update(
     >>> dbcl.update(local, broadcast, examples=10).tensors["bias"]
     tensor([0., 0.])
     """
-    changes = {}
-    for name, now in client_tensors(local, broadcast.plan).items():
-        sent = broadcast.tensors[name]
-        changes[name] = (now - sent.to(now)).to(sent)
+    current, changes, statistics = client_tensors(local, broadcast.plan), {}, {}
+    for tensor in broadcast.plan.tensors:
+        now, sent = current[tensor.name], broadcast.tensors[tensor.name]
+        if tensor.measured:
+            value = measured(*owner(local, tensor.name), sent)
+            if value is not None:
+                statistics[tensor.name] = value.to(sent)
+        else:
+            changes[tensor.name] = (now - sent.to(now)).to(sent)
     if noise is not None:
-        changes = noise(changes, round=broadcast.round)
-    return Update(broadcast.round, broadcast.plan.digest, changes, examples, dict(metrics or {}))
+        changes, statistics = noise(changes, round=broadcast.round), {}
+    return Update(broadcast.round, broadcast.plan.digest, {**changes, **statistics}, examples, dict(metrics or {}))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dbcl.errors import ProtocolError
-from dbcl.plan import CLEAR, RoundPlan, RoundTensor
+from dbcl.plan import UNSKETCHED, RoundPlan, RoundTensor
 from dbcl.protocol.messages import Broadcast, Update
 from dbcl.seeds import SEED_BYTES
 from dbcl.sketch import SCHEMES
@@ -236,8 +236,8 @@ def _is_part(value: Any) -> bool:
         and len(shape) <= 16
         and all(map(_is_count, shape))
         and isinstance(scheme, str)
-        and scheme in SCHEMES
-        and (scheme == CLEAR or len(shape) >= 2)
+        and (scheme in SCHEMES or scheme in UNSKETCHED)
+        and (scheme in UNSKETCHED or len(shape) >= 2)
         and _is_count(width)
         and _is_count(columns)
     )

@@ -17,6 +17,9 @@ from dbcl.protocol import Server
 from dbcl.run.config import ENGINES, RunConfig
 from dbcl.transcripts import Setting
 
+CALIBRATION = 1000
+"""On so many held-out inputs, without their labels, the server measures normalisation statistics."""
+
 
 def new_seed(config: RunConfig) -> bytes:
     """The seed of a run's initial weights, cohorts and batches: secret and fresh, or that of an experiment.
@@ -70,7 +73,14 @@ def divide(config: RunConfig, labels: NDArray[np.int64], *, seed: bytes) -> list
 def build_session(config: RunConfig, dataset: Dataset, *, seed: bytes) -> ServerSession:
     """Whoever holds the model of a run, at its first round."""
     model = build_model(config, dataset, seed=_weight_seed(config, seed)).to(_device(config))
-    server = build_server(config, model, insecure_seed=config.seed, optimizer=config.optimizer(), door=config.door())
+    server = build_server(
+        config,
+        model,
+        insecure_seed=config.seed,
+        optimizer=config.optimizer(),
+        door=config.door(),
+        calibration=dataset.x_test[:CALIBRATION].to(_device(config)),
+    )
     return ServerSession(server, ema_decay=config.ema_decay)
 
 

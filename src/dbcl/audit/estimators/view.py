@@ -83,8 +83,10 @@ def views(transcript: Transcript, names: Sequence[str] | None = None) -> dict[st
     gathered: dict[str, list[tuple[Sketch, Tensor, Tensor]]] = {}
     for each in transcript:
         sketches = each.broadcast.sketches()
+        measured = {tensor.name for tensor in each.broadcast.plan.tensors if tensor.measured}
         for name, tensor in each.broadcast.tensors.items():
-            if names is None or name in names:
+            # Statistics do not move by updates: clients report values of their own.
+            if name not in measured and (names is None or name in names):
                 own = each.updates[client].tensors[name] / setting.cohort
                 seen = tensor.double()
                 matrix = seen.reshape(len(seen), -1) if seen.ndim > 1 else seen.reshape(1, -1)

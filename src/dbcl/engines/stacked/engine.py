@@ -96,7 +96,7 @@ class StackedEngine(Engine):
         x, y = stack.examples(self.x, rows), self.y.index_select(0, rows)
         params, losses = self._take_steps(stack, broadcast, clients, x, y, schedule)
         means = losses.sum(dim=0).cpu() / (schedule.counts > 0).sum(dim=0)
-        changes = stack.changes(params, broadcast)
+        changes = stack.changes(params, broadcast, (schedule.counts > 0).sum(dim=0))
         return {
             client: self._update(broadcast, client, {name: each[place] for name, each in changes.items()}, mean)
             for place, (client, mean) in enumerate(zip(clients, means.tolist(), strict=True))
@@ -117,7 +117,9 @@ class StackedEngine(Engine):
     def _update(self, broadcast: Broadcast, client: int, changes: dict[str, Tensor], loss: float) -> Update:
         noise = self.noise_of(client)
         if noise is not None:
-            changes = noise(changes, round=broadcast.round)
+            measured = {tensor.name for tensor in broadcast.plan.tensors if tensor.measured}
+            weights = {name: change for name, change in changes.items() if name not in measured}
+            changes = noise(weights, round=broadcast.round)
         examples = self.training.counted(len(self.shards[client]))
         return Update(broadcast.round, broadcast.plan.digest, changes, examples, {"loss": loss})
 

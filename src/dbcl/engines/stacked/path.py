@@ -42,8 +42,11 @@ class Stack:
         """The loss of every client, and `batch.rate` times the gradients of the `trained_names`, in their order."""
         raise NotImplementedError
 
-    def changes(self, params: Params, broadcast: Broadcast) -> Params:
-        """How every tensor of the plan has changed, in the dtype that it was sent in."""
+    def changes(self, params: Params, broadcast: Broadcast, steps: Tensor) -> Params:
+        """How every tensor of the plan has changed, in the dtype that it was sent in; of statistics their own values.
+
+        `steps` is how many steps each client took.
+        """
         raise NotImplementedError
 
     def chunk_size(self, training: LocalTraining, clients: int) -> int:

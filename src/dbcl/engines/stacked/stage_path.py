@@ -10,11 +10,12 @@ from dbcl.cover import named_tensors
 from dbcl.engines.stacked.batch import Batch, Params
 from dbcl.engines.stacked.build import build_stages, where_hooked
 from dbcl.engines.stacked.dropout import all_kept
-from dbcl.engines.stacked.layers import Apply, Conv2d, Flatten, Stage
+from dbcl.engines.stacked.layers import Apply, BatchNorm, Conv2d, Flatten, Stage
 from dbcl.engines.stacked.linear import Linear
 from dbcl.engines.stacked.path import MAX_CHUNK, Stack, weighted_losses
 from dbcl.engines.training import LocalTraining
 from dbcl.protocol import Broadcast
+from dbcl.statistics import is_statistic, own_part
 
 CACHE_BYTES = 16 << 20
 """On a CPU, a chunk of clients may touch about this much memory in a step: more, and memory sets the pace."""
@@ -137,12 +138,18 @@ class StageStack(Stack):
             grad = stage.manual_backward(grad, saved, out, params)  # type: ignore[assignment]
         return (each * batch.weight).sum(dim=1)
 
-    def changes(self, params: Params, broadcast: Broadcast) -> Params:
+    def changes(self, params: Params, broadcast: Broadcast, steps: Tensor) -> Params:
         changed = {}
         for name, stage in self.stage_of.items():
-            if name in broadcast.tensors:
+            if name in self.frozen:
+                continue
+            if isinstance(stage, BatchNorm) and is_statistic(name):
+                batches = steps.to(self.like).unsqueeze(1)
+                change = own_part(params[name], self.sent[name], stage.layer.momentum, batches)
+                change = change.clamp(min=0) if name.endswith("running_var") else change
+            else:
                 change = stage.unpack(name, params[name] - self.sent[name])
-                changed[name] = change.to(broadcast.tensors[name])
+            changed[name] = change.to(broadcast.tensors[name])
         return {part.name: changed[part.name] for part in broadcast.plan.tensors}
 
     def chunk_size(self, training: LocalTraining, clients: int) -> int:

@@ -53,7 +53,7 @@ class VmapStack(Stack):
         grads, losses = torch.func.vmap(torch.func.grad_and_value(loss))(trained, fixed, x, y, batch.weight)
         return losses, [grads[self.inner[name]] * batch.rate for name in names]
 
-    def changes(self, params: Params, broadcast: Broadcast) -> Params:
+    def changes(self, params: Params, broadcast: Broadcast, steps: Tensor) -> Params:
         sent = broadcast.tensors
         return {name: (tensor - sent[name].to(tensor)).to(sent[name]) for name, tensor in params.items()}
 
