@@ -255,7 +255,8 @@ def test_audit_fails_above_a_limit_and_leaves_page_and_json(
     result = invoke("compare", str(folder), str(other.with_suffix(".json")), "--out", str(page))
     assert result.exit_code == 0, result.output
     assert "audits side by side" in result.output
-    assert "↑ worse" in result.output
+    assert "cosine ↑" in result.output
+    assert "↑: higher is worse" in result.output
     (guessing,) = (line for line in result.output.splitlines() if line.strip().startswith("guessing"))
     assert guessing.split()[1] == "0.000"
     assert guessing.split()[3] == "0.500"

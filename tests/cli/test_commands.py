@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import dbcl
 from dbcl.audit.findings import Audit, Finding
@@ -98,6 +99,24 @@ def test_the_audits_table_is_made_of_the_findings_not_of_their_text(monkeypatch:
         ("thick strokes\nauc", "client", "0.500", "0.520\n[bold]close to guessing", "–"),
         ("membership\nfound at 1 % false alarms", "anyone", "1.0 %", "–", "3.1 %\n1,000 members\n[bold]leaks"),
     ]
+
+
+def test_a_comparison_fits_a_terminal_of_80_columns(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        Finding("smoother", "client", "adaptive", "update", "cosine", 0.329),
+        Finding("invert", "server", "adaptive", "image", "psnr", 39.8, chance=13.7),
+        Finding("invert", "server", "adaptive", "image", "psnr", 39.8, chance=13.1),
+    ]
+    run = {"accuracy": 0.915, "rounds": 60, "bytes": 485e6}
+    for name, findings in (("001-blind", found[:2]), ("002-paper", found)):
+        Path(f"{name}.json").write_text(Audit(name, {}, run, (), tuple(findings), 1.0).json())
+    monkeypatch.setattr("dbcl.cli.compare.console", Console(width=80))
+    lines = invoke("compare", "001-blind.json", "002-paper.json").splitlines()
+    rows = {words[0]: words[1:] for words in map(str.split, lines) if words}
+    assert rows["guessing"] == ["0.000", "—", "—", "13.1-13.7", "—"]
+    assert rows["001-blind"] == ["91.5%", "60", "485", "0.329", "–", "–", "39.8", "–"]
+    assert rows["002-paper"][-2] == "39.8"
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 31, 32, 33, 64, 200])

@@ -56,7 +56,7 @@ def audit(
         from dbcl.audit.report import rating, wording
     except ImportError as error:
         raise ConfigError(
-            f"an audit needs more packages ({error.name} is missing): pip install 'dbcl[audit]'"
+            f"an audit needs more packages ({error.name} is missing): pip install '.[audit]' in a clone of dbcl"
         ) from None
     limits = rating.parse_limits(fail_above) if fail_above else {}
     if parties < 2:
@@ -112,11 +112,11 @@ def worst_rows(audit: "Audit") -> Iterator[tuple[str, str, str, str, str]]:
 
 def _cell(finding: "Finding | None") -> str:
     from dbcl.audit.report.measures import cases_text, number_text
-    from dbcl.audit.report.rating import WIDE, word
+    from dbcl.audit.report.rating import UNSURE, WIDE, word
 
     if finding is None:
         return "–"
     ends = [number_text(end, finding.measure).split()[0] for end in (finding.low, finding.high) if end is not None]
     lines = (number_text(finding.value, finding.measure), " to ".join(ends), cases_text(finding).split(" and ")[0])
-    short = "unclear" if word(finding) == WIDE else word(finding)  # the page has room for more
+    short = {WIDE: "unclear", UNSURE: "may leak"}.get(word(finding), word(finding))  # the page has room for more
     return "\n".join([*filter(None, lines), f"[bold]{short}"])

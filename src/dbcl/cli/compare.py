@@ -34,8 +34,7 @@ def compare(
         title="audits side by side: the worst that any attack reached", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     table.add_column("run", overflow="fold")
-    costs = ("accuracy\n↑ better", "rounds\n↓ better", "MB\n↓ better")
-    for heading in (*costs, *(f"{seat}\n{name}\n↑ worse" for seat, _, name in report.LEAKS)):
+    for heading in ("accuracy", "rounds", "MB", *(f"{seat}\n{name} ↑" for seat, _, name in report.LEAKS)):
         table.add_column(heading, no_wrap=True)
     guesses = (guessing_text(audits, seat, measure) for seat, measure, _ in report.LEAKS)
     table.add_row("guessing", "", "", "", *(guess.replace(" dB", "").replace(" to ", "-") for guess in guesses))
@@ -52,8 +51,9 @@ def compare(
     write_atomic(out, report.comparison(audits).encode())
     console.print(table)
     console.print(
-        "↑ worse: a higher value is a larger leak; a run at the level of guessing leaked nothing to these attacks."
+        "↑: higher is worse, a larger leak; at the level of guessing these attacks got nothing.", highlight=False
     )
+    console.print("accuracy: higher is better; rounds and MB: lower is better.", highlight=False)
     print_path("page", out)
 
 

@@ -113,6 +113,7 @@ def test_members_found_are_told_in_words(page):
     assert "members found at 1 % false alarms" in text
     assert "900 members and 800 others" in text
     assert "fpr" not in text
+    assert "membership: found (share) by false alarms (share)" in text
 
 
 @pytest.mark.parametrize("which", ["page", "compared"])
@@ -188,7 +189,12 @@ def test_the_top_says_that_it_is_a_rehearsal_of_how_many_when_and_by_what(page):
     assert "About 2 clients share a round of this run: there is no larger crowd" in top
     assert "2026-01-31 09:05 UTC, dbcl 9.8.7" in top
     crowd = replace(made_up(), settings={"clients": 200, "fraction": 0.1})
-    assert "mixed with 18 others and usually gets less than here: dbcl audit --parties 20" in report.page(crowd)
+    assert (
+        "mixed with 18 others and usually gets less than here: dbcl audit --parties 20 rehearses that"
+        in report.page(crowd)
+    )
+    large = replace(made_up(), settings={"clients": 9000, "fraction": 0.1})
+    assert "mixed with 898 others and usually gets less than here: dbcl audit --parties 20" in report.page(large)
 
 
 def test_settings_of_run_and_audit_are_on_the_page(page):

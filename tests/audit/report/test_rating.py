@@ -18,6 +18,7 @@ from dbcl.audit.report.rating import (
     includes_guessing,
     parse_limits,
     risks,
+    severity,
     word,
     worst_by_seat,
 )
@@ -103,7 +104,7 @@ def test_the_worst_of_each_seat():
     worst = worst_by_seat(made_up())
     assert worst["client"].attack == "matching on rewind"
     assert worst["server"].attack == "through the sketch"
-    assert worst["anyone"].attack == "loss threshold"
+    assert worst["anyone"].attack == "LiRA"
     rates = [
         Finding("a", "anyone", "naive", "x", f"tpr at {p} % fpr", v, 0.0, 0.5) for p, v in ((0.1, 0.0), (1, 0.017))
     ]
@@ -119,8 +120,11 @@ def test_an_interval_that_includes_guessing_is_no_proof_of_a_leak():
     )
     assert includes_guessing(two)
     assert not includes_guessing(many)
-    assert sentence(two).endswith("From 2 pictures, by a (naive): leaks, but the interval includes guessing.")
+    assert sentence(two).endswith("From 2 pictures, by a (naive): may leak, but the interval includes guessing.")
     assert sentence(many).endswith("From 200 pictures, by a (naive): leaks.")
+    assert severity(two) < severity(many)
+    spread = Finding("a", "client", "naive", "update", "cosine", 0.95, -0.1, 1.0, 0.0)  # over the rounds
+    assert word(spread) == BAD
     none = with_interval(Finding("a", "client", "naive", "label", "accuracy", 0.0, chance=0.1, budget={"pictures": 2}))
     assert word(none) == WIDE
 

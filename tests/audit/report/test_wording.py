@@ -14,7 +14,7 @@ def test_advice_follows_from_settings_and_findings():
     notes = " ".join(advice(made_up()))
     for part in ("with a memory", "fc3.weight, fc3.bias", "About 2 clients", "from its seed", "The server is trusted"):
         assert part in notes
-    assert "Published attacks fail on update, image, property while" in notes
+    assert "Published attacks fail on update, image, property, membership while" in notes
     safer = {"veil": 0.2, "sketch": "identity-v1", "clients": 100, "fraction": 0.5}
     always = advice(Audit("a", safer, {}, (), (), 0.0))
     assert [note[:22] for note in always] == ["The server is trusted:", "No formal guarantee (d"]

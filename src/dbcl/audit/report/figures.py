@@ -12,7 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dbcl.audit.findings import Audit, Curve, Finding
-from dbcl.audit.report.measures import accuracy_text, kind, measure_text, number_text, plain_text, range_text
+from dbcl.audit.report.measures import (
+    AXES,
+    accuracy_text,
+    chance_of,
+    kind,
+    measure_text,
+    number_text,
+    plain_text,
+    range_text,
+)
 from dbcl.run.plots import GRID, INK, MUTED
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#8c564b", "#7a3e9d")
@@ -60,7 +69,7 @@ def _plot(name: str, target: str, labels: tuple[str, str], group: Sequence[Findi
         keys.append("<li class='muted'>dotted: guessing</li>")
     if log:
         axes.set(xscale="log", yscale="log")
-    across, up = labels[0], labels[1] or group[0].measure
+    across, up = (AXES.get(label, label) for label in (labels[0], labels[1] or group[0].measure))
     _style(axes, across, up)
     title = f"{target}: {up}" + (f" by {across}" if across else "")
     values = "; ".join(f"{f.attack} ({f.seat}, {f.attacker}): {measure_text(f.measure)} {range_text(f)}" for f in group)
@@ -109,17 +118,23 @@ def trade_off(audits: Sequence[Audit], seat: str) -> str:
             if accuracy_text(audit) != "—" and (leak := audit.worst(measure, seat)) is not None
         ]
         if points:
-            panels.append((name, sorted(points, key=lambda point: (point[1], -point[0]))))
+            found = [f for audit in audits for f in audit.findings if (f.seat, f.measure) == (seat, measure)]
+            chance = max(map(chance_of, found))
+            panels.append((name, chance, sorted(points, key=lambda point: (point[1], -point[0]))))
             each = (f"{label}: {number_text(y, measure)} at {x:.1%}" for x, y, label in points)
-            said.append(f"{name}: {', '.join(each)}")
+            said.append(f"{name}: {', '.join(each)}, guessing: {number_text(chance, measure)}")
     if not panels:
         return ""
-    height = sum(max(2.4, 0.9 + 0.24 * len(points)) for _, points in panels)
-    figure = Figure(figsize=(6.6, height), layout="constrained")
-    ratios = [max(2.4, 0.9 + 0.24 * len(points)) for _, points in panels]
+    ratios = [max(2.4, 0.9 + 0.24 * len(points)) for _, _, points in panels]
+    figure = Figure(figsize=(6.6, sum(ratios)), layout="constrained")
     grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=ratios)
-    for (name, points), axes in zip(panels, grid[:, 0], strict=True):
+    for (name, chance, points), axes in zip(panels, grid[:, 0], strict=True):
         axes.margins(0.08, 0.12)
+        if math.isfinite(chance):
+            axes.axhline(chance, color=MUTED, linewidth=1, linestyle="dotted")
+            axes.annotate(
+                "guessing", (0.01, chance), xycoords=("axes fraction", "data"), va="bottom", color=MUTED, fontsize=8
+            )
         axes.scatter([100 * x for x, _, _ in points], [y for _, y, _ in points], color=COLOURS[0], s=28, zorder=3)
         low, high = axes.get_ylim()
         places = _spread([(y - low) / (high - low) for _, y, _ in points], gap=1 / max(7, len(points)))

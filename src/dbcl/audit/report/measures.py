@@ -33,6 +33,10 @@ MEASURES = {
 }
 
 
+AXES = {"false positive rate": "false alarms (share)", "true positive rate": "found (share)"}
+"""Labels of axes in words."""
+
+
 def measure_text(measure: str) -> str:
     """A measure in words; its own name where there are none.
 

@@ -110,7 +110,7 @@ def comparison(audits: Sequence[Audit]) -> str:
         if picture
     )
     if shown:
-        note = "<p>Right and low is better: more accuracy, less leak. Numbers as in the table.</p>"
+        note = "<p>Right and low is better: more accuracy, less leak. Numbers as in the table; dotted: guessing.</p>"
         body += f"<section><h2>Leak against accuracy</h2>{note}<div class='plots'>{shown}</div></section>"
     words = f"<section><h2>Words</h2>{_details('Glossary', _definitions(GLOSSARY))}</section>"
     return _document("Leakage audits compared", body + words)

@@ -10,7 +10,10 @@ from dbcl.errors import ConfigError
 
 BAD, LEAKS, GUESS, FAILED, UNRATED = "as bad as no defence", "leaks", "close to guessing", "could not run", "not rated"
 WIDE = f"{GUESS}, but the interval is wide"
-RANK = {BAD: 4, LEAKS: 3, WIDE: 2, GUESS: 1, UNRATED: 0, FAILED: 0}
+UNSURE = "may leak, but the interval includes guessing"
+RANK = {BAD: 4, LEAKS: 3, UNSURE: 2, WIDE: 2, GUESS: 1, UNRATED: 0, FAILED: 0}
+CONFIDENT = ("share", "tpr", "auc", "accuracy")
+"""Families whose intervals are of confidence; those of cosines and pictures are the spread over rounds and pictures."""
 LIMITS = tuple(kind for kind in KINDS if kind != "error")
 
 RULES = {
@@ -22,6 +25,8 @@ RULES = {
     "share above 20 dB": "one in a hundred more than by guessing is a leak, nine in ten are as bad as no defence.",
     "members found": "twice the rate of false alarms is a leak; half of all members, or four times that rate "
     "if that is more, is as bad as no defence.",
+    "interval": "a share or an AUC that would be a leak may be luck where its 95 % interval includes guessing; and one "
+    "that is close to guessing is no relief where its interval reaches a leak. Both are marked.",
     "guessing": "as the audit measured it; where it did not: cosine 0, AUC 0.5, accuracy 0, SSIM 0, share 0, error 1, "
     "PSNR 13 dB (about what the mean picture of a class gives), true positives as many as false ones.",
 }
@@ -57,10 +62,10 @@ def word(finding: Finding) -> str:
     if not family:
         return UNRATED
     leaks, bad = _levels(family, chance_of(finding))
-    if _strength(finding) >= bad:
-        return BAD
     if _strength(finding) >= leaks:
-        return LEAKS
+        if family in CONFIDENT and includes_guessing(finding):
+            return UNSURE
+        return BAD if _strength(finding) >= bad else LEAKS
     ends = [end for end in (finding.low, finding.high) if end is not None]
     return WIDE if any(_as_strength(family, end) >= leaks for end in ends) else GUESS
 

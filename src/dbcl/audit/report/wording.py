@@ -6,7 +6,7 @@ from typing import Any
 
 from dbcl.audit.findings import ATTACKERS, Audit, Finding
 from dbcl.audit.report.measures import cases_text, chance_of, kind, measure_text, number_text, plain_text, range_text
-from dbcl.audit.report.rating import RANK, includes_guessing, word, worst_by_seat
+from dbcl.audit.report.rating import RANK, word, worst_by_seat
 from dbcl.engines import cohort_size
 
 GLOSSARY = {
@@ -18,14 +18,14 @@ GLOSSARY = {
     "interval": "the range in which the value would fall with other examples: 95 % of the rounds for updates, the "
     "worst and the best picture for pictures, and for all else a 95 % confidence interval (bootstrap, or from the "
     "number of cases).",
-    "seat": "the place from which an attacker works: a client of the run, its server, or anyone with the final model.",
+    "members found at 1 % false alarms": "share of the training examples that an attacker finds who wrongly accuses "
+    "1 % of the others (true positives at 1 % false positives).",
     "naive attacker": "an attack as its paper published it, unaware of the defence.",
     "PSNR": "likeness to the original in decibels; above 20 a person recognises it, above 30 it looks the same.",
+    "seat": "the place from which an attacker works: a client of the run, its server, or anyone with the final model.",
     "secure aggregation": "a protocol by which the server learns the sum of many updates and no single one.",
     "sketch": "a random projection of the weights, made from a seed that every client knows.",
     "SSIM": "likeness of two pictures to the eye, 1 for equal ones.",
-    "members found at 1 % false alarms": "share of the training examples that an attacker finds who wrongly accuses "
-    "1 % of the others (true positives at 1 % false positives).",
     "update": "what one round changed in the weights: the average over the clients of that round.",
     "veil": "secret noise that the server adds to everything it sends; its size is relative to the weights.",
 }
@@ -86,8 +86,7 @@ def sentence(finding: Finding, property_name: str = "", *, subject: str = "") ->
     guess = "" if math.isnan(chance) else f"; guessing gives {number_text(chance, finding.measure)}"
     count = cases_text(finding)
     by = f"{f'From {count}, by' if count else 'By'} {finding.attack} ({finding.attacker})"
-    unsure = ", but the interval includes guessing" if RANK[word(finding)] >= 3 and includes_guessing(finding) else ""
-    return f"{subject or WHO.get(finding.seat, finding.seat)} {got}{guess}. {by}: {word(finding)}{unsure}."
+    return f"{subject or WHO.get(finding.seat, finding.seat)} {got}{guess}. {by}: {word(finding)}."
 
 
 def target_text(target: str, property_name: str = "") -> str:
@@ -132,9 +131,10 @@ def rehearsal_text(audit: Audit) -> list[str]:
     if cohort is None:
         return [first]
     if cohort > (parties or 2):
+        crowd = f"--parties {cohort} rehearses that" if cohort <= 20 else "--parties 20 rehearses a larger group"
         second = (
             f"About {cohort} clients share a round of this run. A client's attack then sees the victim mixed with "
-            f"{cohort - 2} others and usually gets less than here: dbcl audit --parties {cohort} rehearses that. The "
+            f"{cohort - 2} others and usually gets less than here: dbcl audit {crowd}. The "
             "server sees each client's update by itself, however many there are, so its figures do not shrink."
         )
     else:
