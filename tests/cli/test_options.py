@@ -58,6 +58,7 @@ def test_help_teaches(invoke: Invoke) -> None:
         assert panel in out
     for words in (
         "Default 100.",
+        "blind (sketch and secret noise), veil (secret noise, no sketch), paper (a sketch that a client",
         "Default fedavg; presets blind, veil: momentum.",
         "replace the defaults; an option that you give replaces them",
         "dbcl train --preset paper --data mnist --target 0.97",

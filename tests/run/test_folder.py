@@ -7,6 +7,7 @@ import torch
 
 from dbcl.errors import ConfigError
 from dbcl.run import RoundMetrics, Run, RunConfig, from_toml, transcript_bytes
+from dbcl.run.assemble import resolve_device
 
 
 def small(**settings: object) -> RunConfig:
@@ -45,6 +46,24 @@ def test_auto_is_recorded_as_what_it_became(tmp_path: Path) -> None:
     here = "cuda" if torch.cuda.is_available() else "cpu"
     assert run.config.device == here
     assert from_toml((tmp_path / "run" / "config.toml").read_text()).device == here
+
+
+def test_auto_takes_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, expected in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda there=there: there)
+        assert resolve_device(small(device="auto")).device == expected
+        assert resolve_device(small(device="cpu")).device == "cpu"
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="device is cuda:2, and PyTorch finds 2 CUDA devices here"):
+        Run.start(small(device="cuda:2"), tmp_path / "run")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="finds no CUDA device here; --device auto takes what there is"):
+        Run.start(small(device="cuda"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_only_some_settings_change_when_a_run_goes_on(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from dbcl.run.config import WHAT, RunConfig
-from dbcl.run.presets import PRESETS, explain
+from dbcl.run.presets import MEANINGS, PRESETS, explain
 from dbcl.run.settings import about
 
 DataDir = Annotated[
@@ -19,7 +19,9 @@ DataDir = Annotated[
 Preset = Annotated[
     str,
     typer.Option(
-        help=f"Values for several options at once: {', '.join(PRESETS)}, or a TOML file of your own. They replace the "
+        help="Values for several options at once: "
+        + ", ".join(f"{name} ({meaning})" for name, meaning in MEANINGS.items())
+        + ", or a TOML file of your own. They replace the "
         f"defaults; an option that you give replaces them. Default {PRESETS[0]}.",
         rich_help_panel=WHAT,
         show_default=False,

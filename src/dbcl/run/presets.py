@@ -11,7 +11,13 @@ from dbcl.errors import ConfigError
 from dbcl.run.config import RunConfig
 from dbcl.run.settings import about, check_type
 
-PRESETS = ("blind", "veil", "paper", "plain")
+MEANINGS = {
+    "blind": "sketch and secret noise",
+    "veil": "secret noise, no sketch",
+    "paper": "a sketch that a client with a memory undoes",
+    "plain": "nothing is hidden",
+}
+PRESETS = tuple(MEANINGS)
 """The presets that ship with dbcl; the first one is the default of the commands."""
 
 
