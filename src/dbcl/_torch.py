@@ -99,6 +99,19 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name, True) for name in _HOOKS)
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside what people wrap around it: DataParallel, DistributedDataParallel, `torch.compile`.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> unwrapped(nn.DataParallel(layer)) is layer
+    True
+    """
+    inner = getattr(module, "_orig_mod", None)  # of torch.compile
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        inner = module.module
+    return unwrapped(inner) if isinstance(inner, nn.Module) else module
+
+
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
     """The hooks that run before a module's forward pass; none where PyTorch does not tell.
 

@@ -52,6 +52,11 @@ class Engine(ABC):
         seed: bytes,
         noise: UpdateNoise | None = None,
     ) -> None:
+        if y.is_floating_point():
+            raise ConfigError(
+                f"the targets are {y.dtype}, and the engines train classifiers: give classes as whole numbers, or play "
+                "the rounds with a loop and a loss of your own (dbcl.blinded, dbcl.update)"
+            )
         try:
             evaluate(template, x[:1], y[:1])
         except (RuntimeError, ValueError, IndexError, TypeError) as error:

@@ -1,9 +1,11 @@
 """A client's two verbs: put a broadcast into a model, and answer with the change."""
 
 from collections.abc import Mapping
+from typing import SupportsFloat
 
 from torch import nn
 
+from dbcl._torch import unwrapped
 from dbcl.blind import build_client, client_tensors
 from dbcl.cover import owner
 from dbcl.privacy import UpdateNoise
@@ -31,10 +33,13 @@ def update(
     broadcast: Broadcast,
     *,
     examples: int,
-    metrics: Mapping[str, float] | None = None,
+    metrics: Mapping[str, SupportsFloat] | None = None,
     noise: UpdateNoise | None = None,
 ) -> Update:
     """Make the answer: how every tensor has changed since the broadcast, in the dtype that it was sent in.
+
+    `local` may be wrapped (DataParallel, DistributedDataParallel, `torch.compile`), and metrics may be numbers of
+    Python, NumPy or PyTorch.
 
     Of normalisation statistics it holds the client's own values, where its layers have seen a batch. With `noise` the
     client clips the change and adds noise of its own, before anything is encoded, and sends no statistics.
@@ -45,6 +50,7 @@ def update(
     >>> dbcl.update(local, broadcast, examples=10).tensors["bias"]
     tensor([0., 0.])
     """
+    local = unwrapped(local)
     current, changes, statistics = client_tensors(local, broadcast.plan), {}, {}
     for tensor in broadcast.plan.tensors:
         now, sent = current[tensor.name], broadcast.tensors[tensor.name]
@@ -56,4 +62,5 @@ def update(
             changes[tensor.name] = (now - sent.to(now)).to(sent)
     if noise is not None:
         changes, statistics = noise(changes, round=broadcast.round), {}
-    return Update(broadcast.round, broadcast.plan.digest, {**changes, **statistics}, examples, dict(metrics or {}))
+    numbers = {name: float(value) for name, value in (metrics or {}).items()}
+    return Update(broadcast.round, broadcast.plan.digest, {**changes, **statistics}, examples, numbers)

@@ -142,6 +142,12 @@ class EngineContract(ABC):
             engine.play_round()
         assert all(torch.equal(tensor, before[name]) for name, tensor in engine.session.model.state_dict().items())
 
+    def test_targets_that_are_not_classes_are_refused(self) -> None:
+        """Floating-point targets would be taken for soft labels, and a regression trained as something else."""
+        x, _ = examples()
+        with pytest.raises(ConfigError, match=r"the targets are torch.float64, and the engines train classifiers"):
+            self.engine(dbcl.Server(net()), net(), x, x[:, :3], SHARDS, LocalTraining(), seed=SEED)
+
     @pytest.mark.parametrize("width", [9, 11])
     def test_examples_that_the_network_does_not_take_are_refused(self, width: int) -> None:
         x, y = torch.zeros(90, width, dtype=torch.float64), torch.arange(90) % 3
