@@ -20,6 +20,7 @@ import dbcl
 from dbcl import cli, data
 from dbcl.audit import suite
 from dbcl.audit.findings import Audit, Finding, cases
+from dbcl.data.traits import property_name
 from dbcl.errors import AuditError, ConfigError
 from dbcl.run import Run, presets
 from dbcl.transcripts import Transcript, Truth
@@ -110,6 +111,7 @@ def test_an_audit_says_when_with_what_and_how_it_was_made(found: Audit) -> None:
     assert written["version"] == dbcl.__version__
     assert written["parties"] == 2
     assert written["property_name"] == "thick strokes"
+    assert all(property_name(name) for name in suite.PROPERTY_DATA)
     assert written["budget"] == {**json.loads(json.dumps(asdict(SMALL))), "seed": 0}
     assert written["settings"]["rounds"] == 50
 

@@ -180,6 +180,8 @@ def test_each_seat_has_its_own_verdict_before_anything_else(page):
         text.index("Verdict for each seat") < text.index("recovered the others' update") < text.index("Who sees what")
     )
     assert "under every preset it must be trusted" in text
+    assert wording.NO_VEIL in text
+    assert wording.NO_VEIL not in report.page(replace(made_up(), settings={"veil": 0.2}))
     assert wording.NO_PROOF in text
 
 

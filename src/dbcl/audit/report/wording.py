@@ -54,10 +54,11 @@ VERDICTS = {
     0: "got nothing that can be rated, so this audit says nothing about this seat",
 }
 SEAT_NOTES = {
-    "client": "Sketch and veil are there to stop clients.",
+    "client": "The veil is there to stop clients.",
     "server": "Sketch and veil do not stop the server, which makes both: under every preset it must be trusted.",
     "anyone": "No preset protects a model that is given away.",
 }
+NO_VEIL = "There is no veil here, and a sketch alone does not stop a client that remembers what it received."
 NO_PROOF = (
     "Nothing is safe because an attack failed. Every figure on this page is what these attacks got with this budget, "
     "so it is a lower bound: a better attacker gets as much or more."
@@ -106,11 +107,12 @@ def verdicts(audit: Audit) -> list[tuple[int, str, str, str]]:
     (4, 'A client got as much as if there were no defence.')
     """
     who = {**WHO, "client": "A client"}
+    notes = {**SEAT_NOTES, "client": NO_VEIL} if audit.settings.get("veil") == 0 else SEAT_NOTES
     lines = []
     for seat, worst in worst_by_seat(audit).items():
         rank = RANK[word(worst)] if worst else 0
         found = f"Worst finding: {sentence(worst, audit.property_name, subject='it')}" if worst else ""
-        lines.append((rank, f"{who[seat]} {VERDICTS[rank]}.", found, SEAT_NOTES[seat]))
+        lines.append((rank, f"{who[seat]} {VERDICTS[rank]}.", found, notes[seat]))
     return lines
 
 
