@@ -60,7 +60,7 @@ class Audit:
 
     `seats` says who sees what: party, what it receives, what it does not. `run` holds accuracy, rounds and bytes.
     `date`, `version` (of dbcl), `parties` of the rehearsals, `property_name` and `budget` say how the audit was made;
-    audits of dbcl 0.2 do not have them.
+    audits of older versions do not have them.
 
     >>> audit = Audit("paper", {"veil": 0.0}, {"accuracy": 0.9}, (), (), 1.5)
     >>> Audit.from_json(audit.json()) == audit

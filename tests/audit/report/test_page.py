@@ -185,6 +185,13 @@ def test_each_seat_has_its_own_verdict_before_anything_else(page):
     assert wording.NO_PROOF in text
 
 
+def test_what_could_not_run_stands_beside_the_verdicts(page):
+    beside = page[page.index("Verdict for each seat") : page.index("What was found")]
+    assert "This audit is incomplete. What could not run:" in beside
+    assert "on the membership): no shadow models; &lt;script&gt;" in beside
+    assert "incomplete" not in report.page(replace(made_up(), findings=made_up().findings[:2]))
+
+
 def test_the_top_says_that_it_is_a_rehearsal_of_how_many_when_and_by_what(page):
     top = page[: page.index("<section>")]
     assert "worst-case rehearsal of 3 parties, in which everybody takes one SGD step a round" in top

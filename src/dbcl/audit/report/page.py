@@ -172,7 +172,16 @@ def _verdicts(audit: Audit) -> str:
         lines.append(
             f"<li class='w{rank}'><p class='big'>{escape(verdict)}</p>{worst}<p class='muted'>{escape(note)}</p></li>"
         )
-    return f"<ul class='verdicts'>{''.join(lines)}</ul><p class='warn'>{escape(NO_PROOF)}</p>"
+    failed = [finding for finding in audit.findings if word(finding) == FAILED]
+    missing = [
+        f"{f.attack} ({f.seat}, on the {f.target}): {'; '.join(f.failures) or 'no reason given'}" for f in failed
+    ]
+    gaps = (
+        f"<div class='warn'><p>This audit is incomplete. What could not run:</p>{_list(missing)}</div>"
+        if failed
+        else ""
+    )
+    return f"<ul class='verdicts'>{''.join(lines)}</ul>{gaps}<p class='warn'>{escape(NO_PROOF)}</p>"
 
 
 def _found(audit: Audit) -> str:
