@@ -15,7 +15,8 @@ def tracked() -> list[Path]:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("this is no git checkout")
-    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    files = [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    return [path for path in files if path != Path(__file__)]
 
 
 def text_of(path: Path) -> str:
@@ -29,10 +30,10 @@ def text_of(path: Path) -> str:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("pip install 'dbcl[" + "flower]'", True),
-        ("pip install --upgrade " + "dbcl", True),
-        ('dependencies = ["' + 'dbcl[flower]"]', True),
-        ("pip install " + "dbcl-torch", True),
+        ("pip install 'dbcl[flower]'", True),
+        ("pip install --upgrade dbcl", True),
+        ('dependencies = ["dbcl[flower]"]', True),
+        ("pip install dbcl-torch", True),
         ("pip install '.[flower]' in a clone of dbcl", False),
         ('"dbcl-torch[audit]"', False),
         ('content["dbcl"]["broadcast"]', False),
