@@ -33,9 +33,9 @@ from dbcl.sketch import CountSketch, Identity, Sketch, UniformSampling
 from dbcl.state import State
 
 if TYPE_CHECKING:
-    from dbcl import audit, data, engines, flower, run, testing, transcripts
+    from dbcl import audit, data, engines, flower, run, statistics, testing, trackers, transcripts
 
-ROOMS = ("audit", "data", "engines", "flower", "run", "testing", "transcripts")
+ROOMS = ("audit", "data", "engines", "flower", "run", "statistics", "testing", "trackers", "transcripts")
 """Loaded when they are first used: `import dbcl` is enough for `dbcl.flower.DoubleBlind`."""
 
 
@@ -83,7 +83,9 @@ __all__ = [
     "flower",
     "optim",
     "run",
+    "statistics",
     "testing",
+    "trackers",
     "transcripts",
     "update",
 ]
