@@ -33,12 +33,13 @@ from dbcl.audit.attacks.gradients import as_gradient, gradients
 from dbcl.audit.attacks.matching import Matching, recover
 from dbcl.audit.attacks.properties import property_findings
 from dbcl.audit.attacks.updates import Changes, estimates, others_update
+from dbcl.audit.budget import FULL
 from dbcl.audit.estimators.kalman import Scales
 from dbcl.audit.estimators.smoother import smoother
 from dbcl.audit.estimators.view import View, views
 from dbcl.audit.rehearsal import Rehearsal, draw_batches, rehearse
 from dbcl.audit.scoring import predicted_cosine, score
-from dbcl.audit.suite import FULL, property_script
+from dbcl.audit.suite import property_script
 from dbcl.blind import lift
 from dbcl.protocol import Server
 from dbcl.run import Run, RunConfig, preset

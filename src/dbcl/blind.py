@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dbcl.cover import broadcast_names, fingerprint, named_tensors, owner
 from dbcl.errors import PlanError
 from dbcl.nn import compact_parameter, sketch_parameter
-from dbcl.plan import RoundPlan, mismatches
+from dbcl.round_plan import RoundPlan, mismatches
 from dbcl.statistics import restart
 
 Noise = Callable[[str, tuple[int, ...]], Tensor | None]
@@ -21,7 +21,7 @@ def blind(model: nn.Module, plan: RoundPlan, noise: Noise) -> dict[str, Tensor]:
 
     `noise` gives N of a tensor from its name and shape, or None where it has no veil.
 
-    >>> from dbcl.plan import RoundTensor
+    >>> from dbcl.round_plan import RoundTensor
     >>> tensors = RoundTensor("weight", (2, 6), "count-v1", 3, 3), RoundTensor("bias", (2,), "identity-v1", 1, 1)
     >>> sent = blind(nn.Linear(6, 2), RoundPlan(0, bytes(32), tensors), lambda name, shape: None)
     >>> {name: tuple(tensor.shape) for name, tensor in sent.items()}
@@ -47,7 +47,7 @@ def check_module(module: nn.Module, plan: RoundPlan) -> None:
 
     What is sent must be there with the same shape; what is frozen is not sent and must be there with the same values.
 
-    >>> from dbcl.plan import RoundTensor
+    >>> from dbcl.round_plan import RoundTensor
     >>> check_module(nn.Linear(6, 2), RoundPlan(0, bytes(32), (RoundTensor("weight", (2, 6), "count-v1", 3, 3),)))
     Traceback (most recent call last):
         ...
@@ -72,7 +72,7 @@ def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tens
 
     Everything is checked before anything is copied, and all problems are named at once.
 
-    >>> from dbcl.plan import RoundTensor
+    >>> from dbcl.round_plan import RoundTensor
     >>> tensors = RoundTensor("weight", (2, 6), "count-v1", 3, 3), RoundTensor("bias", (2,), "identity-v1", 1, 1)
     >>> plan = RoundPlan(0, bytes(32), tensors)
     >>> client = build_client(nn.Linear(6, 2), plan, {"weight": torch.zeros(2, 3), "bias": torch.ones(2)})
@@ -107,7 +107,7 @@ def client_tensors(client: nn.Module, plan: RoundPlan) -> dict[str, Tensor]:
 def lift(plan: RoundPlan, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A change of every V as a change of every W: dW = dV R^T. Statistics stay as they are, and may be missing.
 
-    >>> from dbcl.plan import RoundTensor
+    >>> from dbcl.round_plan import RoundTensor
     >>> plan = RoundPlan(0, bytes(32), (RoundTensor("weight", (2, 2, 3), "count-v1", 3, 3),))
     >>> lift(plan, {"weight": torch.ones(2, 3)})["weight"].shape
     torch.Size([2, 2, 3])

@@ -19,13 +19,14 @@ from typer.testing import CliRunner
 import dbcl
 from dbcl import cli, data
 from dbcl.audit import suite
+from dbcl.audit.budget import FULL, QUICK, Budget
 from dbcl.audit.findings import Audit, Finding, cases
 from dbcl.data.traits import property_name
 from dbcl.errors import AuditError, ConfigError
 from dbcl.run import Run, presets
 from dbcl.transcripts import Transcript, Truth
 
-SMALL = suite.Budget(
+SMALL = Budget(
     estimators=("option I", "option II", "rewind"),
     rounds=44,
     batch=8,
@@ -191,7 +192,7 @@ def test_parts_that_fail_are_findings_and_the_others_go_on(tmp_path: Path) -> No
     assert Audit.from_json(audit.json()).json() == audit.json()
 
 
-def job(folder: Path, budget: suite.Budget) -> suite.Job:
+def job(folder: Path, budget: Budget) -> suite.Job:
     settings = presets.from_toml((folder / "config.toml").read_text())
     return suite.Job(settings, data.load("digits"), folder, folder, budget, 2, 0, None, lambda text: None)
 
@@ -247,10 +248,10 @@ def test_audit_fails_above_a_limit_and_leaves_page_and_json(
     assert by_seat.exit_code == 0, by_seat.output
     assert Audit.from_json(other.with_suffix(".json").read_text()).json() == found.json()
     assert [(each["folder"], each["budget"], each["clients"]) for each in asked] == [
-        (folder, suite.QUICK, 3),
-        (folder, suite.FULL, 2),
-        (folder, suite.FULL, 2),
-        (folder, suite.FULL, 2),
+        (folder, QUICK, 3),
+        (folder, FULL, 2),
+        (folder, FULL, 2),
+        (folder, FULL, 2),
     ]
     # Two audits side by side; a folder or the file itself.
     page = tmp_path / "compare.html"

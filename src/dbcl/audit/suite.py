@@ -21,7 +21,8 @@ from dbcl.audit.attacks.labels import label_finding
 from dbcl.audit.attacks.matching import Matching
 from dbcl.audit.attacks.membership import membership_findings
 from dbcl.audit.attacks.properties import property_findings
-from dbcl.audit.attacks.updates import MIN_LAG, Changes, estimates, update_findings
+from dbcl.audit.attacks.updates import Changes, estimates, update_findings
+from dbcl.audit.budget import FULL, Budget
 from dbcl.audit.findings import Audit, Finding, with_interval
 from dbcl.audit.rehearsal import ATTACKER, VICTIM, Script, draw_batches, rehearse
 from dbcl.data import Dataset
@@ -36,66 +37,6 @@ from dbcl.run.presets import from_toml
 from dbcl.transcripts import Transcript, Truth
 
 PROPERTY_DATA = ("digits", "mnist", "lfw")
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How much an audit spends: more rounds, pictures and shadow models make its findings surer.
-
-    >>> QUICK.rounds < FULL.rounds
-    True
-    """
-
-    estimators: tuple[str, ...]
-    """Which of `ESTIMATORS` a client tries."""
-    rounds: int
-    """Rounds of the rehearsal for updates and properties."""
-    batch: int
-    """Examples in each client's batch there."""
-    own_batches: int
-    """The attacker's own batches of each kind in a round, for the forest."""
-    own_examples: int
-    """The attacker's own examples of each kind in a round, for the matched filters."""
-    pictures: int
-    """Pictures that are attacked."""
-    steps: int
-    """Steps of gradient matching."""
-    restarts: int
-    """Random starts of gradient matching."""
-    inverting: bool
-    """Whether the server also tries Inverting Gradients."""
-    shadow_models: int
-    """Models that LiRA trains."""
-    solver_steps: int = 300
-    """Steps of solving a dense first layer, for each weight of the total variation."""
-    min_lag: int = MIN_LAG
-    """Seen rounds that must follow a round for its estimate to count."""
-
-
-QUICK = Budget(
-    estimators=("option I", "smoother"),
-    rounds=60,
-    batch=16,
-    own_batches=2,
-    own_examples=60,
-    pictures=2,
-    steps=200,
-    restarts=1,
-    inverting=False,
-    shadow_models=4,
-)
-FULL = Budget(
-    estimators=("option I", "option II", "rewind", "smoother", "smoother, sizes fitted", "shaped smoother"),
-    rounds=200,
-    batch=32,
-    own_batches=3,
-    own_examples=150,
-    pictures=5,
-    steps=600,
-    restarts=3,
-    inverting=True,
-    shadow_models=16,
-)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def audit(
       dbcl audit runs/001-blind-digits --parties 10 --fail-above client.cosine=0.5,client.psnr=15
     """
     try:
-        from dbcl.audit import suite
+        from dbcl.audit import budget, suite
         from dbcl.audit.report import page as report
         from dbcl.audit.report import rating, wording
     except ImportError as error:
@@ -66,7 +66,7 @@ def audit(
         task = progress.add_task("")
         found = suite.audit(
             run,
-            budget=suite.QUICK if quick else suite.FULL,
+            budget=budget.QUICK if quick else budget.FULL,
             clients=parties,
             seed=seed,
             data_dir=data_dir,

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from dbcl.errors import ProtocolError
-from dbcl.plan import mismatches
 from dbcl.privacy import clip_factor, norm
 from dbcl.protocol.aggregation import Aggregate, Weighted, mean_metrics
 from dbcl.protocol.codec import decode_update
 from dbcl.protocol.messages import Broadcast, Tally, Update
+from dbcl.round_plan import mismatches
 
 MAX_LENGTH = 1e18
 """An update this long would carry float32 weights out of their range, and every other client's with them."""

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from dbcl.errors import ProtocolError
-from dbcl.plan import UNSKETCHED, RoundPlan, RoundTensor
 from dbcl.protocol.messages import Broadcast, Update
+from dbcl.round_plan import UNSKETCHED, RoundPlan, RoundTensor
 from dbcl.seeds import SEED_BYTES
 from dbcl.sketch import SCHEMES
 

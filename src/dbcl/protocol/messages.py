@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from dbcl.errors import ProtocolError
-from dbcl.plan import RoundPlan, mismatches
+from dbcl.round_plan import RoundPlan, mismatches
 from dbcl.sketch import Sketch
 
 

@@ -13,7 +13,7 @@ from dbcl.blind import blind, lift
 from dbcl.cover import Cover, fingerprint, frozen_parameters, named_tensors
 from dbcl.errors import PlanError, ProtocolError
 from dbcl.optim import ServerOptimizer, fedavg
-from dbcl.plan import MEASURED, Ratio, SketchPlan, mismatches
+from dbcl.plan import Ratio, SketchPlan
 from dbcl.privacy import Veil, WhiteVeil, norm
 from dbcl.protocol import checkpoint
 from dbcl.protocol.admission import Admission, Door
@@ -21,6 +21,7 @@ from dbcl.protocol.aggregation import Aggregate, average
 from dbcl.protocol.codec import WIRE_DTYPES
 from dbcl.protocol.messages import Broadcast, RoundReport, Tally, Update
 from dbcl.protocol.state import restore_server, server_state
+from dbcl.round_plan import MEASURED, mismatches
 from dbcl.state import State
 from dbcl.statistics import calibrate
 

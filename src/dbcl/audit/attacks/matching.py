@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dbcl.audit.attacks.gradients import gradients, parameters
 from dbcl.audit.attacks.labels import labels_of_gradient
 from dbcl.errors import ConfigError, PlanError
-from dbcl.plan import mismatches
+from dbcl.round_plan import mismatches
 
 OBJECTIVES = ("l2", "cosine")
 LABELS = ("known", "inferred", "joint")

@@ -17,7 +17,7 @@ from dbcl.engines.stacked.layers import (
     ToRows,
 )
 from dbcl.engines.stacked.linear import Linear
-from dbcl.plan import RoundPlan
+from dbcl.round_plan import RoundPlan
 from dbcl.sketch.buckets import BucketSketch
 
 ELEMENTWISE = (

@@ -1,0 +1,108 @@
+"""What is fixed for one round and sent to the clients: the seed, every tensor's sketch, what is frozen."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from dbcl.errors import SketchError
+from dbcl.sketch import Sketch, draw
+
+CLEAR = "identity-v1"
+"""The scheme of a tensor that is not sketched."""
+MEASURED = "statistics-v1"
+"""The scheme of a normalisation statistic: not sketched, and a client reports a value of its own and not a change."""
+UNSKETCHED = (CLEAR, MEASURED)
+
+
+@dataclass(frozen=True)
+class RoundTensor:
+    """One tensor of a message: its name, its full shape, and the sketch it is sent through.
+
+    `width` is what the sketch is drawn with and `columns` how many columns come out of it: as many, or fewer where a
+    hashed sketch has empty buckets.
+
+    >>> tensor = RoundTensor("conv.weight", (8, 3, 5, 5), "count-v1", width=37, columns=37)
+    >>> tensor.dim, tensor.sketched, tensor.sent_shape
+    (75, True, (8, 37))
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    scheme: str
+    width: int
+    columns: int
+
+    @property
+    def sketched(self) -> bool:
+        return self.scheme not in UNSKETCHED
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is a normalisation statistic, of which clients report values and not changes."""
+        return self.scheme == MEASURED
+
+    @property
+    def dim(self) -> int:
+        """How many inputs one output has: the length of a row of the weight as a matrix, output first."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor as it travels."""
+        return (self.shape[0], self.columns) if self.sketched else self.shape
+
+    def draw(self, seed: bytes, round: int) -> Sketch:
+        """Draw this tensor's sketch for a round."""
+        sketch = draw(self.scheme, self.dim, self.width, seed=seed, round=round, name=self.name)
+        if sketch.width != self.columns:
+            raise SketchError(f"{self.name}: the sketch has {sketch.width} columns, and the plan says {self.columns}")
+        return sketch
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """What is fixed for one round: the seed and every tensor's sketch. All of it is sent to the clients.
+
+    >>> tensors = RoundTensor("fc.weight", (2, 6), "count-v1", 3, 3), RoundTensor("fc.bias", (2,), CLEAR, 1, 1)
+    >>> RoundPlan(0, bytes(32), tensors).sketches
+    {'fc.weight': CountSketch(6 -> 3)}
+    """
+
+    round: int
+    seed: bytes
+    tensors: tuple[RoundTensor, ...]
+    frozen: tuple[tuple[str, str], ...] = ()
+    """The name and the fingerprint of every parameter that is not trained: a client must have the same."""
+
+    @cached_property
+    def sketches(self) -> dict[str, Sketch]:
+        """The sketch of every covered tensor, by name."""
+        return {tensor.name: tensor.draw(self.seed, self.round) for tensor in self.tensors if tensor.sketched}
+
+    @cached_property
+    def digest(self) -> str:
+        """A name for this plan; an answer to another plan is refused by it."""
+        settled = [self.round, self.seed.hex(), [dataclasses.astuple(tensor) for tensor in self.tensors]]
+        text = json.dumps([*settled, self.frozen] if self.frozen else settled)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def mismatches(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor]) -> list[str]:
+    """Say where the names and shapes of tensors are not those expected.
+
+    >>> import torch
+    >>> mismatches({"a": (2,), "b": (3, 4)}, {"b": torch.zeros(4, 3), "c": torch.zeros(1)})
+    ['a is missing', "'c' was not asked for", 'b has shape (4, 3) and must have (3, 4)']
+    """
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [f"{name!r} was not asked for" for name in found if name not in expected]
+    for name, shape in expected.items():
+        if name in found and tuple(found[name].shape) != shape:
+            problems.append(f"{name} has shape {tuple(found[name].shape)} and must have {shape}")
+    return problems
