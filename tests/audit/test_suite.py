@@ -323,9 +323,7 @@ def test_a_file_that_is_no_audit_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_an_audit_needs_is_loaded_on_first_use() -> None:
-    program = (
-        "import dbcl; print(dbcl.audit.suite.QUICK.rounds, dbcl.audit.report.page.page, dbcl.audit.findings.Audit)"
-    )
+    program = "import dbcl; print(dbcl.audit.budget.QUICK.rounds, dbcl.audit.suite.audit, dbcl.audit.report.page.page, dbcl.audit.findings.Audit)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     light = "import sys, dbcl; dbcl.audit.report; assert 'sklearn' not in sys.modules and 'scipy' not in sys.modules"

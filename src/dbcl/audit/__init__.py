@@ -8,9 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dbcl.audit import findings, report, suite
+    from dbcl.audit import budget, findings, report, suite
 
-__all__ = ["findings", "report", "suite"]
+__all__ = ["budget", "findings", "report", "suite"]
 
 
 def __getattr__(name: str) -> Any:

@@ -45,6 +45,7 @@ class Job:
 
     `tell` is called with each thing that is done, `step` when one is: a round, a tensor, a picture, a shadow model.
 
+    >>> from dbcl.audit.budget import QUICK
     >>> Job(RunConfig(), data.load("digits"), Path("run"), Path("scratch"), QUICK, 2, 0, None, print).budget.rounds
     60
     """
@@ -222,6 +223,7 @@ def property_script(
     Half of the examples are the attacker's, the others train on the rest. Where no property of the dataset is known,
     the first result is None.
 
+    >>> from dbcl.audit.budget import QUICK
     >>> holds, own, script = property_script("digits", data.load("digits"), QUICK, 2, 0, None)
     >>> len(holds), len(own), script.shape
     (4000, 2000, (60, 2, 16))
