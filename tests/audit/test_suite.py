@@ -323,7 +323,8 @@ def test_a_file_that_is_no_audit_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_an_audit_needs_is_loaded_on_first_use() -> None:
-    program = "import dbcl; print(dbcl.audit.budget.QUICK.rounds, dbcl.audit.suite.audit, dbcl.audit.report.page.page, dbcl.audit.findings.Audit)"
+    parts = ("budget.QUICK.rounds", "suite.audit", "report.page.page", "findings.Audit")
+    program = f"import dbcl; print({', '.join(f'dbcl.audit.{part}' for part in parts)})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     light = "import sys, dbcl; dbcl.audit.report; assert 'sklearn' not in sys.modules and 'scipy' not in sys.modules"
