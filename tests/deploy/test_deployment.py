@@ -8,11 +8,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import dbcl
 from dbcl import models
@@ -47,19 +45,19 @@ class Trial:
     folder: Path
     down: list[bytes]
     up: list[bytes]
-    states: list[tuple[dict[str, Any], dict[str, Tensor]]]
+    states: list[dbcl.State]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     place = tmp_path_factory.mktemp("undisturbed")
     folder = place / "run"
-    states: dict[int, tuple[dict[str, Any], dict[str, Tensor]]] = {}
+    states: dict[int, dbcl.State] = {}
 
     def finished() -> bool:
         if any(folder.glob("round-*.dbcl")):  # the run itself keeps the last two only
-            state = checkpoint.load(folder)
-            states[state[0]["round"]] = state
+            state = checkpoint.load(folder).part("server")
+            states[state.values["round"]["number"]] = state
         return (folder / "model.safetensors").exists()
 
     with Federation(place / "federation") as federation:
@@ -88,8 +86,8 @@ def test_no_covered_weight_crosses_the_wire(undisturbed: Trial) -> None:
         if number:  # the answers on the wire make of one checkpoint the next, so the capture has missed nothing
             server.close_round([update for update in updates if update.round == number - 1])
             for name, parameter in server.model.named_parameters():
-                torch.testing.assert_close(parameter.detach(), state[1][f"model.{name}"])
-        server.load_state(*state)
+                torch.testing.assert_close(parameter.detach(), state.part("model").tensors[name])
+        server.load_state_dict(state._asdict())
         weights = dict(server.model.named_parameters())
         secrets |= {f"{name} in round {number}": weights[name].detach().clone() for name in covered}
         if number < ROUNDS:  # a checkpoint has the secrets of the round to come, so it makes the same broadcast
@@ -223,7 +221,9 @@ def test_a_deployment_outlives_its_parts(undisturbed: Trial, tmp_path: Path, key
 
     # No finished round was lost and none was played twice.
     assert rounds(folder) == list(range(ROUNDS + 1))
-    accepted = {number: told["dbcl-accepted"] for number, told in checkpoint.load(folder)[0]["flower"]["history"][0]}
+    accepted = {
+        number: told["dbcl-accepted"] for number, told in checkpoint.load(folder).values["flower"]["history"][0]
+    }
     assert list(accepted) == list(range(1, ROUNDS + 1))
     assert accepted[2] == NODES
     assert accepted[3] == 1
