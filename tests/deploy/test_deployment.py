@@ -229,6 +229,6 @@ def test_a_deployment_outlives_its_parts(undisturbed: Trial, tmp_path: Path, key
     }
     assert list(accepted) == list(range(1, ROUNDS + 1))
     assert accepted[2] == NODES
-    assert accepted[3] == 1
+    assert accepted[3] in (1, 2)  # Flower starts a ClientApp anew that dies before it has taken its message
     assert accepted[ROUNDS] == NODES
     assert abs(accuracy(folder) - accuracy(undisturbed.folder)) < MARGIN
