@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from independent import largest_error
 from torch import Tensor, nn
 
 import dbcl
@@ -93,3 +94,111 @@ def test_a_mask_is_no_weight() -> None:
     changed[:, 3] += 1
     torch.testing.assert_close(local(x)[:, :3], local(changed)[:, :3])
     assert norm(dbcl.update(local, broadcast, examples=1).tensors) == 0
+
+
+class Backwards(nn.Module):
+    """A dense layer that keeps its weight as (in, out), as GPT-2's does."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class Experts(nn.Module):
+    """Three experts in two stacked weights, (expert, out, in) and (expert, in, out), mixed with equal shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(0.3 * torch.randn(3, 10, 7))
+        self.down = nn.Parameter(0.3 * torch.randn(3, 10, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.einsum("bi,eoi->ebo", x, self.up).tanh()
+        return torch.bmm(hidden, self.down).mean(dim=0)
+
+
+def seeded(build) -> nn.Module:
+    torch.manual_seed(0)
+    return build().double()
+
+
+OTHERS = {
+    "inputs first": (
+        lambda: nn.Sequential(Backwards(9, 8), nn.Tanh(), nn.Linear(8, 2)),
+        {Backwards: 0},
+        {"0.weight": (0,)},
+    ),
+    "experts": (
+        lambda: nn.Sequential(Experts(), nn.Tanh(), nn.Linear(6, 2)),
+        {"*.up": -1, "*.down": 1},
+        {"0.up": (2,), "0.down": (1,)},
+    ),
+    "square": (lambda: nn.Sequential(Backwards(9, 9), nn.Tanh(), nn.Linear(9, 2)), {Backwards: 0}, {"0.weight": (0,)}),
+    "a linear layer told otherwise": (
+        lambda: nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 2)),
+        {"0.weight": 0},
+        {"0.weight": (0,)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_layers_with_their_inputs_on_any_axis_are_exact(kind: str) -> None:
+    build, layers, inputs = OTHERS[kind]
+    x = torch.randn(5, 7 if kind == "experts" else 9, dtype=torch.float64)
+    error = largest_error(lambda: seeded(build), lambda model: model(x).square().mean(), inputs, layers=layers)
+    assert error < 1e-13
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_transposed_convolutions_are_covered_and_exact(axes: int, groups: int) -> None:
+    kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[axes - 1]
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            kind(4, 6, 3, stride=2, padding=1, groups=groups), nn.Tanh(), nn.Flatten(), nn.LazyLinear(2)
+        )
+
+    x = torch.randn(2, 4, *(4,) * axes, dtype=torch.float64)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = build().double()
+        model(x)
+        return model
+
+    inputs = {"0.weight": (0, *range(2, 2 + axes))}
+    assert largest_error(make, lambda model: model(x).square().mean(), inputs) < 1e-13
+
+
+def test_the_plan_says_which_axis_is_sketched() -> None:
+    rows = dbcl.SketchPlan.of(nn.Sequential(nn.ConvTranspose2d(4, 6, 3), nn.Linear(8, 2))).rows()
+    assert rows[0][3] == "18 of 36 inputs (axes 0, 2, 3)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layers": {Backwards: 0}}, "layers: 'Backwards' is no layer and no parameter of this model"),
+        ({"layers": {"nothing.*": 0}}, "layers: 'nothing.*' is no layer and no parameter of this model"),
+        ({"layers": {"0.up": 3}}, r"layers: 0.up: the inputs of a weight of shape \(3, 10, 7\) cannot lie on 3"),
+        ({"layers": {"0.up": (2, -1)}}, r"cannot lie on \(2, -1\); name one axis or a tuple of them"),
+        (
+            {"cover": ["0.up"]},
+            r"0.up: has shape \(3, 10, 7\) in a layer that is not known; say which axis has its inputs",
+        ),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(dbcl.PlanError, match=message):
+        dbcl.SketchPlan.of(nn.Sequential(Experts(), nn.Linear(6, 6), nn.Linear(6, 2)), **settings)
+
+
+def test_a_server_takes_layers() -> None:
+    server = dbcl.Server(nn.Sequential(Backwards(8, 4), nn.Linear(4, 2)), layers={Backwards: 0}, insecure_seed=0)
+    assert server.open_round().tensors["0.weight"].shape == (4, 4)

@@ -132,10 +132,9 @@ def test_all_problems_are_named_at_once() -> None:
         SketchPlan.of(model, cover=["*.weight", "nothing.*"], veil=-1)
     text = str(caught.value)
     assert "pattern 'nothing.*' matches no parameter; there are 0.weight" in text
-    assert "1.weight: a transposed convolution's weight has its inputs first and cannot be covered" in text
     assert "0.weight: width must be between 1 and 0 (its inputs less one), got 0" in text
     assert "veil must be 0 or more, got -1" in text
-    assert text.startswith("9 problems with this plan:")
+    assert text.startswith("8 problems with this plan:")
 
 
 @pytest.mark.parametrize(

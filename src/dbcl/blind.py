@@ -37,7 +37,7 @@ def blind(model: nn.Module, plan: RoundPlan, noise: Noise) -> dict[str, Tensor]:
             if tensor.name.endswith("running_var"):
                 veiled.clamp_(min=0)  # a variance must not turn negative; a running mean may
         if tensor.sketched:
-            veiled = plan.sketches[tensor.name].apply(veiled.reshape(tensor.shape[0], -1))
+            veiled = plan.sketches[tensor.name].apply(tensor.layout.matrix(veiled))
         sent[tensor.name] = veiled
     return sent
 
@@ -87,7 +87,7 @@ def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tens
     for tensor in plan.tensors:
         module, name = owner(client, tensor.name)
         if tensor.sketched:
-            sketch_parameter(module, name, plan.sketches[tensor.name], received[tensor.name])
+            sketch_parameter(module, name, plan.sketches[tensor.name], received[tensor.name], tensor.inputs)
         else:
             with torch.no_grad():
                 getattr(module, name).copy_(received[tensor.name])
@@ -113,7 +113,7 @@ def lift(plan: RoundPlan, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     torch.Size([2, 2, 3])
     """
     return {
-        tensor.name: plan.sketches[tensor.name].lift(changes[tensor.name]).reshape(tensor.shape)
+        tensor.name: tensor.layout.weight(plan.sketches[tensor.name].lift(changes[tensor.name]))
         if tensor.sketched
         else changes[tensor.name]
         for tensor in plan.tensors

@@ -1,20 +1,21 @@
 """Which tensors of a model leave the server, which stay at home, and which can be sketched."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from dbcl._torch import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, forward_pre_hooks
 from dbcl.errors import PlanError
+from dbcl.layout import Layout
 
 LAYERS: tuple[type[nn.Module], ...] = (
     nn.Linear,
@@ -24,7 +25,17 @@ LAYERS: tuple[type[nn.Module], ...] = (
     nn.RNNBase,
     nn.RNNCellBase,
 )
-"""The layers that the words in `cover` know; any other matrix is covered by naming it."""
+"""PyTorch's layers that the words in `cover` know. Their outputs come first, but for transposed convolutions."""
+
+ELSEWHERE = {
+    "transformers.pytorch_utils.Conv1D": 0,
+    "torch_geometric.nn.dense.linear.Linear": 1,
+    "torch_geometric.nn.dense.linear.HeteroLinear": 1,
+}
+"""Layers of other libraries that the words know, by the name of their class, and the axis of their weight's inputs."""
+
+Layers = Mapping[type[nn.Module] | str, int | tuple[int, ...]]
+"""Layers of one's own: a class or a pattern of parameter names, and the axis (or axes) of the weight's inputs."""
 
 WORDS = ("hidden", "all")
 """What may stand in `cover` beside patterns: all known layers but the last one, and all known layers."""
@@ -104,31 +115,34 @@ def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 class Covered(NamedTuple):
-    """The names to sketch, those of them that no pattern named, what is left out and why, and all problems."""
+    """The names to sketch and the axes of their inputs, those of them that no pattern named, what is left out and why,
+    and all problems."""
 
-    names: set[str]
+    names: dict[str, tuple[int, ...]]
     by_word: set[str]
     left_out: dict[str, str]
     problems: list[str]
 
 
-def covered_names(model: nn.Module, cover: Cover) -> Covered:
+def covered_names(model: nn.Module, cover: Cover, layers: Layers | None = None) -> Covered:
     """Choose what is sketched by words ("hidden", "all") and name patterns, in their order; "!pattern" takes away.
 
     What a word covers and cannot be sketched is left out; what a pattern names and cannot be sketched is a problem.
+    `layers` are further layers for the words to know, as for `SketchPlan.of`.
 
     >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2))
     >>> covered_names(model, "hidden").names, sorted(covered_names(model, ["hidden", "3.*"]).names)
-    ({'0.weight'}, ['0.weight', '3.weight'])
+    ({'0.weight': ()}, ['0.weight', '3.weight'])
     """
     names = dict(model.named_parameters())
     if isinstance(cover, str) and cover not in WORDS:
         raise PlanError(f"cover must be 'hidden', 'all' or a list of words and name patterns, got {cover!r}")
     patterns = [cover] if isinstance(cover, str) else list(cover)
-    by_word, matched, problems = set[str](), set[str](), list[str]()
+    by_word, matched = set[str](), set[str]()
+    inputs, problems = _layouts(model, layers or {})
     for pattern in patterns:
         if pattern in WORDS:
-            found, trouble = _by_word(model, pattern)
+            found, trouble = _by_word(model, pattern, inputs)
             by_word |= found
             problems += trouble
             continue
@@ -140,15 +154,17 @@ def covered_names(model: nn.Module, cover: Cover) -> Covered:
         else:
             matched |= found
     aliases = _names_of(model)
-    reasons = {name: _not_coverable(model, name, names[name], aliases[name]) for name in sorted(by_word | matched)}
+    reasons = {
+        name: _not_coverable(model, name, names[name], aliases[name], inputs) for name in sorted(by_word | matched)
+    }
     bad = {name: reason for name, reason in reasons.items() if reason}
     out = "leave it out with '!{0}' in cover"
     problems += [f"{name}: {reason}; or {out.format(name)}" for name, reason in bad.items() if name in matched]
     left_out = {name: reason for name, reason in bad.items() if name not in matched}
-    chosen = {name for name in reasons if names[name].ndim >= 2 and name not in bad}
+    chosen = {name: inputs.get(name, ()) for name in reasons if names[name].ndim >= 2 and name not in bad}
     if not chosen and not problems:
         problems.append(nothing_left(left_out))
-    return Covered(chosen, chosen - matched, left_out, problems)
+    return Covered(chosen, chosen.keys() - matched, left_out, problems)
 
 
 def without_shape(model: nn.Module) -> list[str]:
@@ -161,9 +177,12 @@ def without_shape(model: nn.Module) -> list[str]:
     return [f"{name}: has no shape yet; run one batch through the model first" for name in lazy]
 
 
-def _by_word(model: nn.Module, word: str) -> tuple[set[str], list[str]]:
-    layers = [_weights_of(path, module) for path, module in model.named_modules() if isinstance(module, LAYERS)]
-    layers = [weights for weights in layers if weights]
+def _by_word(model: nn.Module, word: str, inputs: Mapping[str, tuple[int, ...]]) -> tuple[set[str], list[str]]:
+    weights = dict[str, list[str]]()  # of every layer; what another parametrization computes is that layer's weight
+    for name in inputs:
+        path, _, _ = name.partition(".parametrizations.")
+        weights.setdefault(path if path != name else name.rpartition(".")[0], []).append(name)
+    layers = [weights[path] for path, _ in model.named_modules() if path in weights]
     if word == "hidden" and len(layers) == 1:
         return set(), [f"{layers[0][0]} is the output layer and nothing else can be covered; use cover='all'"]
     first = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
@@ -182,12 +201,45 @@ def nothing_left(left_out: dict[str, str]) -> str:
     return "the model has nothing to cover: no dense, convolutional, attention or recurrent weight"
 
 
-def _weights_of(path: str, module: nn.Module) -> list[str]:
-    prefix = f"{path}." if path else ""
-    own = module.named_parameters(recurse=False)
+def _layouts(model: nn.Module, layers: Layers) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """The weights of all layers that are known, each with the axes of its inputs; and what is wrong with `layers`."""
+    found, problems, used = dict[str, tuple[int, ...]](), list[str](), set[type | str]()
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for local, parameter in _own_parameters(module):
+            name = prefix + local
+            given = [k for k in layers if (fnmatchcase(name, k) if isinstance(k, str) else isinstance(module, k))]
+            used.update(given)
+            if parameter.ndim < 2 or not (given or "weight" in local):
+                continue
+            axes = layers[given[-1]] if given else _known_inputs(module, parameter.ndim)
+            if axes is None:
+                continue
+            try:
+                found[name] = Layout.of(tuple(parameter.shape), axes).inputs
+            except ValueError as error:
+                problems.append(f"layers: {name}: {error}; name one axis or a tuple of them")
+    missing = [key if isinstance(key, str) else key.__name__ for key in layers if key not in used]
+    problems += [f"layers: {key!r} is no layer and no parameter of this model" for key in missing]
+    return found, problems
+
+
+def _own_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters of a module itself, those under its parametrizations too."""
+    own = list[tuple[str, Tensor]](module.named_parameters(recurse=False))
+    if is_parametrized(module):
+        own += module.get_submodule("parametrizations").named_parameters("parametrizations")
+    return own
+
+
+def _known_inputs(module: nn.Module, ndim: int) -> int | tuple[int, ...] | None:
+    """On which axes of their weights a kind of layer has its inputs; None where the kind is not known."""
     if isinstance(module, TRANSPOSED_CONVOLUTIONS):
-        return []
-    return [prefix + name for name, parameter in own if "weight" in name and parameter.ndim >= 2]
+        return (0, *range(2, ndim))
+    if isinstance(module, LAYERS):
+        return tuple(range(1, ndim))
+    kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
+    return next((ELSEWHERE[kind] for kind in kinds if kind in ELSEWHERE), None)
 
 
 def _names_of(model: nn.Module) -> dict[str, list[str]]:
@@ -206,7 +258,9 @@ OLD_HOOKS: tuple[tuple[type, str], ...] = (
 """Hooks that compute a weight before every forward pass, and what to use instead."""
 
 
-def _not_coverable(model: nn.Module, name: str, parameter: Tensor, aliases: list[str]) -> str | None:
+def _not_coverable(
+    model: nn.Module, name: str, parameter: Tensor, aliases: list[str], inputs: Mapping[str, tuple[int, ...]]
+) -> str | None:
     """Why a parameter cannot be sketched; None where it can, and for vectors, which never are."""
     module, _ = owner(model, name)
     if parameter.ndim < 2:
@@ -215,8 +269,6 @@ def _not_coverable(model: nn.Module, name: str, parameter: Tensor, aliases: list
         return "is frozen and stays at home"
     if len(aliases) > 1:
         return f"is one tensor with {', '.join(aliases[1:])}, and tied weights cannot be covered; untie them"
-    if isinstance(module, TRANSPOSED_CONVOLUTIONS):
-        return "a transposed convolution's weight has its inputs first and cannot be covered"
     if isinstance(module, ParametrizationList):
         return "belongs to another parametrization; remove that one"
     for hook in forward_pre_hooks(module):
@@ -225,4 +277,7 @@ def _not_coverable(model: nn.Module, name: str, parameter: Tensor, aliases: list
                 return f"is computed by an old-style hook ({kind.__name__}) and cannot be covered; use {instead}"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.sparse or module.max_norm is not None):
         return "an embedding with sparse gradients or max_norm cannot be covered"
+    if parameter.ndim > 2 and name not in inputs:
+        shape = tuple(parameter.shape)
+        return f"has shape {shape} in a layer that is not known; say which axis has its inputs: layers={{{name!r}: -1}}"
     return None

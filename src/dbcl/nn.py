@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from dbcl._torch import autocast_enabled, children, direct_apply, functorch_active, own_parameters, version
+from dbcl.layout import Layout
 from dbcl.sketch import Sketch
 from dbcl.sketch.buckets import BucketSketch, Tables
 from dbcl.sketch.operator import linear_map
@@ -27,13 +28,13 @@ class EffectiveWeight(nn.Module):
     (torch.Size([4, 2, 3, 3]), torch.Size([4, 9]))
     """
 
-    def __init__(self, sketch: Sketch, shape: torch.Size) -> None:
+    def __init__(self, sketch: Sketch, layout: Layout) -> None:
         super().__init__()
         self.sketch = sketch
-        self.shape = shape
+        self.layout = layout
 
-    def forward(self, compact: Tensor) -> Tensor:  # (dout, width) -> shape
-        return self.sketch.expand(compact).reshape(self.shape)
+    def forward(self, compact: Tensor) -> Tensor:  # (rows, width) -> the weight's shape
+        return self.layout.weight(self.sketch.expand(compact))
 
 
 class _Replace(EffectiveWeight):
@@ -42,8 +43,8 @@ class _Replace(EffectiveWeight):
     `register_parametrization` asks `right_inverse` what to keep of the old weight: nothing.
     """
 
-    def __init__(self, sketch: Sketch, shape: torch.Size, compact: Tensor) -> None:
-        super().__init__(sketch, shape)
+    def __init__(self, sketch: Sketch, layout: Layout, compact: Tensor) -> None:
+        super().__init__(sketch, layout)
         self._compact: Tensor | None = compact
 
     def right_inverse(self, weight: Tensor) -> Tensor:
@@ -52,8 +53,12 @@ class _Replace(EffectiveWeight):
         return compact
 
 
-def sketch_parameter(module: nn.Module, name: str, sketch: Sketch, compact: Tensor) -> nn.Module:
+def sketch_parameter(
+    module: nn.Module, name: str, sketch: Sketch, compact: Tensor, inputs: tuple[int, ...] = ()
+) -> nn.Module:
     """Let `module` hold the compact weight V instead of its weight; returns the module, changed in place.
+
+    `inputs` are the axes of the weight that the sketch acts on: all but the first where it is empty.
 
     >>> from dbcl import CountSketch
     >>> layer = sketch_parameter(nn.Linear(6, 2), "weight", CountSketch(6, 3, seed=bytes(32)), torch.zeros(2, 3))
@@ -63,8 +68,9 @@ def sketch_parameter(module: nn.Module, name: str, sketch: Sketch, compact: Tens
     weight = getattr(module, name)
     compact = compact.detach().to(weight.device, weight.dtype, copy=True)
     # Exactly nn.Linear: a subclass may read its weight in ways that forward() does not show (attention does).
-    is_linear = type(module) is nn.Linear
-    parametrize.register_parametrization(module, name, _Replace(sketch, weight.shape, compact), unsafe=True)
+    is_linear = type(module) is nn.Linear and name == "weight" and not inputs
+    effective = _Replace(sketch, Layout(tuple(weight.shape), inputs), compact)
+    parametrize.register_parametrization(module, name, effective, unsafe=True)
     if is_linear:
         # parametrize made a class for this one module, so this touches no other layer.
         type(module).forward = _bucket_linear if isinstance(sketch, BucketSketch) else _linear

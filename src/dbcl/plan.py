@@ -14,6 +14,7 @@ from dbcl import seeds
 from dbcl.cover import (
     Cover,
     Covered,
+    Layers,
     broadcast_names,
     covered_names,
     frozen_parameters,
@@ -22,6 +23,7 @@ from dbcl.cover import (
     without_shape,
 )
 from dbcl.errors import PlanError
+from dbcl.layout import Layout
 from dbcl.round_plan import CLEAR, MEASURED, UNSKETCHED, RoundPlan, RoundTensor
 from dbcl.sketch import SCHEMES, Sketch, draw
 from dbcl.statistics import is_statistic
@@ -38,6 +40,13 @@ class TensorPlan:
     scheme: str
     ratio: tuple[float, float]
     veil: float
+    inputs: tuple[int, ...] = ()
+    """The axes that the sketch acts on; all but the first where it is empty."""
+
+    @property
+    def layout(self) -> Layout:
+        """The tensor as a matrix."""
+        return Layout(self.shape, self.inputs)
 
     @property
     def sketched(self) -> bool:
@@ -50,7 +59,7 @@ class TensorPlan:
 
     @property
     def dim(self) -> int:
-        return math.prod(self.shape[1:])
+        return self.layout.dim
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -83,12 +92,15 @@ class TensorPlan:
             width += int(seeds.words(seed, "width-v1", round, self.name, n=1)[0] % (high - low + 1))
         scheme = self.scheme if self.sketched else CLEAR
         sketch = draw(scheme, self.dim, width, seed=seed, round=round, name=self.name)
-        return RoundTensor(self.name, self.shape, self.scheme, width, sketch.width), sketch
+        return RoundTensor(self.name, self.shape, self.scheme, width, sketch.width, self.inputs), sketch
 
     def row(self) -> tuple[str, str, str, str, str]:
         """This tensor as a row of the plan's table."""
         low, high = self.widths
         seen = f"{_span(low, high)} of {self.dim} numbers of each row" if self.sketched else "every number"
+        if self.sketched and self.inputs:
+            axes = ", ".join(map(str, self.inputs))
+            seen = f"{_span(low, high)} of {self.dim} inputs ({'axis' if len(self.inputs) == 1 else 'axes'} {axes})"
         veil = f"{self.veil:g}" if self.veil else "none"
         return self.name, "x".join(map(str, self.shape)), self.scheme if self.sketched else "none", seen, veil
 
@@ -128,6 +140,7 @@ class SketchPlan:
         veil: float = 0.2,
         sketch: str = "count-v1",
         buffers: Sequence[str] = (),
+        layers: Layers | None = None,
     ) -> "SketchPlan":
         """Plan a model.
 
@@ -137,22 +150,38 @@ class SketchPlan:
         each round's width is drawn. `veil` is the size of the secret noise on everything that leaves the server,
         relative to the size of the weights; 0 is the paper. What leaves is what is trained and the statistics of
         normalisation layers; `buffers` are patterns of further buffers to send.
+
+        `layers` tells the words in `cover` of layers that they do not know: a class, or a pattern of parameter names,
+        and on which axis (or axes) of the weight the inputs lie: -1 for x @ W.T, 0 for x @ W, -1 for experts
+        (experts, out, in).
+
+        >>> import torch
+        >>> class Backwards(nn.Module):
+        ...     def __init__(self, inputs, outputs):
+        ...         super().__init__()
+        ...         self.weight = nn.Parameter(0.1 * torch.randn(inputs, outputs))
+        ...     def forward(self, x):
+        ...         return x @ self.weight
+        >>> model = nn.Sequential(Backwards(8, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> SketchPlan.of(model, layers={Backwards: 0}).rows()[0]
+        ('0.weight', '8x4', 'count-v1', '4 of 8 inputs (axis 0)', '0.2')
         """
         _refuse(without_shape(model))
         own = named_tensors(model)
         sent = broadcast_names(model, buffers)
-        covered = Covered(set(), set(), {}, []) if sketch == CLEAR else covered_names(model, cover)
+        covered = Covered({}, set(), {}, []) if sketch == CLEAR else covered_names(model, cover, layers)
         low, high = ratio if isinstance(ratio, tuple) else (ratio, ratio)
 
         def planned(name: str, scheme: str) -> TensorPlan:
-            return TensorPlan(name, tuple(own[name].shape), scheme, (float(low), float(high)), float(veil))
+            inputs = covered.names.get(name, ())
+            return TensorPlan(name, tuple(own[name].shape), scheme, (float(low), float(high)), float(veil), inputs)
 
         left_out = dict(covered.left_out)
         for name in sorted(covered.by_word):
             inputs = planned(name, sketch).dim
             if 1 < low <= high and int(inputs / high) < 1:
                 left_out[name] = f"has {inputs} inputs, too few for the ratio {_span(low, high)}"
-        names = covered.names - left_out.keys()
+        names = covered.names.keys() - left_out.keys()
         if covered.names and not names:
             covered.problems.append(nothing_left(left_out))
         unsketched = {name: MEASURED if is_statistic(name) else CLEAR for name in sent}
@@ -220,7 +249,7 @@ class SketchPlan:
 
     def numbers_sent(self) -> int:
         """How many numbers one message holds, at most."""
-        return sum(t.shape[0] * t.widths[1] if t.sketched else math.prod(t.shape) for t in self.tensors)
+        return sum(t.layout.rows * t.widths[1] if t.sketched else math.prod(t.shape) for t in self.tensors)
 
     @property
     def share_sketched(self) -> float:

@@ -1,9 +1,7 @@
 """What is fixed for one round and sent to the clients: the seed, every tensor's sketch, what is frozen."""
 
-import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +9,7 @@ from functools import cached_property
 from torch import Tensor
 
 from dbcl.errors import SketchError
+from dbcl.layout import Layout
 from dbcl.sketch import Sketch, draw
 
 CLEAR = "identity-v1"
@@ -37,6 +36,13 @@ class RoundTensor:
     scheme: str
     width: int
     columns: int
+    inputs: tuple[int, ...] = ()
+    """The axes that the sketch acts on; all but the first where it is empty."""
+
+    @property
+    def layout(self) -> Layout:
+        """The tensor as a matrix."""
+        return Layout(self.shape, self.inputs)
 
     @property
     def sketched(self) -> bool:
@@ -49,13 +55,18 @@ class RoundTensor:
 
     @property
     def dim(self) -> int:
-        """How many inputs one output has: the length of a row of the weight as a matrix, output first."""
-        return math.prod(self.shape[1:])
+        """How many inputs one output has: the length of a row of the weight as a matrix."""
+        return self.layout.dim
 
     @property
     def sent_shape(self) -> tuple[int, ...]:
         """The shape of the tensor as it travels."""
-        return (self.shape[0], self.columns) if self.sketched else self.shape
+        return (self.layout.rows, self.columns) if self.sketched else self.shape
+
+    def fields(self) -> list[object]:
+        """What a message says of the tensor; the axes of its inputs only where they are not all but the first."""
+        plain = [self.name, list(self.shape), self.scheme, self.width, self.columns]
+        return [*plain, list(self.inputs)] if self.inputs else plain
 
     def draw(self, seed: bytes, round: int) -> Sketch:
         """Draw this tensor's sketch for a round."""
@@ -88,7 +99,7 @@ class RoundPlan:
     @cached_property
     def digest(self) -> str:
         """A name for this plan; an answer to another plan is refused by it."""
-        settled = [self.round, self.seed.hex(), [dataclasses.astuple(tensor) for tensor in self.tensors]]
+        settled = [self.round, self.seed.hex(), [tensor.fields() for tensor in self.tensors]]
         text = json.dumps([*settled, self.frozen] if self.frozen else settled)
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -17,7 +17,7 @@ def test_an_update_is_made_of_the_model_inside_a_wrapper(wrap) -> None:
     with torch.no_grad():
         local[2].bias.add_(1.0)
     update = dbcl.update(wrapped, broadcast, examples=3)
-    assert torch.equal(update.tensors["2.bias"], torch.ones(2))
+    torch.testing.assert_close(update.tensors["2.bias"], torch.ones(2))
 
 
 def test_metrics_may_be_tensors_and_numpy_numbers(server: dbcl.Server) -> None:

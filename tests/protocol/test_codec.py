@@ -50,14 +50,20 @@ def golden_messages() -> dict[str, bytes]:
     update = dbcl.Update(0, broadcast.plan.digest, tensors, examples=600, metrics={"loss": 0.5})
     model[1].weight.requires_grad_(False)
     frozen = dbcl.Server(model, veil=0, cover=["0.weight"], insecure_seed=0).open_round()
+    upwards = torch.nn.Sequential(torch.nn.ConvTranspose1d(4, 2, 1), torch.nn.Linear(1, 1))
+    with torch.no_grad():
+        for parameter in upwards.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape))
+    inputs = dbcl.Server(upwards, veil=0, insecure_seed=0).open_round()
     return {
         "broadcast.dbcl": dbcl.encode(broadcast),
+        "broadcast-inputs.dbcl": dbcl.encode(inputs),
         "broadcast-frozen.dbcl": dbcl.encode(frozen),
         "update.dbcl": dbcl.encode(update),
     }
 
 
-@pytest.mark.parametrize("name", ["broadcast.dbcl", "broadcast-frozen.dbcl", "update.dbcl"])
+@pytest.mark.parametrize("name", ["broadcast.dbcl", "broadcast-frozen.dbcl", "broadcast-inputs.dbcl", "update.dbcl"])
 def test_golden_bytes(name: str) -> None:
     """Version 1 of the wire format is these bytes; a change is a new version and new golden files."""
     assert golden_messages()[name] == (GOLDEN / name).read_bytes()
@@ -156,6 +162,11 @@ def test_each_field_of_an_update_is_checked(changes: dict, message: str) -> None
         ({"parts": [["w", [6], "count-v1", 3, 3]]}, "'parts' cannot be"),
         ({"parts": [["\ud800", [2, 6], "count-v1", 3, 3]]}, "'parts' cannot be"),
         ({"parts": [["w", [2, -6], "count-v1", 3, 3]]}, "'parts' cannot be"),
+        ({"parts": [["w", [6, 2], "count-v1", 3, 3, [2]]]}, "'parts' cannot be"),
+        ({"parts": [["w", [6, 2], "count-v1", 3, 3, [1]]]}, "'parts' cannot be"),
+        ({"parts": [["w", [6, 2], "count-v1", 3, 3, [0, 1]]]}, "'parts' cannot be"),
+        ({"parts": [["w", [6, 2], "identity-v1", 3, 3, [0]]]}, "'parts' cannot be"),
+        ({"parts": [["w", [4, 6], "count-v1", 3, 3, [0]]]}, "has shape .2, 3. and must have .6, 3."),
         ({"parts": PARTS * 2}, "named twice"),
         ({"parts": [["w", [1 << 50, 1 << 50], "count-v1", 3, 3]]}, "has shape .2, 3. and must have"),
         ({"parts": []}, "'w' was not asked for"),

@@ -84,7 +84,7 @@ def decode_broadcast(data: bytes) -> Broadcast:
     plan = RoundPlan(
         round,
         bytes.fromhex(seed),
-        tuple(RoundTensor(name, tuple(shape), *rest) for name, shape, *rest in parts),
+        tuple(_part(*part) for part in parts),
         tuple((name, digest) for name, digest in frozen),
     )
     if len({part.name for part in plan.tensors}) != len(plan.tensors):
@@ -115,7 +115,7 @@ def decode_update(data: bytes) -> Update:
 
 def _header(message: Broadcast | Update) -> dict[str, Any]:
     if isinstance(message, Broadcast):
-        parts = [[p.name, list(p.shape), p.scheme, p.width, p.columns] for p in message.plan.tensors]
+        parts = [tensor.fields() for tensor in message.plan.tensors]
         header = {"round": message.plan.round, "seed": message.plan.seed.hex(), "parts": parts}
         return {**header, "frozen": [list(each) for each in message.plan.frozen]} if message.plan.frozen else header
     return {
@@ -226,10 +226,14 @@ def _is_frozen(value: Any) -> bool:
     return _is_name(name) and isinstance(digest, str) and len(digest) == 2 * _DIGEST and _is_hex(digest)
 
 
+def _part(name: str, shape: list[int], scheme: str, width: int, columns: int, inputs: Any = ()) -> RoundTensor:
+    return RoundTensor(name, tuple(shape), scheme, width, columns, tuple(inputs))
+
+
 def _is_part(value: Any) -> bool:
-    if not (isinstance(value, list) and len(value) == 5):
+    if not (isinstance(value, list) and len(value) in (5, 6)):
         return False
-    name, shape, scheme, width, columns = value
+    name, shape, scheme, width, columns, *inputs = value
     return (
         _is_name(name)
         and isinstance(shape, list)
@@ -240,4 +244,16 @@ def _is_part(value: Any) -> bool:
         and (scheme in UNSKETCHED or len(shape) >= 2)
         and _is_count(width)
         and _is_count(columns)
+        and all(_is_inputs(axes, len(shape)) and scheme not in UNSKETCHED for axes in inputs)
+    )
+
+
+def _is_inputs(value: Any, ndim: int) -> bool:
+    """Some of the axes in their order, and not those that a part without this field has."""
+    return (
+        isinstance(value, list)
+        and 0 < len(value) < ndim
+        and all(_is_count(axis) and axis < ndim for axis in value)
+        and value == sorted(set(value))
+        and value != list(range(1, ndim))
     )

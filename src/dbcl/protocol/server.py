@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dbcl import seeds
 from dbcl.blind import blind, lift
-from dbcl.cover import Cover, fingerprint, frozen_parameters, named_tensors
+from dbcl.cover import Cover, Layers, fingerprint, frozen_parameters, named_tensors
 from dbcl.errors import PlanError, ProtocolError
 from dbcl.optim import ServerOptimizer, fedavg
 from dbcl.plan import Ratio, SketchPlan
@@ -29,12 +29,12 @@ from dbcl.statistics import calibrate
 class Server:
     """Holds the model W and runs the rounds: `open_round` blinds it, `close_round` steps on the lifted average.
 
-    `ratio`, `cover`, `veil` and `sketch` are those of `SketchPlan.of`; or give a `plan`. `wire` names the dtype that
-    travels ("float64", "float32", "bfloat16", "float16"; the model's own where it is None). The round's seed and veil
-    come from the operating system, anew in every round; `insecure_seed` fixes them all, so that an experiment can be
-    repeated, and must never be set where clients are strangers. `calibration` are inputs of the server's own, without
-    labels: on these it measures the normalisation statistics of W after every round. Without them W has the average of
-    what clients measured on the veiled and sketched model, which is not the same.
+    `ratio`, `cover`, `veil`, `sketch` and `layers` are those of `SketchPlan.of`; or give a `plan`. `wire` names the
+    dtype that travels ("float64", "float32", "bfloat16", "float16"; the model's own where it is None). The round's seed
+    and veil come from the operating system, anew in every round; `insecure_seed` fixes them all, so that an experiment
+    can be repeated, and must never be set where clients are strangers. `calibration` are inputs of the server's own,
+    without labels: on these it measures the normalisation statistics of W after every round. Without them W has the
+    average of what clients measured on the veiled and sketched model, which is not the same.
 
     >>> import torch, dbcl
     >>> def net():
@@ -60,13 +60,14 @@ class Server:
         cover: Cover | None = None,
         veil: float | None = None,
         sketch: str | None = None,
+        layers: Layers | None = None,
         optimizer: ServerOptimizer | None = None,
         door: Door | None = None,
         wire: str | None = None,
         calibration: Tensor | None = None,
         insecure_seed: int | None = None,
     ) -> None:
-        given = {"ratio": ratio, "cover": cover, "veil": veil, "sketch": sketch}
+        given = {"ratio": ratio, "cover": cover, "veil": veil, "sketch": sketch, "layers": layers}
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if plan is not None and settings:
             raise PlanError(f"give either a plan or {', '.join(settings)}, not both")

@@ -46,6 +46,8 @@ def build_stages(model: nn.Module, plan: RoundPlan, ndim: int) -> list[Stage]:
     for part in plan.tensors:
         if part.sketched and not isinstance(plan.sketches[part.name], BucketSketch):
             raise NotStackable(f"{part.name}: sketch {part.scheme}")
+        if part.inputs:
+            raise NotStackable(f"{part.name}: its inputs are not all axes but the first")
     stages: list[Stage] = []
     images = False
     for name, layer in _leaves(model, ""):
