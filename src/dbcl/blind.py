@@ -16,18 +16,19 @@ Noise = Callable[[str, tuple[int, ...]], Tensor | None]
 """Gives the noise on one tensor of W from its name and shape."""
 
 
-def blind(model: nn.Module, plan: RoundPlan, noise: Noise) -> dict[str, Tensor]:
+def blind(weights: Mapping[str, Tensor], plan: RoundPlan, noise: Noise) -> dict[str, Tensor]:
     """V = (W + N) R for every tensor that leaves the server.
 
-    `noise` gives N of a tensor from its name and shape, or None where it has no veil.
+    `weights` are the tensors of W by name. `noise` gives N of a tensor from its name and shape, or None where it has
+    no veil.
 
     >>> from dbcl.round_plan import RoundTensor
     >>> tensors = RoundTensor("weight", (2, 6), "count-v1", 3, 3), RoundTensor("bias", (2,), "identity-v1", 1, 1)
-    >>> sent = blind(nn.Linear(6, 2), RoundPlan(0, bytes(32), tensors), lambda name, shape: None)
+    >>> W = {"weight": torch.ones(2, 6), "bias": torch.zeros(2)}
+    >>> sent = blind(W, RoundPlan(0, bytes(32), tensors), lambda name, shape: None)
     >>> {name: tuple(tensor.shape) for name, tensor in sent.items()}
     {'weight': (2, 3), 'bias': (2,)}
     """
-    weights = named_tensors(model)
     sent = {}
     for tensor in plan.tensors:
         veiled = weights[tensor.name].detach().clone()

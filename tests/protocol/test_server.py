@@ -1,5 +1,6 @@
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -392,3 +393,54 @@ def test_a_negative_variance_is_refused() -> None:
         server.close_round([spoil(update, "1.running_var", -torch.ones(6))])
     with pytest.raises(ProtocolError, match=r"1.running_mean holds NaN"):
         server.close_round([spoil(update, "1.running_mean", NAN)])
+
+
+def half(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2)).to(dtype)
+
+
+def nudged(broadcast: dbcl.Broadcast, by: float) -> dbcl.Update:
+    changes = {name: torch.full_like(tensor, by) for name, tensor in broadcast.tensors.items()}
+    return dbcl.Update(broadcast.round, broadcast.plan.digest, changes, examples=1)
+
+
+@pytest.mark.parametrize("optimizer", [dbcl.optim.fedavg(), dbcl.optim.momentum(beta=0.5, lr=0.5)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_updates_of_a_half_precision_model_add_up(dtype: torch.dtype, optimizer, tmp_path: Path) -> None:
+    """Each of 200 updates is far below the resolution of a weight of size 1."""
+    server = dbcl.Server(half(dtype), veil=0, cover="all", optimizer=optimizer, insecure_seed=0)
+    nn.init.ones_(server.model[2].bias)
+    start = server.model[2].bias.detach().double()
+    for number in range(200):
+        broadcast = server.open_round()
+        assert all(tensor.dtype == dtype for tensor in broadcast.tensors.values())
+        server.close_round([nudged(broadcast, 1e-4)])
+        if number == 100:
+            server.save(tmp_path)
+            model = half(dtype)
+            server = dbcl.Server.load(tmp_path, model, veil=0, cover="all", optimizer=optimizer, insecure_seed=0)
+    assert server.model[2].bias.dtype == dtype
+    torch.testing.assert_close(
+        server.model[2].bias.detach().double() - start, torch.full((2,), 0.02).double(), rtol=0.2, atol=0
+    )
+    torch.testing.assert_close(server.weights()["2.bias"], torch.full((2,), 1.02), rtol=1e-4, atol=0)
+
+
+def test_weights_written_into_a_half_precision_model_are_taken_over() -> None:
+    server = dbcl.Server(half(torch.bfloat16), veil=0, insecure_seed=0)
+    server.open_round()
+    server.close_round([nudged(server.open_round(), 1e-4)])
+    kept = server.weights()["2.weight"].clone()
+    with torch.no_grad():
+        server.model[2].bias.fill_(3.0)
+    assert torch.equal(server.open_round().tensors["2.bias"], torch.full((2,), 3.0, dtype=torch.bfloat16))
+    assert torch.equal(server.weights()["2.weight"], kept)
+
+
+def test_an_aggregate_must_stay_in_the_range_of_a_half_precision_model() -> None:
+    server = dbcl.Server(half(torch.float16), veil=0, insecure_seed=0)
+    nn.init.constant_(server.model[2].bias, 6e4)
+    broadcast = server.open_round()
+    with pytest.raises(ProtocolError, match=r"2.bias leaves the range of the weights' dtype"):
+        server.close_round([nudged(broadcast, 3e4)])

@@ -84,16 +84,16 @@ class Door:
             raise ProtocolError(f"its length {length:.4g} is above the bound {self.norm_bound:g}")
         return Admitted(update, clip_factor(length, self.norm_bound))
 
-    def problems(self, aggregate: Aggregate, changes: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
+    def problems(self, aggregate: Aggregate, changes: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> list[str]:
         """What is wrong with an aggregate, as far as that can be told without any single update.
 
-        `changes` is its mean as a change of the `weights`: they must stay finite.
+        `changes` is its mean as a change of the weights, and `made` the weights with it: they must stay finite.
         """
         problems = []
         if aggregate.count < self.min_updates:
             problems.append(f"it is made of {aggregate.count} updates and {self.min_updates} are needed")
         for name, change in changes.items():
-            if not torch.isfinite(weights[name] + change).all():
+            if not torch.isfinite(made[name]).all():
                 reason = "is not finite" if not change.isfinite().all() else "leaves the range of the weights' dtype"
                 problems.append(f"{name} {reason}")
         return problems

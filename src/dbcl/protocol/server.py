@@ -19,6 +19,7 @@ from dbcl.protocol import checkpoint
 from dbcl.protocol.admission import Admission, Door
 from dbcl.protocol.aggregation import Aggregate, average
 from dbcl.protocol.codec import WIRE_DTYPES
+from dbcl.protocol.masters import Masters
 from dbcl.protocol.messages import Broadcast, RoundReport, Tally, Update
 from dbcl.protocol.state import restore_server, server_state
 from dbcl.round_plan import MEASURED, mismatches
@@ -90,7 +91,11 @@ class Server:
         self._insecure = None if insecure_seed is None else seeds.derive(bytes(32), "experiment", insecure_seed)
         self._key = self._new_key()
         self._open: Broadcast | None = None
-        self._optimizer = (optimizer or fedavg())([p for p in model.parameters() if p.requires_grad])
+        self._masters = Masters(own)
+        trained = [
+            self._masters.of(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+        ]
+        self._optimizer = (optimizer or fedavg())(trained)
 
     def open_round(self) -> Broadcast:
         """Blind the model for this round. Until the round is closed, every call gives the same broadcast.
@@ -101,8 +106,8 @@ class Server:
         if self._open is None:
             plan = self.plan.draw(seeds.derive(self._key, "sketch"), self.round, self._frozen)
             self.veil.begin(self.round, seeds.derive(self._key, "veil"), self.model)
-            sent = blind(self.model, plan, partial(self.veil.noise, self.round))
-            self._open = Broadcast(plan, {name: tensor.to(self._wire) for name, tensor in sent.items()})
+            sent, own = blind(self.weights(), plan, partial(self.veil.noise, self.round)), named_tensors(self.model)
+            self._open = Broadcast(plan, {name: V.to(self._wire or own[name].dtype) for name, V in sent.items()})
         return self._open
 
     def close_round(self, updates: Iterable[Update | bytes]) -> RoundReport:
@@ -180,7 +185,9 @@ class Server:
             changes = dict(mean) if aggregate.lifted else lift(plan, mean)
             for name in self.statistics & changes.keys():
                 changes[name] = (changes[name].to(weights[name]) - weights[name]) * self._fresh_share
-            problems = self.door.problems(aggregate, changes, weights)
+            own = named_tensors(self.model)
+            made = {name: (weights[name] + change).to(own[name].dtype) for name, change in changes.items()}
+            problems = self.door.problems(aggregate, changes, made)
         if problems:
             raise ProtocolError("\n  - ".join([f"round {self.round}: the aggregate is refused", *problems]))
         tally = tally or Tally()
@@ -205,11 +212,14 @@ class Server:
     def weights(self) -> dict[str, Tensor]:
         """The true values of every tensor that the plan sends, by name; not copies.
 
+        Of a half-precision tensor it is the float32 master, which the model holds rounded.
+
         >>> list(Server(nn.Linear(6, 2), cover="all").weights())
         ['weight', 'bias']
         """
         own = named_tensors(self.model)
-        return {tensor.name: own[tensor.name] for tensor in self.plan.tensors}
+        masters = self._masters.read(own)
+        return {tensor.name: masters.get(tensor.name, own[tensor.name]) for tensor in self.plan.tensors}
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on after this moment, as plain values and tensors. It holds W and the secrets.
@@ -274,6 +284,7 @@ class Server:
                     tensor.clamp_(min=0)  # a variance must not turn negative; a running mean may
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        self._masters.write(named_tensors(self.model))
 
 
 def _trained(model: nn.Module) -> list[str]:

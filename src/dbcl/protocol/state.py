@@ -23,12 +23,21 @@ def server_state(server: "Server") -> State:
     (['model', 'optimizer', 'round', 'veil'], ['model.bias', 'model.weight'])
     """
     own = {"number": server.round, "key": server._key.hex(), "plan": server.plan.digest}
-    return join(
-        round=State(own, {}),
-        model=model_state(server.model),
-        veil=server.veil.state(),
-        optimizer=optimizer_state(server._optimizer),
-    )
+    parts = {
+        "round": State(own, {}),
+        "model": model_state(server.model),
+        "veil": server.veil.state(),
+        "optimizer": optimizer_state(server._optimizer),
+    }
+    if server._masters.tensors:
+        parts["masters"] = State(
+            {},
+            {
+                name: master.detach().clone()
+                for name, master in server._masters.read(named_tensors(server.model)).items()
+            },
+        )
+    return join(**parts)
 
 
 def restore_server(server: "Server", state: State) -> None:
@@ -44,6 +53,8 @@ def restore_server(server: "Server", state: State) -> None:
         kinds = state.values["optimizer"]["kind"], type(server._optimizer).__name__
         raise ProtocolError("the checkpoint is of a server with the optimiser {} and this one has {}".format(*kinds))
     load_model(server.model, state.part("model"))
+    if "masters" in state.values:
+        server._masters.load(state.part("masters").tensors)
     load_optimizer(server._optimizer, state.part("optimizer"))
     server.veil.load_state(state.part("veil"))
     server.round, server._key, server._open = own["number"], bytes.fromhex(own["key"]), None
