@@ -5,7 +5,7 @@ INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 BENCH := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -W ignore
 RESULTS ?= benchmarks/results
 
-.PHONY: run test test-slow test-deploy lint dist bench bench-check clean
+.PHONY: run test test-slow test-deploy lint docs dist bench bench-check clean
 
 # Threads that wait for each other sleep here. By OpenMP's default they spin, and beside other busy programs the same run
 # takes several times as long.
@@ -27,6 +27,10 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site of docs/. Warnings are errors, and nothing is fetched but the packages.
+docs: .venv/docs
+	$(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
 
 # Wheel and sdist, and that the wheel works where nothing else of the repository is.
 dist:
@@ -59,6 +63,11 @@ bench-check:
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(INSTALL) --editable '.[dev]'
 	touch .venv/run $@
+
+# What the site needs, besides what the tests need: the reference imports every room.
+.venv/docs: .venv/ready
+	$(INSTALL) --editable '.[docs]'
+	touch $@
 
 clean:
 	rm -rf .venv build dist runs src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,15 +1,28 @@
 """The pages: links that lead somewhere, commands and options that exist, and sentences that once were wrong."""
 
+import copy
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import typer
 
+import dbcl
 from dbcl.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "results").glob("*/*.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "results").glob("*/*.md"),
+        *ROOT.glob("examples/*/*.md"),
+    ]
+)
+README = (ROOT / "README.md").read_text()
+ROOMS = sorted({*dbcl.ROOMS, "optim", "privacy", "protocol", "sketch"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -47,9 +60,57 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 
 
 def test_the_flower_diff_imports_what_it_uses() -> None:
-    diff = (ROOT / "README.md").read_text().split("## In your Flower app")[1].split("```")[1]
+    diff = (ROOT / "docs/howto/flower.md").read_text().split("## The diff")[1].split("```")[1]
     assert "+import dbcl" in diff
     assert "dbcl.flower.DoubleBlind" in diff
+
+
+def test_the_readme_is_two_screens() -> None:
+    assert len(README.splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", ["presets", "speed"])
+def test_a_table_of_the_readme_is_that_of_the_page(page: str) -> None:
+    """A figure stands in two places: they must not part."""
+    title = {"presets": "## Which preset", "speed": "## Speed"}[page]
+    rows = re.findall(r"^\|.*$", README.split(title)[1].split("\n## ")[0], flags=re.MULTILINE)
+    assert len(rows) > 4
+    assert "\n".join(rows) in (ROOT / "docs" / f"{page}.md").read_text()
+
+
+@pytest.mark.parametrize("sign", ["-", "+"])
+def test_both_sides_of_the_readmes_diff_train(sign: str) -> None:
+    diff = README.split("## In your code")[1].split("```diff\n")[1].split("```")[0]
+    code = "\n".join(line[1:] for line in diff.splitlines() if line[0] in (" ", sign))
+
+    class Client:
+        data = torch.ones(5, 8)
+
+    def train(model: torch.nn.Module, data: torch.Tensor) -> None:
+        model(data).square().mean().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        trained.append(model)
+
+    def net() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+
+    trained: list[torch.nn.Module] = []
+    names: dict[str, Any] = {"Net": net, "train": train, "clients": [Client(), Client()], "rounds": 2, "copy": copy}
+    exec(code.replace("average(...)", "local"), names)
+    assert len(trained) == 4
+    assert ("server" in names and names["server"].round == 2) == (sign == "+")
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """The rooms' pages list all that their modules export; what `dbcl` itself exports is named one by one."""
+    reference = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    described = set(re.findall(r":: (dbcl[\w.]*)$", reference, flags=re.MULTILINE))
+    names = {f"dbcl.{name}" for name in dbcl.__all__ if name not in ROOMS and not name.startswith("_")}
+    errors = {f"dbcl.{name}" for name in vars(dbcl.errors) if name.endswith("Error")}
+    missing = names - errors - described
+    assert missing == set(), f"docs/api/dbcl.md does not have {missing}"
+    rooms = [room for room in ROOMS if not any(each.startswith(f"dbcl.{room}") for each in described)]
+    assert rooms == [], f"docs/api has no page for {rooms}"
 
 
 def test_no_page_promises_to_withstand_a_client_with_a_memory() -> None:

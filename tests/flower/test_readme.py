@@ -1,4 +1,4 @@
-"""The README's diff of a Flower app, both of its sides, run as they are written."""
+"""The diff of a Flower app in docs/howto/flower.md, both of its sides, run as they are written."""
 
 import re
 from pathlib import Path
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dbcl.flower import LocalGrid
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-DIFF = README.split("## In your Flower app")[1].split("```diff\n")[1].split("```")[0]
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "flower.md").read_text()
+DIFF = PAGE.split("## The diff")[1].split("```diff\n")[1].split("```")[0]
 
 
 class Net(nn.Sequential):
