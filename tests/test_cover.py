@@ -1,9 +1,12 @@
 """What leaves the server and what stays at home, on models of the kinds that people have."""
 
+import warnings
+
 import pytest
 import torch
 from independent import largest_error
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import dbcl
 from dbcl.cover import fingerprint
@@ -202,3 +205,71 @@ def test_layers_that_do_not_fit_are_refused(settings: dict, message: str) -> Non
 def test_a_server_takes_layers() -> None:
     server = dbcl.Server(nn.Sequential(Backwards(8, 4), nn.Linear(4, 2)), layers={Backwards: 0}, insecure_seed=0)
     assert server.open_round().tensors["0.weight"].shape == (4, 4)
+
+
+def old_weight_norm(layer: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated, and in use
+        return nn.utils.weight_norm(layer)
+
+
+HOOKED = {
+    "weight_norm": old_weight_norm,
+    "pruning": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "weight_norm today": nn.utils.parametrizations.weight_norm,
+}
+
+
+def hooked(wrap) -> nn.Module:
+    return nn.Sequential(wrap(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("kind", HOOKED)
+def test_what_a_hook_computes_is_trained_and_not_a_stale_copy(kind: str, used: bool) -> None:
+    x = torch.randn(5, 6, dtype=torch.float64)
+
+    def make() -> nn.Module:
+        model = seeded(lambda: hooked(HOOKED[kind]))
+        if used:
+            model(x)  # leaves a weight with a history in an attribute
+        return model
+
+    assert largest_error(make, lambda model: model(x).square().mean(), {"2.weight": (1,)}) < 1e-12
+
+
+def test_a_client_with_other_pruning_masks_is_refused() -> None:
+    server = dbcl.Server(seeded(lambda: hooked(HOOKED["pruning"])), veil=0)
+    other = seeded(lambda: hooked(lambda layer: prune.random_unstructured(layer, "weight", 0.5)))
+    with pytest.raises(dbcl.PlanError, match=r"0.weight_mask is frozen, and this model's copy differs"):
+        dbcl.blinded(other, server.open_round())
+
+
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_spectral_norm_is_that_of_the_weights_that_came(norm) -> None:
+    """A client's estimate of the singular vectors is of its own weights, and so is the server's after a step."""
+    server = dbcl.Server(seeded(lambda: hooked(norm)), veil=0, insecure_seed=0)
+    name = next(name for name in server.weights() if name.startswith("0.") and name.endswith(("orig", "original")))
+    with torch.no_grad():
+        left, _, right = torch.linalg.svd(torch.randn(6, 6, dtype=torch.float64))
+        server.weights()[name].copy_(left @ torch.diag(torch.tensor([9.0, 2, 2, 1, 1, 1]).double()) @ right)
+    W = server.weights()[name].detach().clone().requires_grad_()
+    broadcast = server.open_round()
+    local = dbcl.blinded(hooked(norm).double(), broadcast)
+    x = torch.randn(5, 6, dtype=torch.float64)
+    local[0](x).square().mean().backward()
+    torch.optim.SGD([p for p in local.parameters() if p.grad is not None], lr=0.1).step()
+    server.close_round([dbcl.update(local, broadcast, examples=5)])
+    bias = server.model[0].bias.detach() * 0 + broadcast.tensors["0.bias"]
+    ((x @ (W / torch.linalg.matrix_norm(W, 2)).T + bias).square().mean()).backward()
+    torch.testing.assert_close(server.weights()[name].detach(), W.detach() - 0.1 * W.grad, rtol=1e-9, atol=1e-9)
+    server.model.eval()
+    assert float(torch.linalg.matrix_norm(server.model[0].weight.detach(), 2)) == pytest.approx(1, abs=1e-9)
+
+
+def test_a_model_that_cannot_be_copied_is_refused_in_a_sentence() -> None:
+    broadcast = dbcl.Server(nn.Linear(6, 2), cover="all").open_round()
+    used = nn.Linear(6, 2)
+    used.kept = [used(torch.ones(1, 6))]
+    with pytest.raises(dbcl.PlanError, match=r"cannot be copied .* give one that has not been run yet"):
+        dbcl.blinded(used, broadcast)

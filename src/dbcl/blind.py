@@ -2,11 +2,12 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dbcl.cover import broadcast_names, fingerprint, named_tensors, owner
+from dbcl.cover import broadcast_names, fingerprint, named_tensors, owner, recompute
 from dbcl.errors import PlanError
 from dbcl.nn import compact_parameter, sketch_parameter
 from dbcl.round_plan import RoundPlan, mismatches
@@ -81,10 +82,12 @@ def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tens
     tensor([[1., 1.]])
     """
     check_module(module, plan)
-    client = copy.deepcopy(module)
+    client = _copied(module)
     restart(client)
-    for name, _ in plan.frozen:
-        client.get_parameter(name).requires_grad_(False)
+    frozen = dict(plan.frozen)
+    for name, parameter in client.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
     for tensor in plan.tensors:
         module, name = owner(client, tensor.name)
         if tensor.sketched:
@@ -92,7 +95,21 @@ def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tens
         else:
             with torch.no_grad():
                 getattr(module, name).copy_(received[tensor.name])
+    recompute(client)
     return client
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A deep copy. Tensors that the last forward pass left in attributes are copied as plain numbers."""
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for value in vars(part).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    try:
+        return copy.deepcopy(module, memo)
+    except (RuntimeError, TypeError) as error:
+        raise PlanError(f"this model cannot be copied ({error}); give one that has not been run yet") from error
 
 
 def client_tensors(client: nn.Module, plan: RoundPlan) -> dict[str, Tensor]:

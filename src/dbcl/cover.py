@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,22 @@ def broadcast_names(model: nn.Module, buffers: Sequence[str] = ()) -> list[str]:
         if sent:
             found.append(name)
     return found
+
+
+def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a client must have with the server's values: parameters that are not trained, and the masks of pruning.
+
+    >>> layer = torch.nn.utils.prune.l1_unstructured(nn.Linear(2, 1), "weight", 1)
+    >>> list(fixed_tensors(layer))
+    ['weight_mask']
+    """
+    pruned = [path for path, module in model.named_modules() if _old_hook(module) is BasePruningMethod]
+    masks = {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name.endswith("_mask") and name.rpartition(".")[0] in pruned
+    }
+    return {**frozen_parameters(model), **masks}
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -250,12 +266,52 @@ def _names_of(model: nn.Module) -> dict[str, list[str]]:
     return {name: places[id(parameter)] for name, parameter in model.named_parameters()}
 
 
-OLD_HOOKS: tuple[tuple[type, str], ...] = (
-    (WeightNorm, "torch.nn.utils.parametrizations.weight_norm"),
-    (SpectralNorm, "torch.nn.utils.parametrizations.spectral_norm"),
-    (BasePruningMethod, "torch.nn.utils.prune.remove, to make the pruning permanent"),
-)
+OLD_HOOKS: dict[type[Any], str] = {
+    WeightNorm: "torch.nn.utils.parametrizations.weight_norm",
+    SpectralNorm: "torch.nn.utils.parametrizations.spectral_norm",
+    BasePruningMethod: "torch.nn.utils.prune.remove, to make the pruning permanent",
+}
 """Hooks that compute a weight before every forward pass, and what to use instead."""
+
+
+def _old_hook(module: nn.Module) -> type | None:
+    """The kind of old-style hook that a module has."""
+    return next((kind for hook in forward_pre_hooks(module) for kind in OLD_HOOKS if isinstance(hook, kind)), None)
+
+
+POWER_STEPS = 15
+"""Steps of power iteration after a change of weights: as many as PyTorch takes for a new spectral norm."""
+
+
+@torch.no_grad()
+def recompute(model: nn.Module) -> None:
+    """Bring up to date what a model derives from its parameters: the weights of old-style hooks, and spectral norms.
+
+    A spectral norm keeps an estimate of two singular vectors in buffers, and takes one step towards them in each
+    training pass. Weights that came from elsewhere need more than one.
+
+    >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)).eval()
+    >>> with torch.no_grad():
+    ...     _ = layer.parametrizations.weight.original.copy_(torch.diag(torch.tensor([1.0, 2.0, 8.0])))
+    >>> recompute(layer)
+    >>> layer.weight.diagonal().round(decimals=3).detach()
+    tensor([0.1250, 0.2500, 1.0000])
+    """
+    for module in list(model.modules()):
+        mode = module.training
+        for hook in forward_pre_hooks(module):
+            if isinstance(hook, tuple(OLD_HOOKS)):
+                module.training = True
+                for _ in range(POWER_STEPS if isinstance(hook, SpectralNorm) else 1):
+                    hook(module, ())
+        module.training = mode
+        if isinstance(module, ParametrizationList):
+            for each in module:
+                if {"_u", "_v"} <= dict(each.named_buffers()).keys():
+                    mode, each.training = each.training, True
+                    for _ in range(POWER_STEPS):
+                        module()
+                    each.training = mode
 
 
 def _not_coverable(
@@ -271,10 +327,9 @@ def _not_coverable(
         return f"is one tensor with {', '.join(aliases[1:])}, and tied weights cannot be covered; untie them"
     if isinstance(module, ParametrizationList):
         return "belongs to another parametrization; remove that one"
-    for hook in forward_pre_hooks(module):
-        for kind, instead in OLD_HOOKS:
-            if isinstance(hook, kind):
-                return f"is computed by an old-style hook ({kind.__name__}) and cannot be covered; use {instead}"
+    hook = _old_hook(module)
+    if hook is not None:
+        return f"is computed by an old-style hook ({hook.__name__}) and cannot be covered; use {OLD_HOOKS[hook]}"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.sparse or module.max_norm is not None):
         return "an embedding with sparse gradients or max_norm cannot be covered"
     if parameter.ndim > 2 and name not in inputs:

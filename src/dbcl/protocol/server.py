@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dbcl import seeds
 from dbcl.blind import blind, lift
-from dbcl.cover import Cover, Layers, fingerprint, frozen_parameters, named_tensors
+from dbcl.cover import Cover, Layers, fingerprint, fixed_tensors, named_tensors, recompute
 from dbcl.errors import PlanError, ProtocolError
 from dbcl.optim import ServerOptimizer, fedavg
 from dbcl.plan import Ratio, SketchPlan
@@ -81,7 +81,7 @@ class Server:
         problems += [f"{p} is trained and not in it" for p in _trained(model) if p not in self.plan.veils]
         if problems:
             raise PlanError("\n  - ".join(["this plan was made for another model:", *problems]))
-        self._frozen = tuple((name, fingerprint(tensor)) for name, tensor in frozen_parameters(model).items())
+        self._frozen = tuple((name, fingerprint(tensor)) for name, tensor in fixed_tensors(model).items())
         self.door = door or Door()
         self.calibration = calibration
         self.veil: Veil = WhiteVeil(self.plan.veils)
@@ -285,6 +285,7 @@ class Server:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._masters.write(named_tensors(self.model))
+        recompute(self.model)
 
 
 def _trained(model: nn.Module) -> list[str]:
