@@ -300,7 +300,7 @@ def recompute(model: nn.Module) -> None:
     for module in list(model.modules()):
         mode = module.training
         for hook in forward_pre_hooks(module):
-            if isinstance(hook, tuple(OLD_HOOKS)):
+            if any(isinstance(hook, kind) for kind in OLD_HOOKS):
                 module.training = True
                 for _ in range(POWER_STEPS if isinstance(hook, SpectralNorm) else 1):
                     hook(module, ())
