@@ -45,7 +45,7 @@ html_static_path = ["_static"]
 html_css_files = ["dbcl.css"]
 html_show_sourcelink = False
 html_copy_source = False
-html_sidebars = {"index": []}
+html_sidebars = {"index": [], "quickstart": []}
 html_theme_options = {
     "logo": {"text": "dbcl", "alt_text": "dbcl, the front page"},
     "navbar_align": "left",
@@ -119,8 +119,14 @@ def refuse_outside_assets(app: Sphinx, error: Exception | None) -> None:
             logging.getLogger(__name__).warning("%s loads %s", page.relative_to(app.outdir), address)
 
 
+def skip_tests(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
+    """A contract suite's tests are for pytest; a reader needs the methods to supply."""
+    return True if name.startswith("test_") else None
+
+
 def setup(app: Sphinx) -> None:
     app.connect("doctree-read", lead_to_pages)
     app.connect("doctree-read", trim_examples)
     app.connect("autodoc-process-docstring", as_rst)
+    app.connect("autodoc-skip-member", skip_tests)
     app.connect("build-finished", refuse_outside_assets)
