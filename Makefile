@@ -5,7 +5,7 @@ INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 BENCH := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -W ignore
 RESULTS ?= benchmarks/results
 
-.PHONY: run test test-slow test-deploy lint docs dist bench bench-check clean
+.PHONY: run test test-slow test-deploy test-models lint docs dist bench bench-check clean
 
 # Threads that wait for each other sleep here. By OpenMP's default they spin, and beside other busy programs the same run
 # takes several times as long.
@@ -21,6 +21,10 @@ test-slow: .venv/ready
 
 test-deploy: .venv/ready
 	$(BIN)/pytest -m deploy tests/deploy
+
+# Models of other libraries, in an environment of their own; makes the table of docs/models.md.
+test-models: .venv-models/ready
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-models/bin/python -W ignore tests/models/table.py docs/models.md
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -69,5 +73,12 @@ bench-check:
 	$(INSTALL) --editable '.[docs]'
 	touch $@
 
+# timm and segmentation-models-pytorch read pictures with torchvision and build networks without it: it is not installed.
+.venv-models/ready: tests/models/requirements.txt pyproject.toml constraints.txt
+	test -x .venv-models/bin/python || $(PYTHON) -m venv .venv-models
+	.venv-models/bin/pip install --quiet --constraint constraints.txt --requirement tests/models/requirements.txt --editable .
+	.venv-models/bin/pip install --quiet --no-deps timm segmentation-models-pytorch
+	touch $@
+
 clean:
-	rm -rf .venv build dist runs src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-models build dist runs src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
