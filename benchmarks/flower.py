@@ -69,7 +69,7 @@ def strategy(others: Clock, rounds: int = 1) -> Callable[[], object]:
         model = blinded(template, message)
         round = int(message.content["config"]["server-round"]) - 1
         index = torch.from_numpy(shards[client])
-        metrics = TRAINING.train(model, x[index], y[index], seed=SEED, round=round, client=client)
+        metrics = TRAINING.train(model, (x[index], y[index]), seed=SEED, round=round, client=client)
         return reply(model, message, examples=len(index), metrics=metrics)
 
     inner, grid = FedAvg(fraction_evaluate=0.0), LocalGrid(app, CLIENTS)

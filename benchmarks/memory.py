@@ -10,6 +10,7 @@ from common import report
 
 import dbcl
 from dbcl import models
+from dbcl.data import examples_of
 from dbcl.engines import LocalTraining, StackedEngine
 
 
@@ -25,7 +26,12 @@ def one(clients: int, chosen: int, chunk: int) -> None:
     shards = np.array_split(np.random.default_rng(0).permutation(60_000), clients)
     server = dbcl.Server(models.build("mnist-mlp"))
     engine = StackedEngine(
-        server, models.build("mnist-mlp"), x, y, shards, LocalTraining(), fraction=chosen / clients, seed=bytes(32)
+        server,
+        models.build("mnist-mlp"),
+        examples_of((x, y)).divide(shards),
+        LocalTraining(),
+        fraction=chosen / clients,
+        seed=bytes(32),
     )
     engine.chunk = chunk
     for _ in range(3):

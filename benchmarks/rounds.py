@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import dbcl
 from dbcl import models
+from dbcl.data import examples_of
 from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine
 
 SEED = bytes(range(32))
@@ -115,7 +116,7 @@ def main() -> None:
         def engine(kind: type[Engine], **settings: object) -> Callable[[], object]:
             model, template = (models.build(name, shape=shape, seed=seed) for seed in (0, 1))  # noqa: B023
             server = dbcl.Server(model, **settings)
-            return kind(server, template, x, y, shards, training, seed=SEED).play_round  # noqa: B023
+            return kind(server, template, examples_of((x, y)).divide(shards), training, seed=SEED).play_round  # noqa: B023
 
         index = [torch.from_numpy(shard) for shard in shards]
         sides = {

@@ -39,7 +39,7 @@ def play(server: dbcl.Server, template: nn.Module, rounds: int) -> list[object]:
         broadcast = dbcl.decode_broadcast(wire)
         local = dbcl.blinded(template, broadcast)
         x, y = torch.randn(20, 1, 28, 28), torch.arange(20) % 10
-        training.train(local, x, y, seed=bytes(32), round=broadcast.round, client=0)
+        training.train(local, (x, y), seed=bytes(32), round=broadcast.round, client=0)
         loss = local(x).sum()  # an open graph with saved tensors, too
         answer = dbcl.encode(dbcl.update(local, broadcast, examples=20))
         kept += [wire, broadcast, local, loss, answer]

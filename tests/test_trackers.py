@@ -57,7 +57,7 @@ def test_tensorboard_gets_every_number_of_every_round_and_goes_on_after_a_resume
     read.Reload()
     assert set(read.Tags()["scalars"]) == NUMBERS
     drawn = [(event.step, event.value) for event in read.Scalars("accuracy")]
-    assert drawn == [(metrics.round, pytest.approx(metrics.accuracy)) for metrics in history]
+    assert drawn == [(metrics.round, pytest.approx(metrics.score)) for metrics in history]
     assert [step for step, _ in drawn] == [1, 2, 3]
     assert read.Tags()["tensors"] == ["settings/text_summary"]
 
@@ -80,7 +80,7 @@ def test_mlflow_is_told_in_its_own_words(tmp_path: Path, fake: Any) -> None:
     _, (values,), more = mlflow.calls[5]
     assert more == {"step": 2}
     assert set(values) == NUMBERS
-    assert values["accuracy"] == history[1].accuracy
+    assert values["accuracy"] == history[1].score
 
 
 def test_weights_and_biases_is_told_in_its_own_words(tmp_path: Path, fake: Any) -> None:

@@ -20,6 +20,7 @@ from dbcl import cli
 from dbcl.audit.attacks.updates import ESTIMATORS, estimates, update_findings
 from dbcl.audit.estimators.view import views
 from dbcl.audit.scoring import score
+from dbcl.data import examples_of
 from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine, cohort_size
 from dbcl.errors import AuditError, ConfigError
 from dbcl.optim import momentum
@@ -51,12 +52,16 @@ class Recording:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             net = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
-            x, y = torch.randn(40, 12, dtype=dtype), torch.arange(40) % 3
+            self.examples = examples_of((torch.randn(40, 12, dtype=dtype), torch.arange(40) % 3))
         self.server = dbcl.Server(net, insecure_seed=0, **settings)
         shards = [np.arange(0, 12), np.arange(12, 20), np.arange(20, 32), np.arange(32, 40)]
-        self.engine = kind(self.server, copy.deepcopy(net), x, y, shards, TRAINING, fraction=fraction, seed=SEED)
+        self.engine = kind(
+            self.server, copy.deepcopy(net), self.examples.divide(shards), TRAINING, fraction=fraction, seed=SEED
+        )
         cohort = cohort_size(CLIENTS, fraction)
-        self.setting = Setting("net", (1, 1, 12), 3, asdict(TRAINING), CLIENTS, cohort, veil=settings.get("veil", 0.2))
+        self.setting = Setting(
+            "net", (1, 1, 12), 3, TRAINING.settings(), CLIENTS, cohort, veil=settings.get("veil", 0.2)
+        )
         self.crossed: dict[int, tuple[bytes, dict[int, bytes]]] = {}
         self.before: list[dict[str, Tensor]] = []
         self.record()
@@ -200,7 +205,7 @@ def test_the_truth_is_what_happened(tmp_path: Path) -> None:
 def test_estimates_meet_the_truth_as_scored(tmp_path: Path, veil: float) -> None:
     """Equal shares, so that a client's part is one in all chosen; with momentum, what the round put in counts."""
     run = Recording(tmp_path, veil=veil, optimizer=momentum(0.5))
-    run.engine.shards = np.array_split(np.arange(40), CLIENTS)
+    run.engine.clients = run.examples.divide(np.array_split(np.arange(40), CLIENTS))
     run.setting = Setting(**{**asdict(run.setting), "momentum": 0.5})
     run.record()
     run.play(4)

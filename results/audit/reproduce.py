@@ -42,7 +42,8 @@ from dbcl.audit.scoring import predicted_cosine, score
 from dbcl.audit.suite import property_script
 from dbcl.blind import lift
 from dbcl.protocol import Server
-from dbcl.run import Run, RunConfig, preset
+from dbcl.run import Run, RunConfig, Task, preset, task_of
+from dbcl.run.task import of_pictures
 from dbcl.sketch import CountSketch
 
 HERE = Path(__file__).parent
@@ -77,10 +78,10 @@ def cosines(rehearsal: Rehearsal, names: list[str], min_lag: int) -> tuple[dict[
 
 
 def updates(scratch: Path) -> Any:
-    dataset = data.load("mnist")
     config = preset("paper", data="mnist", lr=0.01)
-    script = draw_batches(np.arange(len(dataset.y_train)), (150, 2, 32), 0)
-    rehearsal = rehearse(config, dataset, script, scratch)
+    task = task_of(config)
+    script = draw_batches(np.arange(len(task.train)), (150, 2, 32), 0)
+    rehearsal = rehearse(config, task, script, scratch)
     return cosines(rehearsal, ["option I", "option II", "rewind", "smoother"], 40)[0]
 
 
@@ -111,10 +112,10 @@ def one_picture(name: str, index: int, number: int, steps: int, tv: float) -> di
 def client_pictures(config: RunConfig, dataset: data.Dataset, scratch: Path, estimator: str, count: int) -> list[float]:
     """A victim's single pictures from a client's seat, through an estimator."""
     script = draw_batches(np.arange(len(dataset.y_train)), (48 + count, 2, 1), 5)
-    rehearsal = rehearse(config, dataset, script, scratch)
+    rehearsal = rehearse(config, of_pictures(config, dataset), script, scratch)
     found = estimates(rehearsal.attacker, [estimator], quiet)[estimator]
     seen = views(rehearsal.attacker)
-    template, box, values = rehearsal.attacker.setting.template().double(), pictures.span(dataset), []
+    template, box, values = rehearsal.attacker.template().double(), pictures.span(dataset), []
     for number in range(count):
         quiet(f"a client's seat, {estimator}, veil {config.veil}: picture {number}")
         broadcast = rehearsal.attacker[number].broadcast
@@ -166,11 +167,9 @@ def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
     return table
 
 
-def aucs(
-    rehearsal: Rehearsal, dataset: data.Dataset, holds: Any, spare: Any, found: Any, batches: int, examples: int
-) -> dict[str, str]:
+def aucs(rehearsal: Rehearsal, task: Task, spare: Any, found: Any, batches: int, examples: int) -> dict[str, str]:
     rows = property_findings(
-        rehearsal, dataset, holds, spare, found, batches=batches, examples=examples, seed=0, tell=quiet
+        rehearsal, task, task.holds, spare, found, batches=batches, examples=examples, seed=0, tell=quiet
     )
     return {f"{row.attack}, {row.seat}'s seat": f"{row.value:.3f} ({row.low:.2f} to {row.high:.2f})" for row in rows}
 
@@ -181,14 +180,14 @@ def properties(scratch: Path) -> Any:
 
 def inferred(scratch: Path, name: str) -> dict[str, str]:
     """The property on LFW under one preset."""
-    dataset = data.load("lfw")
-    holds, spare, script = property_script("lfw", dataset, replace(FULL, rounds=134), 2, 0, None)
     config = preset(name, data="lfw", model="lfw-cnn", lr=0.01)
+    task = task_of(config)
+    spare, script = property_script(task, replace(FULL, rounds=134), 2, 0)
     quiet(f"{name}: rehearsal")
-    rehearsal = rehearse(config, dataset, script, scratch / name)
+    rehearsal = rehearse(config, task, script, scratch / name)
     names = ["option I"] if name == "plain" else ["option I", "smoother"]
     found = estimates(rehearsal.attacker, names, quiet)
-    return aucs(rehearsal, dataset, holds, spare, found, 6, 400)
+    return aucs(rehearsal, task, spare, found, 6, 400)
 
 
 def side_by_side(one: Callable[[Any], Any], many: tuple[Any, ...]) -> dict[str, Any]:
@@ -207,10 +206,11 @@ def veil(scratch: Path) -> Any:
 def veiled(scratch: Path, rho: float) -> dict[str, Any]:
     """One row of the table; a machine with four cores makes all four at a time."""
     dataset, config = data.load("digits"), preset("paper", lr=0.01, veil=rho)
+    task = task_of(config)
     row: dict[str, Any] = {}
     for clients in (2, 10):
-        holds, spare, script = property_script("digits", dataset, replace(FULL, rounds=120), clients, 0, None)
-        rehearsal = rehearse(config, dataset, script, scratch / f"{rho}-{clients}")
+        spare, script = property_script(task, replace(FULL, rounds=120), clients, 0)
+        rehearsal = rehearse(config, task, script, scratch / f"{rho}-{clients}")
         names = ["smoother", "shaped smoother"] if clients == 2 else ["smoother"]
         scores, found = cosines(rehearsal, names, 40)
         if clients == 2:
@@ -219,12 +219,12 @@ def veiled(scratch: Path, rho: float) -> dict[str, Any]:
             row["formula"] = {
                 tensor: round(predicted_cosine(rehearsal.truth, seen[tensor], rho), 4) for tensor in scores["smoother"]
             }
-        row[f"property AUC, {clients} clients"] = aucs(rehearsal, dataset, holds, spare, found, 3, 100)
+        row[f"property AUC, {clients} clients"] = aucs(rehearsal, task, spare, found, 3, 100)
     picture = preset("paper", model="dlg-lenet", lr=0.1, veil=rho)
     values = client_pictures(picture, dataset, scratch / f"{rho}-p", "rewind" if rho == 0 else "smoother", 3)
     row["client's picture, dB"] = summary([{"each": value} for value in values])["each"]
     run = Run.start(preset("paper", veil=rho, rounds=200, seed=0), scratch / f"{rho}-run")
-    row["accuracy after 200 rounds"] = [metrics.accuracy for metrics in run.play()][-1]
+    row["accuracy after 200 rounds"] = [metrics.score for metrics in run.play()][-1]
     return row
 
 

@@ -18,15 +18,18 @@ from dbcl.plan import SketchPlan
 from dbcl.privacy import UpdateNoise, Veil, WhiteVeil
 from dbcl.protocol import (
     Aggregate,
+    Base,
     Broadcast,
     Door,
     RoundReport,
     Server,
     Update,
     blinded,
+    decode_base,
     decode_broadcast,
     decode_update,
     encode,
+    load_base,
     update,
 )
 from dbcl.sketch import CountSketch, Identity, Sketch, UniformSampling
@@ -34,6 +37,7 @@ from dbcl.state import State
 
 if TYPE_CHECKING:
     from dbcl import audit, data, engines, flower, run, statistics, testing, trackers, transcripts
+    from dbcl.run import simulate
 
 ROOMS = ("audit", "data", "engines", "flower", "run", "statistics", "testing", "trackers", "transcripts")
 """Loaded when they are first used: `import dbcl` is enough for `dbcl.flower.DoubleBlind`."""
@@ -42,6 +46,8 @@ ROOMS = ("audit", "data", "engines", "flower", "run", "statistics", "testing", "
 def __getattr__(name: str) -> Any:
     if name in ROOMS:
         return importlib.import_module(f"dbcl.{name}")
+    if name == "simulate":
+        return importlib.import_module("dbcl.run").simulate
     raise AttributeError(f"module 'dbcl' has no attribute {name!r}")
 
 
@@ -52,6 +58,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "Aggregate",
     "AuditError",
+    "Base",
     "Broadcast",
     "ConfigError",
     "CountSketch",
@@ -76,13 +83,16 @@ __all__ = [
     "audit",
     "blinded",
     "data",
+    "decode_base",
     "decode_broadcast",
     "decode_update",
     "encode",
     "engines",
     "flower",
+    "load_base",
     "optim",
     "run",
+    "simulate",
     "statistics",
     "testing",
     "trackers",

@@ -1,6 +1,7 @@
 """The paper's five networks, by name, with the paper's initial weights; and the loss that they are trained with."""
 
 import contextlib
+import functools
 import importlib
 import inspect
 import math
@@ -9,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -141,40 +143,68 @@ def losses_and_gradients(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    if logits.shape[-1] == 1:
+    if logits.shape == (*labels.shape, 1):
         return F.binary_cross_entropy_with_logits(logits.squeeze(-1), labels.to(logits.dtype), reduction=reduction)
     return F.cross_entropy(logits, labels, reduction=reduction)
 
 
 def predict(logits: Tensor) -> Tensor:
-    """The most probable class of every example.
+    """The most probable class of every example, or of every pixel or word where classes are the second axis.
 
     >>> predict(torch.tensor([[0.1, 0.9], [0.8, 0.2]]))
     tensor([1, 0])
     """
-    return (logits.squeeze(-1) > 0).long() if logits.shape[-1] == 1 else logits.argmax(dim=-1)
+    if logits.ndim == 2 and logits.shape[-1] == 1:
+        return (logits.squeeze(-1) > 0).long()
+    return logits.argmax(dim=min(1, logits.ndim - 1))
+
+
+def imported(name: str, what: str) -> Callable[..., Any]:
+    """A function or class of the user's own by `module:name`, looked for beside the caller too; `what` is for errors.
+
+    >>> imported("torch.nn.functional:mse_loss", "loss").__name__
+    'mse_loss'
+    """
+    module_name, _, attribute = name.partition(":")
+    with _own_folder(), _explained(f"cannot import the {what} {name!r}"):
+        found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+    if not callable(found):
+        raise ConfigError(f"the {what} {name!r} is a {type(found).__name__}, and must be a function or a class")
+    return found
+
+
+def made(name: str, what: str) -> Any:
+    """What a factory of the user's own makes, which is called without arguments.
+
+    >>> made("torch.nn:Identity", "model")
+    Identity()
+    """
+    factory = imported(name, what)
+    needed = _needed(factory)
+    if needed:
+        raise ConfigError(
+            f"the factory {name!r} needs arguments ({', '.join(needed)}); write a function that needs none"
+        )
+    with _own_folder(), _explained(f"the factory {name!r} failed"):
+        return factory()
 
 
 def _imported(name: str) -> nn.Module:
-    module_name, _, factory_name = name.partition(":")
-    sys.path.insert(0, os.getcwd())  # so that a file beside the caller is found, as `python -m` would
-    try:
-        with _explained(f"cannot import the model {name!r}"):
-            factory = getattr(importlib.import_module(module_name), factory_name)
-        if not callable(factory):
-            raise ConfigError(f"{name!r} is a {type(factory).__name__}, and must be a function that makes the model")
-        needed = _needed(factory)
-        if needed:
-            raise ConfigError(
-                f"the factory {name!r} needs arguments ({', '.join(needed)}); write a function that needs none"
-            )
-        with _explained(f"the factory {name!r} failed"):
-            model = factory()
-    finally:
-        sys.path.remove(os.getcwd())
+    model = made(name, "model")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{name!r} made a {type(model).__name__}, and must make a torch.nn.Module")
     return model
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[None]:
+    """Let a file beside the caller be found, as `python -m` would."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dbcl.cover import STATISTICS
+from dbcl.data.trees import Tree, call, map_tensors, tensors
 
 
 def is_statistic(name: str) -> bool:
@@ -50,8 +51,10 @@ def own_part(now: Tensor, start: Tensor, momentum: float | None, batches: Tensor
 
 
 @torch.no_grad()
-def calibrate(model: nn.Module, inputs: Tensor, *, batch_size: int = 100) -> None:
+def calibrate(model: nn.Module, inputs: Tree, *, batch_size: int = 100) -> None:
     """Measure the statistics of every normalisation layer anew on some inputs; nothing else of the model changes.
+
+    Inputs are a tensor, or a tuple or dictionary of tensors that all have a row for each example.
 
     >>> model = nn.Sequential(nn.BatchNorm1d(1))
     >>> calibrate(model, torch.tensor([[1.0], [3.0]]))
@@ -65,8 +68,8 @@ def calibrate(model: nn.Module, inputs: Tensor, *, batch_size: int = 100) -> Non
     for layer in layers:
         layer.momentum = None  # type: ignore[assignment]  # the plain average over the batches
         layer.train()
-    for start in range(0, len(inputs), batch_size):
-        model(inputs[start : start + batch_size])
+    for start in range(0, len(next(tensors(inputs))), batch_size):
+        call(model, map_tensors(lambda tensor: tensor[start : start + batch_size], inputs))  # noqa: B023
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum  # type: ignore[assignment]
     model.train(mode)

@@ -1,4 +1,4 @@
-"""Where a run's metrics can be watched: TensorBoard, MLflow, Weights & Biases. None is needed, each is loaded on use.
+"""Where a run's metrics can be watched: a progress bar, TensorBoard, MLflow, Weights & Biases; loaded on use.
 
 A tracker receives the settings and the numbers of metrics.jsonl; no weights, no updates and no secrets.
 """
@@ -7,6 +7,9 @@ import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dbcl.errors import ConfigError
 
@@ -127,6 +130,48 @@ class WeightsAndBiases:
         if self.run is not None:
             self.run.finish()
             self.run = None
+
+
+class ProgressBar:
+    """Draws a bar on a terminal or in a notebook, with the metric of the last round as `shown` writes it.
+
+    >>> import io
+    >>> bar = ProgressBar("{:.0%}".format, Console(file=io.StringIO()))
+    >>> bar.begin(Path("mine"), {"rounds": 2}, 0)
+    >>> bar.log(1, {"accuracy": 0.5})
+    >>> bar.end()
+    >>> "1/2 rounds  accuracy 50%" in bar.console.file.getvalue()
+    True
+    """
+
+    def __init__(self, shown: Callable[[float], str] = "{:.4g}".format, console: Console | None = None) -> None:
+        self.console, self.shown = console or Console(), shown
+        self.progress: Progress | None = None
+
+    def begin(self, folder: Path, settings: Mapping[str, Any], round: int) -> None:
+        """Draw the bar as far as the run has come."""
+        columns = (
+            TextColumn("[bold]training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("rounds  {task.description}"),
+            TimeRemainingColumn(),
+        )
+        self.progress = Progress(*columns, console=self.console)
+        self.task = self.progress.add_task("", total=settings["rounds"], completed=round)
+        self.progress.start()
+
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        """A round further; the first value is the metric."""
+        assert self.progress is not None
+        name, value = next(iter(values.items()))
+        self.progress.update(self.task, completed=round, description=f"{name} {self.shown(value)}")
+
+    def end(self) -> None:
+        """Leave the bar where it is."""
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
 
 
 TRACKERS: dict[str, Callable[[str], Tracker]] = {

@@ -6,7 +6,7 @@ a folder of its own, `truth`, which no attack opens: only scoring does.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -40,9 +40,9 @@ class Setting:
     """
 
     model: str
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     outputs: int
-    training: Mapping[str, float | int | None]
+    training: Mapping[str, float | int | str | None]
     clients: int
     cohort: int
     optimizer: str = "fedavg"
@@ -52,11 +52,14 @@ class Setting:
 
     @property
     def local(self) -> LocalTraining:
-        return LocalTraining(**self.training)  # type: ignore[arg-type]
+        """How clients train, as far as numbers say it: an optimiser and a schedule have only their names here."""
+        numbers = {name: value for name, value in self.training.items() if name not in ("optimizer", "schedule")}
+        return LocalTraining(**numbers)  # type: ignore[arg-type]
 
     def template(self) -> nn.Module:
         """A network of the right shape with weights of its own."""
-        return models.build(self.model, shape=self.shape, outputs=self.outputs, seed=1)
+        shape = self.shape if len(self.shape) == 3 else (1, 1, 1)  # a model of one's own takes no shape
+        return models.build(self.model, shape=shape, outputs=self.outputs, seed=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +80,7 @@ class Seen:
 
 
 class Transcript:
-    """Reads a transcript, one round at a time.
+    """Reads a transcript, one round at a time. `template` makes the network, where its name does not say how.
 
     >>> Transcript(Path("nowhere"))
     Traceback (most recent call last):
@@ -85,8 +88,8 @@ class Transcript:
     dbcl.errors.AuditError: nowhere holds no transcript: it has no setting.json
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.party = folder, folder.name
+    def __init__(self, folder: Path, template: Callable[[], nn.Module] | None = None) -> None:
+        self.folder, self.party, self._template = folder, folder.name, template
         try:
             read = json.loads((folder / "setting.json").read_text())
             self.setting = Setting(**{**read, "shape": tuple(read["shape"])})
@@ -97,6 +100,10 @@ class Transcript:
         self.rounds = _rounds(folder)
         if not self.rounds:
             raise AuditError(f"{folder} holds no rounds")
+
+    def template(self) -> nn.Module:
+        """A network of the right shape with weights of its own: by `template`, or as the setting names it."""
+        return self.setting.template() if self._template is None else self._template()
 
     @property
     def client(self) -> str | None:
@@ -150,10 +157,10 @@ class Recorder:
     >>> import tempfile, dbcl
     >>> from dbcl.engines import LocalEngine
     >>> net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
-    >>> x, y, shards = torch.randn(8, 8), torch.arange(8) % 2, [np.arange(4), np.arange(4, 8)]
-    >>> engine = LocalEngine(dbcl.Server(net), nn.Sequential(*net), x, y, shards, LocalTraining(), seed=bytes(32))
+    >>> clients = [(torch.randn(4, 8), torch.arange(4) % 2) for _ in range(2)]
+    >>> engine = LocalEngine(dbcl.Server(net), nn.Sequential(*net), clients, LocalTraining(), seed=bytes(32))
     >>> folder = Path(tempfile.mkdtemp())
-    >>> setting = Setting("net", (1, 1, 8), 2, asdict(LocalTraining()), clients=2, cohort=2)
+    >>> setting = Setting("net", (1, 1, 8), 2, LocalTraining().settings(), clients=2, cohort=2)
     >>> engine.observer = Recorder(folder, ["0", "server"], engine.session, setting)
     >>> report = engine.play_round()
     >>> seen = Transcript(folder / "client-0")[0]

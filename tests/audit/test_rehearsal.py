@@ -16,6 +16,7 @@ from dbcl.audit.findings import Finding
 from dbcl.audit.rehearsal import VICTIM, Rehearsal, draw_batches, rehearse
 from dbcl.errors import AuditError
 from dbcl.run import presets
+from dbcl.run.task import of_pictures
 
 DIGITS = data.load("digits")
 
@@ -26,7 +27,7 @@ def quiet(text: str) -> None:
 
 def played(folder: Path, preset: str, shape: tuple[int, int, int], **settings: object) -> Rehearsal:
     chosen = presets.preset(preset, **{"model": "audit.networks:twelve", "seed": 0, **settings})
-    return rehearse(chosen, DIGITS, draw_batches(np.arange(400), shape, seed=3), folder)
+    return rehearse(chosen, of_pictures(chosen, DIGITS), draw_batches(np.arange(400), shape, seed=3), folder)
 
 
 def cosines(findings: list[Finding]) -> dict[str, float]:
@@ -37,7 +38,7 @@ def test_a_rehearsal_plays_its_script(tmp_path: Path) -> None:
     script = draw_batches(np.arange(400), (3, 3, 4), seed=3)
     settings = presets.preset("paper", model="audit.networks:twelve", seed=0)
     one, two, again = (
-        rehearse(settings, DIGITS, script, tmp_path / name, seed=seed)
+        rehearse(settings, of_pictures(settings, DIGITS), script, tmp_path / name, seed=seed)
         for name, seed in (("one", 1), ("two", 2), ("again", 1))
     )
     assert one.attacker.rounds == [0, 1, 2]
@@ -48,7 +49,9 @@ def test_a_rehearsal_plays_its_script(tmp_path: Path) -> None:
     bias = [each.server[0].weights["3.bias"] for each in (one, two)]  # type: ignore[index]
     assert bias[0].equal(bias[1])
     steps: list[tuple[int, int]] = []
-    rehearse(settings, DIGITS, script, tmp_path / "three", progress=lambda *step: steps.append(step))
+    rehearse(
+        settings, of_pictures(settings, DIGITS), script, tmp_path / "three", progress=lambda *step: steps.append(step)
+    )
     assert steps == [(1, 3), (2, 3), (3, 3)]
 
 
@@ -82,7 +85,7 @@ def test_no_attack_of_a_rehearsal_opens_the_truth(tmp_path: Path) -> None:
     script = draw_batches(np.arange(400), (20, 2, 1), seed=3)
     script[:, VICTIM, 0] = np.arange(20)
     paper = presets.preset("paper", model="audit.networks:twelve", seed=0)
-    rehearsal = rehearse(paper, DIGITS, script, tmp_path)
+    rehearsal = rehearse(paper, of_pictures(paper, DIGITS), script, tmp_path)
     shutil.rmtree(tmp_path / "truth")
     made = estimates(rehearsal.attacker, ["option I", "rewind"])
     settings = Matching(steps=2, restarts=1)
@@ -95,6 +98,8 @@ def test_no_attack_of_a_rehearsal_opens_the_truth(tmp_path: Path) -> None:
     assert not any(finding.failures for finding in findings)
     assert label_finding(rehearsal, DIGITS, range(19)).value > 0.8
     holds, own = np.arange(len(DIGITS.y_train)) % 2 == 0, np.arange(400, 800)
-    assert property_findings(rehearsal, DIGITS, holds, own, made, batches=2, examples=4, seed=0, tell=quiet)
+    assert property_findings(
+        rehearsal, of_pictures(paper, DIGITS), holds, own, made, batches=2, examples=4, seed=0, tell=quiet
+    )
     with pytest.raises(AuditError, match="truth: round 0 cannot be read"):
         update_findings(rehearsal.attacker, rehearsal.truth, made, quiet)

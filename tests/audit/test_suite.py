@@ -17,13 +17,12 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import dbcl
-from dbcl import cli, data
+from dbcl import cli
 from dbcl.audit import suite
 from dbcl.audit.budget import FULL, QUICK, Budget
 from dbcl.audit.findings import Audit, Finding, cases
-from dbcl.data.traits import property_name
 from dbcl.errors import AuditError, ConfigError
-from dbcl.run import Run, presets
+from dbcl.run import Run, presets, task_of
 from dbcl.transcripts import Transcript, Truth
 
 SMALL = Budget(
@@ -112,7 +111,6 @@ def test_an_audit_says_when_with_what_and_how_it_was_made(found: Audit) -> None:
     assert written["version"] == dbcl.__version__
     assert written["parties"] == 2
     assert written["property_name"] == "thick strokes"
-    assert all(property_name(name) for name in suite.PROPERTY_DATA)
     assert written["budget"] == {**json.loads(json.dumps(asdict(SMALL))), "seed": 0}
     assert written["settings"]["rounds"] == 50
 
@@ -194,7 +192,7 @@ def test_parts_that_fail_are_findings_and_the_others_go_on(tmp_path: Path) -> No
 
 def job(folder: Path, budget: Budget) -> suite.Job:
     settings = presets.from_toml((folder / "config.toml").read_text())
-    return suite.Job(settings, data.load("digits"), folder, folder, budget, 2, 0, None, lambda text: None)
+    return suite.Job(settings, task_of(settings), folder, folder, budget, 2, 0, lambda text: None)
 
 
 def test_a_recording_without_its_truth_fails_with_a_reason(paper: Path, tmp_path: Path) -> None:

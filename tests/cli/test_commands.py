@@ -121,7 +121,7 @@ def test_a_comparison_fits_a_terminal_of_80_columns(invoke: Invoke, monkeypatch:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 31, 32, 33, 64, 200])
 def test_a_sparkline_goes_from_the_first_round_to_the_last(count: int) -> None:
-    low, bars, high = sparkline([index / count for index in range(count)]).split()
+    low, bars, high = sparkline([index / count for index in range(count)], "{:.1%}".format).split()
     assert low == "0.0%"
     assert high == f"{(count - 1) / count:.1%}"
     assert len(bars) == min(32, count)

@@ -47,7 +47,7 @@ def own_file(monkeypatch: pytest.MonkeyPatch) -> None:
             r"the factory 'own_nets:fails' failed: ValueError: no weights here \(.*own_nets.py, line 11\)",
         ),
         ("own_nets:looks_up", r"failed: AttributeError: module 'torch.nn' has no attribute 'Nothing'"),
-        ("own_nets:layers", "'own_nets:layers' is a int, and must be a function that makes the model"),
+        ("own_nets:layers", "the model 'own_nets:layers' is a int, and must be a function or a class"),
         (
             "own_nets:missing",
             "cannot import the model 'own_nets:missing': module 'own_nets' has no attribute 'missing'",

@@ -82,7 +82,7 @@ def test_stop_at_a_target_and_go_on_for_longer(invoke: Invoke) -> None:
     invoke(*QUICK, "--rounds", "30", "--target", "0.7", "--seed", "1", "--out", "run")
     reached = read_metrics(Path("run"))
     assert len(reached) < 30
-    assert reached[-1].accuracy >= 0.7 > reached[-2].accuracy
+    assert reached[-1].score >= 0.7 > reached[-2].score
     invoke("train", "--resume", "run", "--target", "1.0", "--rounds", str(len(reached) + 2))
     assert len(read_metrics(Path("run"))) == len(reached) + 2
 
@@ -118,12 +118,12 @@ def test_json_is_one_object_and_nothing_else() -> None:
     out, err = streams(*QUICK, "--rounds", "3", "--seed", "4", "--json")
     report, history = json.loads(out), read_metrics(Path("runs/001-blind-digits"))
     assert err == ""
-    best = max(history, key=lambda metrics: metrics.accuracy)
+    best = max(history, key=lambda metrics: metrics.score)
     assert report["folder"] == "runs/001-blind-digits"
     assert (report["rounds"], report["stopped_by"]) == (3, "rounds")
     assert (report["accuracy"], report["best"]) == (
-        history[-1].accuracy,
-        {"accuracy": best.accuracy, "round": best.round},
+        history[-1].score,
+        {"accuracy": best.score, "round": best.round},
     )
     assert report["bytes_up"] == sum(metrics.bytes_up for metrics in history)
     assert report["bytes_down"] == sum(metrics.bytes_down for metrics in history)

@@ -47,7 +47,7 @@ def test_dropout_follows_from_round_and_client_and_leaves_torchs_generator_alone
         import copy
 
         local = copy.deepcopy(model)
-        LocalTraining().train(local, x, y, seed=bytes(32), round=round, client=0)
+        LocalTraining().train(local, (x, y), seed=bytes(32), round=round, client=0)
         return local[0].weight.detach()
 
     torch.manual_seed(3)
@@ -78,5 +78,5 @@ def test_bad_settings_are_refused(settings: dict, message: str) -> None:
 def test_evaluation_leaves_the_mode_alone() -> None:
     model = nn.Sequential(nn.Dropout(0.9), nn.Flatten())
     model.train()
-    assert evaluate(model, torch.eye(4), torch.arange(4)).accuracy == 1.0
+    assert evaluate(model, (torch.eye(4), torch.arange(4))).score == 1.0
     assert model.training

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import dbcl
 from dbcl import models
+from dbcl.data import examples_of
 from dbcl.engines import LocalEngine, LocalTraining, StackedEngine
 from dbcl.testing.engine import EngineContract
 
@@ -49,7 +50,7 @@ def distance(
         model, template = make().to(dtype), make().to(dtype)
         model.load_state_dict(start)
         server = dbcl.Server(model, insecure_seed=0, **settings)
-        engine = kind(server, template, x, y, shards, training, seed=SEED)
+        engine = kind(server, template, examples_of((x, y)).divide(shards), training, seed=SEED)
         for _ in range(rounds):
             engine.play_round()
         states.append(model.state_dict())
@@ -210,9 +211,8 @@ def test_examples_may_be_whole_numbers() -> None:
         torch.manual_seed(0)
         model = Words().double()
         start = model.embed.weight.detach().clone()
-        engine = kind(
-            dbcl.Server(model, insecure_seed=0), Words().double(), x, y, shards, LocalTraining(lr=0.1), seed=SEED
-        )
+        clients = examples_of((x, y)).divide(shards)
+        engine = kind(dbcl.Server(model, insecure_seed=0), Words().double(), clients, LocalTraining(lr=0.1), seed=SEED)
         for _ in range(3):
             engine.play_round()
         states.append(model.state_dict())
@@ -277,9 +277,7 @@ def test_a_hook_that_is_added_after_some_rounds_is_called() -> None:
     engine = StackedEngine(
         dbcl.Server(net),
         copy.deepcopy(net),
-        torch.randn(20, 8),
-        torch.arange(20) % 2,
-        [np.arange(20)],
+        [(torch.randn(20, 8), torch.arange(20) % 2)],
         LocalTraining(),
         seed=SEED,
     )
@@ -325,8 +323,8 @@ def test_the_sketches_of_earlier_rounds_are_left_alone() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
     server = dbcl.Server(net)
-    x, y = torch.randn(20, 8), torch.arange(20) % 2
-    engine = StackedEngine(server, net, x, y, np.array_split(np.arange(20), 2), LocalTraining(), seed=SEED)
+    clients = [(torch.randn(10, 8), torch.arange(10) % 2) for _ in range(2)]
+    engine = StackedEngine(server, net, clients, LocalTraining(), seed=SEED)
     first = server.open_round()
     before = first.sketches()["0.weight"].dense(torch.float32).clone()
     for _ in range(3):
@@ -392,7 +390,8 @@ def test_the_gpu_gives_the_cpus_weights(
         model, template = models.build(name).to(device, dtype), models.build(name, seed=1).to(device, dtype)
         server = dbcl.Server(model, insecure_seed=0)
         shards = np.split(np.arange(60), np.cumsum(sizes)[:-1])
-        engine = StackedEngine(server, template, x.to(device), y.to(device), shards, LocalTraining(lr=0.01), seed=SEED)
+        clients = examples_of((x, y)).to(device).divide(shards)
+        engine = StackedEngine(server, template, clients, LocalTraining(lr=0.01), seed=SEED)
         engine.chunk = chunk
         for _ in range(3):
             engine.play_round()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,14 +20,14 @@ def net() -> nn.Sequential:
 
 def accuracy(kind: type, rounds: int = 15, calibrated: bool = True, **settings: Any) -> float:
     digits = data.load("digits")
-    shards = data.iid(digits.y_train.numpy(), 10, seed=bytes(32))
+    clients = data.examples_of((digits.x_train, digits.y_train)).divide(data.iid(np.zeros(4000), 10, seed=bytes(32)))
     inputs = digits.x_test[:500] if calibrated else None
     server = dbcl.Server(net(), insecure_seed=0, calibration=inputs, **settings)
     training = LocalTraining(lr=0.1, batch_size=20)
-    engine = kind(server, net(), digits.x_train, digits.y_train, shards, training, fraction=0.5, seed=bytes(32))
+    engine = kind(server, net(), clients, training, fraction=0.5, seed=bytes(32))
     for _ in range(rounds):
         engine.play_round()
-    return evaluate(server.model, digits.x_test, digits.y_test).accuracy
+    return evaluate(server.model, (digits.x_test, digits.y_test)).score
 
 
 @pytest.mark.parametrize("kind", [LocalEngine, StackedEngine])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Context, Message, MetricRecord, RecordDict
@@ -21,7 +22,7 @@ from dbcl.flower import DoubleBlind, FlowerEngine, LocalGrid, SimulationEngine, 
 from dbcl.flower.engine import Clients
 from dbcl.run import Run
 from dbcl.run.config import ENGINES, RunConfig
-from dbcl.testing.engine import SEED, SHARDS, EngineContract, examples, net
+from dbcl.testing.engine import SEED, EngineContract, clients, net
 from dbcl.testing.secrecy import leaks
 from dbcl.transcripts import Transcript
 
@@ -43,10 +44,9 @@ def distance(one: torch.nn.Module, other: torch.nn.Module) -> float:
 
 def test_double_blind_around_fedavg_is_the_local_engine() -> None:
     training = LocalTraining(lr=0.1, epochs=2, momentum=0.5)
-    local = LocalEngine(server(veil=0.2), net(), *examples(), SHARDS, training, seed=SEED)
+    local = LocalEngine(server(veil=0.2), net(), clients(), training, seed=SEED)
     for _ in range(3):
         local.play_round()
-    x, y = examples()
     app = ClientApp()
 
     @app.train()
@@ -54,13 +54,13 @@ def test_double_blind_around_fedavg_is_the_local_engine() -> None:
         client = int(context.node_config["partition-id"])
         model = blinded(net(), message)
         round = int(message.content["config"]["server-round"]) - 1
-        shard = SHARDS[client]
-        metrics = training.train(model, x[shard], y[shard], seed=SEED, round=round, client=client)
-        return reply(model, message, examples=len(shard), metrics=metrics)
+        own = clients()[client]
+        metrics = training.train(model, own, seed=SEED, round=round, client=client)
+        return reply(model, message, examples=len(own), metrics=metrics)
 
     torch.manual_seed(1)
     strategy = DoubleBlind(FedAvg(fraction_evaluate=0.0), net(), veil=0.2, insecure_seed=0)
-    result = strategy.start(LocalGrid(app, len(SHARDS)), num_rounds=3)
+    result = strategy.start(LocalGrid(app, len(clients())), num_rounds=3)
     assert distance(local.session.model, strategy.server.model) < 1e-10
     assert torch.equal(result.arrays.to_torch_state_dict()["0.weight"], strategy.server.model[0].weight)
     assert sorted(result.train_metrics_clientapp) == [1, 2, 3]
@@ -71,7 +71,7 @@ def test_double_blind_around_fedavg_is_the_local_engine() -> None:
 def test_flowers_ray_simulation_gives_the_weights_of_the_local_engine() -> None:
     training = LocalTraining(lr=0.1, epochs=2, momentum=0.5)
     engines = [
-        kind(server(veil=0.2), net(), *examples(), SHARDS, training, fraction=0.5, seed=SEED)
+        kind(server(veil=0.2), net(), clients(), training, fraction=0.5, seed=SEED)
         for kind in (LocalEngine, SimulationEngine)
     ]
     try:
@@ -86,15 +86,16 @@ def test_flowers_ray_simulation_gives_the_weights_of_the_local_engine() -> None:
 def test_what_travels_to_the_nodes_holds_nothing_of_the_server() -> None:
     held = server()
     secrets = {name: tensor.detach().clone() for name, tensor in held.model.named_parameters()}
-    engine = FlowerEngine(held, net(), *examples(), SHARDS, LocalTraining(), seed=SEED)
-    clients = Clients(engine.template, (engine.x, engine.y), engine.shards, engine.training, engine.seed)
-    assert leaks(clients.app(), secrets) == []
-    assert leaks([clients.app(), held], secrets) != []  # the walk would have found them
+    engine = FlowerEngine(held, net(), clients(), LocalTraining(), seed=SEED)
+    nodes = Clients(engine.template, engine.clients, engine.training, engine.seed)
+    assert leaks(nodes.app(), secrets) == []
+    assert leaks([nodes.app(), held], secrets) != []  # the walk would have found them
 
 
 def test_a_client_that_fails_ends_a_simulated_round_with_its_reason() -> None:
-    broken = [*SHARDS[:3], SHARDS[3] + 1000]
-    engine = FlowerEngine(server(), net(), *examples(), broken, LocalTraining(), seed=SEED)
+    broken = [*clients()[:3], clients()[3].subset(np.arange(5))]
+    broken[3].rows += 1000  # type: ignore[attr-defined]
+    engine = FlowerEngine(server(), net(), broken, LocalTraining(), seed=SEED)
     with pytest.raises(ProtocolError, match="round 0: client 3 failed: IndexError"):
         engine.play_round()
     assert engine.session.round == 0
@@ -235,7 +236,7 @@ def test_a_run_through_flowers_simulation_is_the_local_run_resumed_or_not(tmp_pa
     assert distance(whole.session.model, second.session.model) < 1e-6
     for run in (whole, second):
         assert len(Transcript(run.folder / "transcripts" / "server")) == 4
-    assert [m.accuracy for m in whole.history] == pytest.approx([m.accuracy for m in second.history], abs=0.002)
+    assert [m.score for m in whole.history] == pytest.approx([m.score for m in second.history], abs=0.002)
 
 
 def test_who_asks_for_the_engine_flower_without_flower_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def clients(twist: Twist = lambda client, round, answer: answer, before: Twist |
             before(client, round, message)
         model = blinded(net(), message)
         x, y = examples(client)
-        metrics = TRAINING.train(model, x, y, seed=bytes(32), round=round, client=client)
+        metrics = TRAINING.train(model, (x, y), seed=bytes(32), round=round, client=client)
         return twist(client, round, reply(model, message, examples=len(x), metrics=metrics))
 
     @app.evaluate()
@@ -262,7 +262,7 @@ class TestFaults:
         for client in (0, 1, 3):
             local = dbcl.blinded(net(), broadcast)
             x, y = examples(client)
-            TRAINING.train(local, x, y, seed=bytes(32), round=0, client=client)
+            TRAINING.train(local, (x, y), seed=bytes(32), round=0, client=client)
             answers.append(dbcl.update(local, broadcast, examples=len(x)))
         server.close_round(answers)
         for name, parameter in server.model.named_parameters():
@@ -595,7 +595,7 @@ class TestGoingOn:
 
 def test_transcripts_are_recorded_as_in_the_other_engines(tmp_path: Path) -> None:
     strategy = DoubleBlind(fedavg(), net(), insecure_seed=0)
-    setting = Setting("net", (1, 1, 20), 3, asdict(TRAINING), clients=NODES, cohort=NODES)
+    setting = Setting("net", (1, 1, 20), 3, TRAINING.settings(), clients=NODES, cohort=NODES)
     strategy.observer = Recorder(tmp_path, ["2", "server"], strategy.server, setting)
     strategy.start(LocalGrid(clients(), NODES), num_rounds=2)
     seen = Transcript(tmp_path / "client-2")

@@ -58,7 +58,7 @@ def examples(client: int) -> tuple[torch.Tensor, torch.Tensor]:
 def answer(model: nn.Module, round: int, client: int) -> dict[str, Any]:
     """Train, and give what an answer needs beside the model."""
     x, y = examples(client)
-    metrics = TRAINING.train(model, x, y, seed=SEED, round=round, client=client)
+    metrics = TRAINING.train(model, (x, y), seed=SEED, round=round, client=client)
     return {"examples": len(x), "metrics": {"train_loss": metrics["loss"]}}
 
 
@@ -195,7 +195,7 @@ class Digits:
             round = int(message.content["config"]["server-round"]) - 1
             model = blinded(self.net(), message)
             x, y = self.data.x_train[self.shards[client]], self.data.y_train[self.shards[client]]
-            training.train(model, x, y, seed=SEED, round=round, client=client)
+            training.train(model, (x, y), seed=SEED, round=round, client=client)
             honest = reply(model, message, examples=len(x))
             if poisoned and client == 3:
                 update = dbcl.decode_update(honest.content["dbcl"]["update"])
@@ -205,7 +205,7 @@ class Digits:
 
         strategy = DoubleBlind(inner, self.net(), insecure_seed=0, **settings)
         strategy.start(LocalGrid(app, 10), num_rounds=rounds)
-        return evaluate(strategy.server.model, self.data.x_test, self.data.y_test).accuracy
+        return evaluate(strategy.server.model, (self.data.x_test, self.data.y_test)).score
 
 
 MARGIN = 0.06

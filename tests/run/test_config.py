@@ -66,7 +66,7 @@ def test_options_win_over_a_file_of_ones_own(tmp_path: Path) -> None:
         ("ratio = [2, 3, 4]", r"ratio must be a number or a list of 2 numbers, got \(2, 3, 4\)"),
         ("ratio = 'two'", "ratio is a number or a range such as 2-4, got 'two'"),
         ("fixed_secrets = true", "fixed_secrets is gone since dbcl 0.2: with a seed all is fixed"),
-        ("data = 'cats'", "data must be one of digits, mnist, cifar10, lfw, got 'cats'"),
+        ("data = 'cats'", "data must be one of digits, mnist, cifar10, lfw or module:factory, got 'cats'"),
         ("partition = 'x'", "partition must be one of iid, dirichlet, shards"),
         ("algorithm = 'x'", "algorithm must be one of fedavg, fedprox, sgd"),
         ("server_optimizer = 'x'", "server_optimizer must be one of fedavg, momentum, adam"),

@@ -24,7 +24,7 @@ def test_patience_stops_a_run_that_no_longer_improves_and_resume_goes_on(tmp_pat
     assert run.stopped_by == "patience"
     assert len(history) < 60
     assert history[-1].round - run.best.round == 3
-    assert max(metrics.accuracy for metrics in history[-3:]) <= run.best.accuracy
+    assert max(metrics.score for metrics in history[-3:]) <= run.best.score
     assert from_toml((tmp_path / "run" / "config.toml").read_text()).patience == 3
     assert list(Run.resume(tmp_path / "run").play()) == []
     more = Run.resume(tmp_path / "run", patience=60, rounds=len(history) + 2)

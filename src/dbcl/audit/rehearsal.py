@@ -5,19 +5,20 @@ which is what shows a single batch most clearly: the worst case for the victim, 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from dbcl import seeds
-from dbcl.data import Dataset
 from dbcl.engines import LocalTraining, StackedEngine
-from dbcl.run.assemble import build_model, build_server
+from dbcl.run.assemble import build_server
 from dbcl.run.config import RunConfig
+from dbcl.run.task import Task
 from dbcl.transcripts import Recorder, Setting, Transcript, Truth
 
 ATTACKER, VICTIM = 0, 1
@@ -50,14 +51,20 @@ class Rehearsal:
 
     folder: Path
     script: Script
+    make_model: Callable[[int], nn.Module] | None = None
+    """Makes the network, where its name in the transcripts does not say how."""
 
     @property
     def attacker(self) -> Transcript:
-        return Transcript(self.folder / f"client-{ATTACKER}")
+        return self._transcript(f"client-{ATTACKER}")
 
     @property
     def server(self) -> Transcript:
-        return Transcript(self.folder / "server")
+        return self._transcript("server")
+
+    def _transcript(self, party: str) -> Transcript:
+        template = None if self.make_model is None else partial(self.make_model, 1)
+        return Transcript(self.folder / party, template)
 
     @property
     def truth(self) -> Truth:
@@ -66,7 +73,7 @@ class Rehearsal:
 
 def rehearse(
     config: RunConfig,
-    dataset: Dataset,
+    task: Task,
     script: Script,
     folder: Path,
     *,
@@ -80,30 +87,29 @@ def rehearse(
     `seed`, so that it can be repeated; that is safe, since all parties are the auditor's.
 
     >>> import tempfile
-    >>> from dbcl import data
+    >>> from dbcl.run import task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
     >>> config = RunConfig(model="dlg-lenet", veil=0.0)
-    >>> played = rehearse(config, data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> played.attacker.rounds, sorted(played.server[0].updates)
     ([0, 1, 2], ['0', '1'])
     """
     rounds, clients, batch = script.shape
     weight_seed = seed if config.seed is None else config.seed
-    model, template = (build_model(config, dataset, seed=weight_seed + number) for number in range(2))
+    model, template = (task.make_model(weight_seed + number) for number in range(2))
     if weights is not None:
         model.load_state_dict(weights)
     server = build_server(config, model, insecure_seed=seed)
     noise = config.noise()
     training = LocalTraining(lr=config.lr, batch_size=batch, steps=1)
-    known = Setting(config.model, dataset.shape, dataset.outputs, asdict(training), clients, clients, veil=config.veil)
-    everything = np.arange(len(dataset.y_train))
+    shape, outputs = (task.pictures.shape, task.pictures.outputs) if task.pictures else ((), 0)
+    known = Setting(config.model, shape, outputs, training.settings(), clients, clients, veil=config.veil)
     engine = StackedEngine(
         server,
         template,
-        dataset.x_train,
-        dataset.y_train,
-        [everything] * clients,
+        [task.train] * clients,
         ScriptedTraining(lr=config.lr, batch_size=batch, steps=1, script=script),
+        objective=task.objective,
         seed=seeds.derive(bytes(32), "rehearsal", seed),
         noise=None if noise is None else replace(noise, insecure_seed=seed),
     )
@@ -112,7 +118,7 @@ def rehearse(
         engine.play_round()
         if progress is not None:
             progress(number + 1, rounds)
-    return Rehearsal(folder, script)
+    return Rehearsal(folder, script, task.make_model)
 
 
 def draw_batches(examples: NDArray[np.int64], shape: tuple[int, ...], seed: int) -> Script:

@@ -51,12 +51,12 @@ def true_change(truth: Truth, view: View, index: int) -> Tensor:
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from dbcl import data
     >>> from dbcl.audit.rehearsal import draw_batches, rehearse
-    >>> from dbcl.run import preset
+    >>> from dbcl.run import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
     >>> from dbcl.audit.estimators.view import views
-    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> config = preset("paper", model="dlg-lenet")
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> true_change(played.truth, views(played.attacker)["1.bias"], index=0).shape
     torch.Size([1, 10])
     """
@@ -72,12 +72,12 @@ def score(truth: Truth, view: View, changes: Iterable[Tensor]) -> Scores:
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from dbcl import data
     >>> from dbcl.audit.rehearsal import draw_batches, rehearse
-    >>> from dbcl.run import preset
+    >>> from dbcl.run import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
     >>> from dbcl.audit.estimators.view import views
-    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> config = preset("paper", model="dlg-lenet")
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> view = views(played.attacker)["1.bias"]
     >>> [round(cosine, 3) for cosine in score(played.truth, view, [true_change(played.truth, view, 0)]).cosines]
     [1.0]
@@ -98,12 +98,12 @@ def predicted_cosine(truth: Truth, view: View, veil: float) -> float:
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from dbcl import data
     >>> from dbcl.audit.rehearsal import draw_batches, rehearse
-    >>> from dbcl.run import preset
+    >>> from dbcl.run import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
     >>> from dbcl.audit.estimators.view import views
-    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> config = preset("paper", model="dlg-lenet")
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> round(predicted_cosine(played.truth, views(played.attacker)["1.bias"], veil=0.0), 3)
     1.0
     """

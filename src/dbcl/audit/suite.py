@@ -13,7 +13,6 @@ import numpy as np
 import safetensors.torch
 from torch import nn
 
-from dbcl import data
 from dbcl._version import __version__
 from dbcl.audit.attacks import OnProgress
 from dbcl.audit.attacks.images import image_findings
@@ -25,18 +24,16 @@ from dbcl.audit.attacks.updates import Changes, estimates, update_findings
 from dbcl.audit.budget import FULL, Budget
 from dbcl.audit.findings import Audit, Finding, with_interval
 from dbcl.audit.rehearsal import ATTACKER, VICTIM, Script, draw_batches, rehearse
-from dbcl.data import Dataset
-from dbcl.data.traits import properties_of, property_name
+from dbcl.data.examples import Rows
 from dbcl.errors import AuditError, DataError, DbclError
 from dbcl.plan import SketchPlan
 from dbcl.protocol import blinded
-from dbcl.run.assemble import build_model, build_plan, build_server
+from dbcl.run.assemble import build_plan, build_server
 from dbcl.run.config import RunConfig
 from dbcl.run.folder import read_metrics
 from dbcl.run.presets import from_toml
+from dbcl.run.task import Task, task_of
 from dbcl.transcripts import Transcript, Truth
-
-PROPERTY_DATA = ("digits", "mnist", "lfw")
 
 
 @dataclass(frozen=True)
@@ -46,18 +43,17 @@ class Job:
     `tell` is called with each thing that is done, `step` when one is: a round, a tensor, a picture, a shadow model.
 
     >>> from dbcl.audit.budget import QUICK
-    >>> Job(RunConfig(), data.load("digits"), Path("run"), Path("scratch"), QUICK, 2, 0, None, print).budget.rounds
+    >>> Job(RunConfig(), task_of(RunConfig()), Path("run"), Path("scratch"), QUICK, 2, 0, print).budget.rounds
     60
     """
 
     config: RunConfig
-    dataset: Dataset
+    task: Task
     folder: Path  # of the run
     scratch: Path
     budget: Budget
     clients: int
     seed: int
-    data_dir: str | None
     tell: OnProgress
     step: Callable[[], None] = lambda: None
 
@@ -99,10 +95,13 @@ def audit(
     clients: int = 2,
     seed: int = 0,
     data_dir: str | None = None,
+    task: Task | None = None,
     tell: OnProgress = lambda text: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Audit:
     """Audit a finished run: its recorded transcripts where it has some, and rehearsals under its settings.
+
+    `task` is that of a run that `dbcl.simulate` played with objects of Python: `audit(run.folder, task=run.task)`.
 
     A rehearsal has `clients` parties, all in every round, who each take one step of SGD on one batch. `tell` is called
     with what is being done, `progress` with how many steps of the work are done, and of how many: every round, tensor,
@@ -118,13 +117,13 @@ def audit(
         config = from_toml((folder / "config.toml").read_text())
     except OSError:
         raise AuditError(f"{folder} holds no run: it has no config.toml") from None
-    dataset = data.load(config.data, data_dir)
+    task = task or task_of(config, data_dir)
     parts: dict[str, Callable[[Job], list[Finding]]] = {
         f"updates from {transcript.name}": partial(_recorded, transcript)
         for transcript in sorted((folder / "transcripts").glob("client-*"))
     }
     parts |= {"properties": _properties, "pictures": _pictures, "membership": _membership}
-    plan = build_plan(config, build_model(config, dataset))
+    plan = build_plan(config, task.make_model(0))
     steps = Steps(_expected(budget, len(plan.tensors), len(parts) - 3), progress)
     progress(0, steps.ends[-1])
 
@@ -134,7 +133,7 @@ def audit(
 
     findings: list[Finding] = []
     with tempfile.TemporaryDirectory() as scratch:
-        job = Job(config, dataset, folder, Path(scratch), budget, clients, seed, data_dir, tell_and_step, steps.step)
+        job = Job(config, task, folder, Path(scratch), budget, clients, seed, tell_and_step, steps.step)
         for name, part in parts.items():
             try:
                 findings += part(job)
@@ -152,7 +151,7 @@ def audit(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         version=__version__,
         parties=clients,
-        property_name=property_name(config.data),
+        property_name=task.property_name,
         budget={**asdict(budget), "seed": seed},
     )
 
@@ -193,18 +192,19 @@ def _updates(transcript: Transcript, truth: Truth, found: dict[str, Changes], jo
 
 def _properties(job: Job) -> list[Finding]:
     """Updates and properties, from one rehearsal in which the victim's batches all have the property or all lack it."""
-    holds, own, script = property_script(job.config.data, job.dataset, job.budget, job.clients, job.seed, job.data_dir)
+    own, script = property_script(job.task, job.budget, job.clients, job.seed)
     job.tell("rehearsal: batches with and without a property")
     where = job.scratch / "properties"
-    rehearsal = rehearse(job.config, job.dataset, script, where, seed=job.seed, progress=lambda *_: job.step())
+    rehearsal = rehearse(job.config, job.task, script, where, seed=job.seed, progress=lambda *_: job.step())
     found = estimates(rehearsal.attacker, job.budget.estimators, job.tell)
     findings = _updates(rehearsal.attacker, rehearsal.truth, found, job)
-    if holds is None:
-        return findings
+    if job.task.holds is None:
+        reason = "no property of these examples is known; name one where the data are given (docs/howto/own-data.md)"
+        return [*findings, _failed("properties", AuditError(reason))]
     return findings + property_findings(
         rehearsal,
-        job.dataset,
-        holds,
+        job.task,
+        job.task.holds,
         own,
         found,
         batches=job.budget.own_batches,
@@ -215,44 +215,44 @@ def _properties(job: Job) -> list[Finding]:
     )
 
 
-def property_script(
-    name: str, dataset: Dataset, budget: Budget, clients: int, seed: int, data_dir: str | None
-) -> tuple[np.ndarray[Any, np.dtype[np.bool_]] | None, np.ndarray[Any, np.dtype[np.int64]], Script]:
-    """Who trains on what: which examples have the property, which are the attacker's own, and everybody's batches.
+def property_script(task: Task, budget: Budget, clients: int, seed: int) -> tuple[Rows, Script]:
+    """Who trains on what: which examples are the attacker's own, and everybody's batches.
 
-    Half of the examples are the attacker's, the others train on the rest. Where no property of the dataset is known,
-    the first result is None.
+    Half of the examples are the attacker's, the others train on the rest. The victim's batches all have the property
+    of the task or all lack it, where one is known.
 
     >>> from dbcl.audit.budget import QUICK
-    >>> holds, own, script = property_script("digits", data.load("digits"), QUICK, 2, 0, None)
-    >>> len(holds), len(own), script.shape
-    (4000, 2000, (60, 2, 16))
+    >>> own, script = property_script(task_of(RunConfig()), QUICK, 2, 0)
+    >>> len(own), script.shape
+    (2000, (60, 2, 16))
     """
-    half = len(dataset.y_train) // 2
-    order = np.random.default_rng(seed).permutation(len(dataset.y_train))
+    half = len(task.train) // 2
+    order = np.random.default_rng(seed).permutation(len(task.train))
     own, rest = order[:half], order[half:]
     script = draw_batches(rest, (budget.rounds, clients, budget.batch), seed)
     script[:, ATTACKER] = draw_batches(own, (budget.rounds, budget.batch), seed + 1)
-    if name not in PROPERTY_DATA:
-        return None, own, script
-    holds = properties_of(name, data_dir)
+    if task.holds is None:
+        return own, script
+    holds = task.holds
     with_, without = rest[holds[rest]], rest[~holds[rest]]
     if min(len(with_), len(without), holds[own].sum()) < 2:
-        raise DataError(f"too few examples of {name} have the property")
+        raise DataError(f"too few examples have the property {task.property_name!r}, or too few lack it")
     for round in range(budget.rounds):
         pool = with_ if (round * 7 + seed) % 13 % 2 else without
         script[round, VICTIM] = draw_batches(pool, (budget.batch,), seed + 2 + round)
-    return holds, own, script
+    return own, script
 
 
 def _pictures(job: Job) -> list[Finding]:
     """Pictures and labels, from a rehearsal in which every client trains on a single picture a round."""
-    config, dataset, budget = job.config, job.dataset, job.budget
+    config, dataset, budget = job.config, job.task.pictures, job.budget
+    if dataset is None:
+        raise AuditError(f"no pictures and no labels are attacked: {job.task.why_no_pictures}")
     rounds = _picture_rounds(budget)
     script = draw_batches(np.arange(len(dataset.y_train)), (rounds, job.clients, 1), job.seed + 17)
     job.tell("rehearsal: single pictures")
     where = job.scratch / "pictures"
-    rehearsal = rehearse(config, dataset, script, where, seed=job.seed, progress=lambda *_: job.step())
+    rehearsal = rehearse(config, job.task, script, where, seed=job.seed, progress=lambda *_: job.step())
     names = ["option I", "rewind"] if config.veil == 0 else ["option I", "smoother"]
     found = estimates(rehearsal.attacker, names, job.tell)
     matching = Matching(steps=budget.steps, restarts=budget.restarts, tv=1e-3 if config.veil else 0.0)
@@ -273,27 +273,28 @@ def _pictures(job: Job) -> list[Finding]:
 
 def _membership(job: Job) -> list[Finding]:
     """Membership in the training data, from the finished model and from what a client would see of it."""
-    config, dataset, path = job.config, job.dataset, job.folder / "model.safetensors"
+    config, path = job.config, job.folder / "model.safetensors"
     if not path.exists():
         raise AuditError(f"{path} is missing: the run is not finished")
 
     def make(number: int) -> nn.Module:
         job.step()  # shadow models are made one after another, each when the one before is trained
-        return build_model(config, dataset, seed=number)
+        return job.task.make_model(number)
 
     model = make(0)
     model.load_state_dict(safetensors.torch.load_file(path))
     view = blinded(make(1), build_server(config, model, insecure_seed=job.seed).open_round())
-    return membership_findings(
-        model, view, dataset, make, shadow_models=job.budget.shadow_models, seed=job.seed, tell=job.tell
-    )
+    task = replace(job.task, make_model=make)
+    training = replace(task.training(config), batch_size=20, epochs=10, steps=None, lr_decay=1.0, proximal=0.0)
+    shadow_models = job.budget.shadow_models
+    return membership_findings(model, view, task, training, shadow_models=shadow_models, seed=job.seed, tell=job.tell)
 
 
 def seats(plan: SketchPlan, config: RunConfig) -> tuple[tuple[str, str, str], ...]:
     """Who sees what under a plan: party, what it receives, what it does not.
 
     >>> config = RunConfig(veil=0.0)
-    >>> seats(build_plan(config, build_model(config, data.load("digits"))), config)[0][1][:65]
+    >>> seats(build_plan(config, task_of(config).make_model(0)), config)[0][1][:65]
     "the sketches' seeds; sketches of 1.weight, 3.weight without noise"
     """
     sketched = [tensor.name for tensor in plan.tensors if tensor.sketched]
@@ -315,7 +316,7 @@ def _run_facts(folder: Path) -> dict[str, Any]:
     if not history:
         return {}
     sent = sum(metrics.bytes_up + metrics.bytes_down for metrics in history)
-    return {"accuracy": history[-1].accuracy, "rounds": history[-1].round, "bytes": sent}
+    return {history[-1].metric: history[-1].score, "rounds": history[-1].round, "bytes": sent}
 
 
 def _failed(what: str, error: Exception) -> Finding:

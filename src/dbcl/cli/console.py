@@ -1,7 +1,8 @@
 """What the commands share to print: the two consoles, tables, and a line of numbers as bars."""
 
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -48,14 +49,17 @@ def print_path(label: str, path: object) -> None:
     console.print(f"{label:<8} {path}", soft_wrap=True)
 
 
-def sparkline(values: Sequence[float], width: int = 32) -> str:
+def sparkline(values: Sequence[float], shown: Callable[[float], str], width: int = 32) -> str:
     """Numbers as a line of bars between the smallest and the largest; at most `width` of them, evenly chosen.
 
-    >>> sparkline([0.1, 0.5, 0.9])
-    '10.0% ▁▅█ 90.0%'
+    >>> sparkline([0.1, 0.5, 0.9], "{:.0%}".format)
+    '10% ▁▅█ 90%'
     """
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return "no finite number"
     low, high = min(values), max(values)
     bars = min(width, len(values))
     chosen = [values[bar * (len(values) - 1) // max(1, bars - 1)] for bar in range(bars)]
     drawn = "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / ((high - low) or 1))] for value in chosen)
-    return f"{low:.1%} {drawn} {high:.1%}"
+    return f"{shown(low)} {drawn} {shown(high)}"

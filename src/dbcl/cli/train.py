@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from dbcl.cli.console import console, errors, print_json, print_path, sparkline
@@ -16,6 +15,7 @@ from dbcl.cli.options import DataDir, Preset, with_settings
 from dbcl.errors import ConfigError
 from dbcl.plan import SketchPlan
 from dbcl.run import RESUMABLE, RoundMetrics, Run, config, message_bytes, presets, transcript_bytes
+from dbcl.trackers import ProgressBar
 
 LINES = 10
 """How many lines a whole run writes where there is no terminal to draw a bar on."""
@@ -101,27 +101,21 @@ def _play_with_lines(run: Run) -> None:
         _tell_refused(metrics, console)
         if metrics.round % every == 0 or run.finished:
             console.print(
-                f"round {metrics.round}/{run.config.rounds}  accuracy {metrics.accuracy:.1%}  loss {metrics.loss:.3f}",
+                f"round {metrics.round}/{run.config.rounds}  {_scored(run, metrics)}loss {metrics.loss:.4g}",
                 highlight=False,
                 soft_wrap=True,
             )
 
 
+def _scored(run: Run, metrics: RoundMetrics) -> str:
+    objective = run.task.objective
+    return "" if objective.name == "loss" else f"{objective.name} {objective.shown(metrics.score, 1)}  "
+
+
 def _play_with_bar(run: Run) -> None:
-    columns = (
-        TextColumn("[bold]training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("rounds  accuracy {task.fields[accuracy]}"),
-        TimeRemainingColumn(),
-    )
-    last = run.history[-1].accuracy if run.history else None
-    shown = "   –  " if last is None else f"{last:6.1%}"
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=run.config.rounds, completed=run.session.round, accuracy=shown)
-        for metrics in run.play():
-            progress.update(task, completed=metrics.round, accuracy=f"{metrics.accuracy:6.1%}")
-            _tell_refused(metrics, progress.console)
+    bar = ProgressBar(run.task.objective.shown, console)
+    for metrics in run.play(bar):
+        _tell_refused(metrics, bar.console)
 
 
 def _tell_refused(metrics: RoundMetrics, where: Console) -> None:
@@ -151,9 +145,9 @@ def _report(run: Run) -> dict[str, Any]:
         "folder": str(run.folder),
         "rounds": last.round,
         "stopped_by": run.stopped_by,
-        "accuracy": last.accuracy,
-        "loss": last.loss if math.isfinite(last.loss) else None,
-        "best": {"accuracy": best.accuracy, "round": best.round},
+        "loss": _finite(last.loss),
+        last.metric: _finite(last.score),
+        "best": {best.metric: _finite(best.score), "round": best.round},
         "bytes_up": sum(metrics.bytes_up for metrics in run.history),
         "bytes_down": sum(metrics.bytes_down for metrics in run.history),
         "refused": sum(len(metrics.refused) for metrics in run.history),
@@ -164,15 +158,20 @@ def _report(run: Run) -> dict[str, Any]:
     }
 
 
+def _finite(value: float) -> float | None:
+    """A number that JSON has, or None."""
+    return value if math.isfinite(value) else None
+
+
 def _summarise(run: Run) -> None:
     config, last = run.config, run.history[-1]
-    table = Table(title=f"{config.model} on {config.data}, {config.clients} clients", show_header=False, min_width=60)
+    table = Table(title=run.title, show_header=False, min_width=60)
     for label, text in _facts(run):
         table.add_row(label, text)
     console.print(table)
     print_path("picture", run.folder / "curves.png")
     print_path("model", run.folder / "model.safetensors")
-    beyond = " --target 1" if config.target else ""
+    beyond = f" --target {0 if run.task.objective.lower_is_better else 1}" if config.target else ""
     if config.patience:
         beyond += f" --patience {2 * max(config.patience, last.round)}"
     print_path("go on", f"dbcl train --resume {run.folder} --rounds {max(config.rounds, 2 * last.round)}{beyond}")
@@ -184,23 +183,27 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     share = message_bytes(model, plan, config.wire) / message_bytes(model, plain, config.wire)
     up, down = sum(m.bytes_up for m in run.history), sum(m.bytes_down for m in run.history)
     refused = sum(len(m.refused) for m in run.history)
-    best = run.best
+    best, shown = run.best, run.task.objective.shown
     what = "mean of W" if config.ema_decay else "W"
+    scores = [metrics.score for metrics in run.history]
     return [
-        (f"accuracy of {what}, held-out", f"{last.accuracy:.2%}  (best {best.accuracy:.2%} in round {best.round})"),
+        (
+            f"{last.metric} of {what}, held-out",
+            f"{shown(last.score)}  (best {shown(best.score)} in round {best.round})",
+        ),
         ("rounds", f"{last.round}" + _stopped(run) + (f", {refused} updates refused" if refused else "")),
         ("bytes", f"{up / 1e6:.1f} MB up, {down / 1e6:.1f} MB down; a message is {share:.3f} of a plain one"),
         ("a client saw", _seen(plan)),
         ("veil", _veil(plan)),
         ("in clear", ", ".join(plan.in_clear) or "nothing"),
         ("secrets", "fixed by --seed, for experiments" if config.insecure else "fresh in every round"),
-        ("accuracy by round", sparkline([metrics.accuracy for metrics in run.history])),
+        (f"{last.metric} by round", sparkline(scores, lambda score: shown(score, 1))),
     ]
 
 
 def _stopped(run: Run) -> str:
     if run.stopped_by == "patience":
-        return f", stopped: no better accuracy since round {run.best.round}"
+        return f", stopped: no better {run.best.metric} since round {run.best.round}"
     return ", stopped: the target was reached" if run.stopped_by == "target" else ""
 
 

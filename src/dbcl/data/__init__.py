@@ -1,7 +1,22 @@
-"""Datasets, their download on request, and their division among clients."""
+"""Datasets, their download on request, their division among clients, and examples of one's own."""
 
 from dbcl.data.datasets import LOADERS, Dataset, data_root, load
+from dbcl.data.examples import Batch, DatasetExamples, Examples, TensorExamples, examples_of
 from dbcl.data.fetch import fetch
 from dbcl.data.partition import dirichlet, iid, shards
 
-__all__ = ["LOADERS", "Dataset", "data_root", "dirichlet", "fetch", "iid", "load", "shards"]
+__all__ = [
+    "LOADERS",
+    "Batch",
+    "Dataset",
+    "DatasetExamples",
+    "Examples",
+    "TensorExamples",
+    "data_root",
+    "dirichlet",
+    "examples_of",
+    "fetch",
+    "iid",
+    "load",
+    "shards",
+]

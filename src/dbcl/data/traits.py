@@ -57,15 +57,6 @@ PROPERTY_NAMES = {
 """By dataset: the name of the property that `properties_of` finds in it."""
 
 
-def property_name(name: str) -> str:
-    """Name the property of a dataset that is attacked; empty where none is known.
-
-    >>> property_name("digits"), property_name("cifar10")
-    ('thick strokes', '')
-    """
-    return PROPERTY_NAMES.get(name, "")
-
-
 def properties_of(name: str, data_dir: str | PathLike[str] | None = None) -> NDArray[np.bool_]:
     """Say which training examples have the property that is attacked, in the order of `data.load(name).x_train`.
 

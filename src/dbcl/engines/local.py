@@ -2,8 +2,6 @@
 
 import copy
 
-import torch
-
 from dbcl.engines.engine import Engine
 from dbcl.protocol import Broadcast, blinded, decode_broadcast, encode, update
 
@@ -11,12 +9,11 @@ from dbcl.protocol import Broadcast, blinded, decode_broadcast, encode, update
 class LocalEngine(Engine):
     """Trains one client after another; every message is encoded and decoded on its way.
 
-    >>> import dbcl, numpy as np
+    >>> import dbcl, torch
     >>> from dbcl.engines import LocalTraining
-    >>> x, y = torch.randn(40, 8), torch.arange(40) % 2
+    >>> clients = [(torch.randn(10, 8), torch.arange(10) % 2) for _ in range(4)]
     >>> net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
-    >>> shards = np.array_split(np.arange(40), 4)
-    >>> engine = LocalEngine(dbcl.Server(net), copy.deepcopy(net), x, y, shards, LocalTraining(), seed=bytes(32))
+    >>> engine = LocalEngine(dbcl.Server(net), copy.deepcopy(net), clients, LocalTraining(), seed=bytes(32))
     >>> engine.play_round().report.accepted
     4
     """
@@ -28,11 +25,11 @@ class LocalEngine(Engine):
         updates = []
         for client in cohort:
             local = copy.deepcopy(received)
-            index = torch.from_numpy(self.shards[client]).to(self.x.device)
+            examples = self.clients[client]
             metrics = self.training.train(
-                local, self.x[index], self.y[index], seed=self.seed, round=broadcast.round, client=client
+                local, examples, seed=self.seed, round=broadcast.round, client=client, loss=self.objective.loss
             )
-            counted = self.training.counted(len(index))
+            counted = self.training.counted(len(examples))
             noise = self.noise_of(client)
             updates.append(encode(update(local, broadcast, examples=counted, metrics=metrics, noise=noise)))
         return updates

@@ -1,24 +1,37 @@
 """What a client does between a broadcast and its update: distributed SGD, FedAvg and FedProx are one loop."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
+from torch.optim import Optimizer
 
 from dbcl import models, seeds
-from dbcl.errors import ConfigError
+from dbcl.data.examples import Batch, examples_of
+from dbcl.data.trees import Tree, call, join
+from dbcl.errors import ConfigError, DataError
+from dbcl.objective import CLASSIFICATION, Loss, Objective, name_of
+
+OptimizerFactory = Callable[..., Optimizer]
+"""Makes an optimiser of `(parameters, lr=...)`, as every class of torch.optim does."""
+Schedule = Callable[[int], float]
+"""Of a round, from 0, what the learning rate is multiplied by."""
 
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """SGD on a client's own examples.
+    """SGD, or another optimiser, on a client's own examples.
 
-    The learning rate of round r is lr * lr_decay^r. `epochs` passes over the examples make it FedAvg; `proximal` above
-    0 adds (proximal / 2) |V - V_sent|^2 to the loss, which makes it FedProx; `steps=1` takes a single batch, whose
-    change is the learning rate times the plain gradient, which makes it distributed SGD.
+    The learning rate of round r is lr * lr_decay^r * schedule(r). `epochs` passes over the examples make it FedAvg;
+    `proximal` above 0 adds (proximal / 2) |V - V_sent|^2 to the loss, which makes it FedProx; `steps=1` takes a single
+    batch, whose change is the learning rate times the plain gradient, which makes it distributed SGD. `optimizer` is
+    made anew in every round; one that normalises the gradient, such as Adam, takes sqrt(ratio) times the learning rate
+    that it would have on the plain model.
 
     >>> fedavg, fedprox = LocalTraining(lr=0.05, epochs=5), LocalTraining(lr=0.05, proximal=0.1)
     >>> sgd = LocalTraining(lr=0.01, batch_size=32, steps=1)
@@ -33,6 +46,8 @@ class LocalTraining:
     steps: int | None = None
     momentum: float = 0.0
     proximal: float = 0.0
+    optimizer: OptimizerFactory = torch.optim.SGD
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -48,10 +63,29 @@ class LocalTraining:
             raise ConfigError(f"momentum must be between 0 and 1, got {self.momentum}")
         if self.proximal < 0:
             raise ConfigError(f"proximal must be 0 or more, got {self.proximal}")
+        if self.momentum and not self.is_sgd:
+            raise ConfigError(f"momentum is that of SGD; set it where {name_of(self.optimizer)} is made")
+
+    @property
+    def is_sgd(self) -> bool:
+        """Whether clients take steps of SGD, which engines know how to take for many clients at once."""
+        return self.optimizer is torch.optim.SGD
 
     def rate(self, round: int) -> float:
         """The learning rate of a round."""
-        return self.lr * self.lr_decay**round
+        rate = self.lr * self.lr_decay**round * (1.0 if self.schedule is None else self.schedule(round))
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ConfigError(f"the schedule gives round {round} the learning rate {rate}")
+        return rate
+
+    def settings(self) -> dict[str, Any]:
+        """The settings as plain values; of functions their names.
+
+        >>> LocalTraining(optimizer=torch.optim.Adam).settings()["optimizer"]
+        'Adam'
+        """
+        named = {"optimizer": name_of(self.optimizer), "schedule": self.schedule and name_of(self.schedule)}
+        return {**asdict(self), **named}
 
     def batches(self, examples: int, *, seed: bytes, round: int, client: int) -> Iterator[NDArray[np.int64]]:
         """The examples of each local step: a function of the seed, the round and the client, on every engine."""
@@ -69,27 +103,37 @@ class LocalTraining:
         return examples if self.steps is None else min(examples, self.steps * self.batch_size)
 
     def train(
-        self, model: nn.Module, x: Tensor, y: Tensor, *, seed: bytes, round: int, client: int
+        self, model: nn.Module, examples: Any, *, seed: bytes, round: int, client: int, loss: Loss = models.loss
     ) -> dict[str, float]:
-        """Train a client's model in place and give its metrics: the mean loss over the steps, before each of them."""
+        """Train a client's model in place and give its metrics: the mean loss over the steps, before each of them.
+
+        `examples` are the client's own, as `dbcl.data.examples_of` takes them.
+        """
+        examples = examples_of(examples)
         model.train()
         sent = [parameter.detach().clone() for parameter in model.parameters()] if self.proximal else []
-        optimizer = torch.optim.SGD(model.parameters(), lr=self.rate(round), momentum=self.momentum)
+        optimizer = self._make_optimizer(model.parameters(), self.rate(round))
         losses = []
-        devices = [x.device] if x.is_cuda else []
+        devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
         with torch.random.fork_rng(devices=devices):
             # Dropout and the like follow from the round and the client, so that a resumed run repeats them.
             torch.manual_seed(dropout_seed(seed, round, client))
-            for batch in self.batches(len(x), seed=seed, round=round, client=client):
-                index = torch.from_numpy(batch).to(x.device)
-                loss = models.loss(model(x[index]), y[index])
-                losses.append(loss.detach())
+            for rows in self.batches(len(examples), seed=seed, round=round, client=client):
+                batch = examples.take(rows)
+                value = loss(call(model, batch.inputs), batch.targets)
+                losses.append(value.detach())
                 for parameter, start in zip(model.parameters(), sent, strict=False):
-                    loss = loss + self.proximal / 2 * (parameter - start).square().sum()
+                    value = value + self.proximal / 2 * (parameter - start).square().sum()
                 optimizer.zero_grad(set_to_none=True)
-                loss.backward()  # type: ignore[no-untyped-call]
+                value.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         return {"loss": torch.stack(losses).mean().item()}
+
+    def _make_optimizer(self, parameters: Iterable[nn.Parameter], rate: float) -> Optimizer:
+        # A layer that does not train is no business of an optimiser, some of which refuse it.
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        more = {"momentum": self.momentum} if self.momentum else {}
+        return self.optimizer(trained, lr=rate, **more)
 
 
 def dropout_seed(seed: bytes, round: int, client: int) -> int:
@@ -103,26 +147,52 @@ def dropout_seed(seed: bytes, round: int, client: int) -> int:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a model is on held-out examples."""
+    """How good a model is on held-out examples: the objective's metric, and its loss."""
 
-    accuracy: float
+    score: float
     loss: float
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, x: Tensor, y: Tensor, *, batch_size: int = 1000) -> Evaluation:
+def evaluate(
+    model: nn.Module, examples: Any, objective: Objective = CLASSIFICATION, *, batch_size: int = 1000
+) -> Evaluation:
     """Evaluate a model as it is; called with the server's model this is W itself, without sketch or veil.
 
-    >>> evaluate(nn.Flatten(), torch.eye(3), torch.tensor([0, 1, 1])).accuracy
+    `examples` are what `dbcl.data.examples_of` takes.
+
+    >>> evaluate(nn.Flatten(), (torch.eye(3), torch.tensor([0, 1, 1]))).score
     0.6666...
     """
+    examples = examples_of(examples)
     training = model.training
     model.eval()
-    correct, total = 0, 0.0
-    for start in range(0, len(y), batch_size):
-        inputs, labels = x[start : start + batch_size], y[start : start + batch_size]
-        logits = model(inputs)
-        correct += int((models.predict(logits) == labels).sum())
-        total += float(models.loss(logits, labels)) * len(labels)
+    total, seen, streaming = 0.0, list[Batch](), hasattr(objective.metric, "update")
+    metric: Any = objective.metric
+    if streaming:
+        metric.reset()
+    for start in range(0, len(examples), batch_size):
+        rows = np.arange(start, min(start + batch_size, len(examples)))
+        batch = examples.take(rows)
+        outputs = call(model, batch.inputs)
+        total += float(objective.loss(outputs, batch.targets)) * len(rows)
+        if streaming:
+            metric.update(outputs, batch.targets)
+        elif metric is not None:
+            seen.append(Batch(outputs, batch.targets))
     model.train(training)
-    return Evaluation(correct / len(y), total / len(y))
+    loss = total / len(examples)
+    if metric is None:
+        return Evaluation(loss, loss)
+    return Evaluation(float(metric.compute() if streaming else metric(*_joined(seen))), loss)
+
+
+def _joined(batches: list[Batch]) -> tuple[Tree, Tree]:
+    """All outputs and all targets; a metric of batches would be another one (an R2, an AUC, a mean of ratios)."""
+    try:
+        return join([batch.inputs for batch in batches]), join([batch.targets for batch in batches])
+    except (RuntimeError, ValueError) as error:
+        raise DataError(
+            "the outputs or targets of different batches do not fit together, so that a metric of all of them cannot "
+            f"be computed; use an object with reset, update and compute, as torchmetrics has ({error})"
+        ) from error

@@ -8,26 +8,28 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dbcl import models
+from dbcl.data.examples import Examples, Rows, TensorExamples
+from dbcl.data.trees import Tree, map_tensors
 from dbcl.engines.engine import Engine
 from dbcl.engines.training import LocalTraining
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.flower.client import blinded, reply
 from dbcl.flower.grid import LocalGrid
 from dbcl.flower.records import RECORD, update_of
+from dbcl.objective import Loss
 from dbcl.privacy import UpdateNoise
 from dbcl.protocol import Broadcast, encode
 
@@ -38,24 +40,41 @@ BACKEND: Any = {
 
 
 @dataclass(frozen=True)
-class ExampleFile:
-    """Examples in a file, so that only its name is sent to another process."""
+class StoredExamples:
+    """Tensors of examples in a file, so that only its name is sent to another process.
+
+    `layout` is the tree of inputs and targets with the numbers of the file's tensors in their places.
+    """
 
     path: str
+    layout: Tree
+    rows: Rows
 
     @classmethod
-    def write(cls, path: Path, x: Tensor, y: Tensor) -> "ExampleFile":
-        safetensors.torch.save_file({"x": x.contiguous(), "y": y.contiguous()}, path)
-        return cls(str(path))
+    def write(cls, path: Path, clients: Sequence[TensorExamples]) -> "list[StoredExamples]":
+        """Write the tensors of all clients, each once however many clients share it."""
+        held: dict[int, Tensor] = {}
+        stored = []
+        for client in clients:
+            layout = map_tensors(partial(_number, held), (client.inputs, client.targets))
+            stored.append(cls(str(path), layout, client.rows))
+        safetensors.torch.save_file({str(number): t.contiguous() for number, t in enumerate(held.values())}, path)
+        return stored
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        return _read_examples(self.path)
+    def read(self) -> TensorExamples:
+        file = _read_tensors(self.path)
+        inputs, targets = map_tensors(lambda number: file[str(int(number))], self.layout)
+        return TensorExamples(inputs, targets, self.rows)
+
+
+def _number(held: dict[int, Tensor], tensor: Tensor) -> Tensor:
+    held.setdefault(id(tensor), tensor)
+    return torch.tensor(list(held).index(id(tensor)))
 
 
 @lru_cache(maxsize=1)
-def _read_examples(path: str) -> tuple[Tensor, Tensor]:
-    tensors = safetensors.torch.load_file(path)
-    return tensors["x"], tensors["y"]
+def _read_tensors(path: str) -> dict[str, Tensor]:
+    return safetensors.torch.load_file(path)
 
 
 @dataclass(frozen=True)
@@ -63,21 +82,21 @@ class Clients:
     """What the nodes run. It is sent to the nodes' processes, so it holds nothing of the server's."""
 
     template: nn.Module
-    examples: tuple[Tensor, Tensor] | ExampleFile
-    shards: Sequence[NDArray[np.int64]]
+    examples: Sequence[Examples | StoredExamples]
     training: LocalTraining
     seed: bytes
     noise: UpdateNoise | None = None
+    loss: Loss = models.loss
 
     def train(self, message: Message, context: Context) -> Message:
         record: Any = message.content[RECORD]
         client, round = int(record["client"]), int(record["round"])
-        x, y = self.examples.read() if isinstance(self.examples, ExampleFile) else self.examples
+        own = self.examples[client]
+        examples = own.read() if isinstance(own, StoredExamples) else own
         local = blinded(self.template, message)
-        index = torch.tensor(self.shards[client], device=x.device)  # a copy: what Ray brings is not writable
-        metrics = self.training.train(local, x[index], y[index], seed=self.seed, round=round, client=client)
+        metrics = self.training.train(local, examples, seed=self.seed, round=round, client=client, loss=self.loss)
         noise = None if self.noise is None else replace(self.noise, client=client)
-        return reply(local, message, examples=self.training.counted(len(index)), metrics=metrics, noise=noise)
+        return reply(local, message, examples=self.training.counted(len(examples)), metrics=metrics, noise=noise)
 
     def app(self) -> ClientApp:
         app = ClientApp()
@@ -89,10 +108,9 @@ class FlowerEngine(Engine):
     """Trains the cohort as nodes of a Flower grid in this process, over Flower's messages.
 
     >>> import copy, dbcl
-    >>> x, y = torch.randn(40, 8), torch.arange(40) % 2
+    >>> clients = [(torch.randn(10, 8), torch.arange(10) % 2) for _ in range(4)]
     >>> net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
-    >>> shards = np.array_split(np.arange(40), 4)
-    >>> engine = FlowerEngine(dbcl.Server(net), copy.deepcopy(net), x, y, shards, LocalTraining(), seed=bytes(32))
+    >>> engine = FlowerEngine(dbcl.Server(net), copy.deepcopy(net), clients, LocalTraining(), seed=bytes(32))
     >>> engine.play_round().report.accepted
     4
     """
@@ -120,8 +138,10 @@ class FlowerEngine(Engine):
         return [update_of(came[nodes[client]]) for client in cohort]
 
     def _connect(self) -> Grid:
-        clients = Clients(self.template, (self.x, self.y), self.shards, self.training, self.seed, self.noise)
-        return LocalGrid(clients.app(), len(self.shards))
+        return LocalGrid(self._nodes(self.clients).app(), len(self.clients))
+
+    def _nodes(self, examples: Sequence[Examples | StoredExamples]) -> Clients:
+        return Clients(self.template, examples, self.training, self.seed, self.noise, self.objective.loss)
 
 
 class SimulationEngine(FlowerEngine):
@@ -136,13 +156,15 @@ class SimulationEngine(FlowerEngine):
     def _connect(self) -> Grid:
         if find_spec("ray") is None:
             raise ConfigError("Flower's simulation needs Ray, which is not installed: pip install 'flwr[simulation]'")
-        if self.x.is_cuda:
+        if any(parameter.is_cuda for parameter in self.template.parameters()):
             raise ConfigError("the engine flower trains on the CPU; on a GPU use --engine stacked")
-        # The app is sent to a worker with every message, so the examples stay in a file.
+        # The app is sent to a worker with every message, so tensors stay in a file; a dataset goes along as it is.
         self._folder = tempfile.TemporaryDirectory(prefix="dbcl-")
-        file = ExampleFile.write(Path(self._folder.name, "examples.safetensors"), self.x, self.y)
-        clients = Clients(self.template, file, self.shards, self.training, self.seed, self.noise)
-        self._simulation = Simulation(clients.app(), len(self.shards))
+        stored: Sequence[Examples | StoredExamples] = self.clients
+        in_memory = [client for client in self.clients if isinstance(client, TensorExamples)]
+        if len(in_memory) == len(self.clients):
+            stored = StoredExamples.write(Path(self._folder.name, "examples.safetensors"), in_memory)
+        self._simulation = Simulation(self._nodes(stored).app(), len(self.clients))
         return self._simulation.grid()
 
     def close(self) -> None:

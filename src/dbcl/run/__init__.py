@@ -3,6 +3,8 @@
 from dbcl.run.config import RunConfig
 from dbcl.run.folder import RESUMABLE, RoundMetrics, Run, message_bytes, read_metrics, transcript_bytes
 from dbcl.run.presets import PRESETS, from_toml, preset, to_toml
+from dbcl.run.simulation import simulate
+from dbcl.run.task import Task, task_of
 
 __all__ = [
     "PRESETS",
@@ -10,10 +12,13 @@ __all__ = [
     "RoundMetrics",
     "Run",
     "RunConfig",
+    "Task",
     "from_toml",
     "message_bytes",
     "preset",
     "read_metrics",
+    "simulate",
+    "task_of",
     "to_toml",
     "transcript_bytes",
 ]

@@ -1,20 +1,21 @@
 """From settings to what plays a run: model, plan, server, session, shards and engine are built here and only here."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from dbcl import data, models, seeds
-from dbcl.data import Dataset
+from dbcl import data, seeds
+from dbcl.data import TensorExamples
+from dbcl.data.examples import Rows
 from dbcl.engines import Engine, ServerSession, StackedEngine
 from dbcl.errors import ConfigError
 from dbcl.plan import SketchPlan
 from dbcl.protocol import Server
 from dbcl.run.config import ENGINES, RunConfig
+from dbcl.run.task import Task
 from dbcl.transcripts import Setting
 
 CALIBRATION = 1000
@@ -30,19 +31,11 @@ def new_seed(config: RunConfig) -> bytes:
     return seeds.fresh() if config.seed is None else seeds.derive(bytes(seeds.SEED_BYTES), "run", config.seed)
 
 
-def build_model(config: RunConfig, dataset: Dataset, *, seed: int = 0) -> nn.Module:
-    """The network of a configuration, sized for a dataset.
-
-    >>> sum(parameter.numel() for parameter in build_model(RunConfig(), data.load("digits")).parameters())
-    199210
-    """
-    return models.build(config.model, shape=dataset.shape, outputs=dataset.outputs, seed=seed)
-
-
 def build_plan(config: RunConfig, model: nn.Module) -> SketchPlan:
     """What is sketched and veiled, and how.
 
-    >>> build_plan(RunConfig(veil=0.0), models.build("mnist-mlp")).in_clear
+    >>> from dbcl.run.task import task_of
+    >>> build_plan(RunConfig(veil=0.0), task_of(RunConfig()).make_model(0)).in_clear
     ('1.bias', '3.bias', '5.weight', '5.bias')
     """
     return SketchPlan.of(model, ratio=config.ratio, cover=config.cover, veil=config.veil, sketch=config.sketch)
@@ -51,52 +44,60 @@ def build_plan(config: RunConfig, model: nn.Module) -> SketchPlan:
 def build_server(config: RunConfig, model: nn.Module, *, insecure_seed: int | None = None, **changes: Any) -> Server:
     """A server for a model under a configuration's plan and wire; `changes` are more arguments of `Server`.
 
-    >>> build_server(RunConfig(), models.build("mnist-mlp")).round
+    >>> from dbcl.run.task import task_of
+    >>> build_server(RunConfig(), task_of(RunConfig()).make_model(0)).round
     0
     """
     return Server(model, build_plan(config, model), wire=config.wire, insecure_seed=insecure_seed, **changes)
 
 
-def divide(config: RunConfig, labels: NDArray[np.int64], *, seed: bytes) -> list[NDArray[np.int64]]:
-    """Which examples each client holds.
+def divide(config: RunConfig, task: Task, *, seed: bytes) -> list[Rows]:
+    """Which training examples each client holds: as the data come divided, or else as the settings say.
 
-    >>> len(divide(RunConfig(clients=4), np.zeros(8, dtype=np.int64), seed=bytes(32)))
+    >>> from dbcl.run.task import task_of
+    >>> len(divide(RunConfig(clients=4), task_of(RunConfig()), seed=bytes(32)))
     4
     """
+    if task.division is not None:
+        return list(task.division)
+    if config.partition == "iid":
+        return data.iid(np.zeros(len(task.train), dtype=np.int64), config.clients, seed=seed)
+    labels = task.train.targets if isinstance(task.train, TensorExamples) else None
+    if not isinstance(labels, Tensor) or labels.ndim != 1 or labels.is_floating_point():
+        raise ConfigError(
+            f"--partition {config.partition} divides by class, and these targets are no tensor of classes"
+        )
+    classes = labels.cpu().numpy()[task.train.rows]  # type: ignore[attr-defined]
     if config.partition == "dirichlet":
-        return data.dirichlet(labels, config.clients, alpha=config.alpha, seed=seed)
-    if config.partition == "shards":
-        return data.shards(labels, config.clients, seed=seed)
-    return data.iid(labels, config.clients, seed=seed)
+        return data.dirichlet(classes, config.clients, alpha=config.alpha, seed=seed)
+    return data.shards(classes, config.clients, seed=seed)
 
 
-def build_session(config: RunConfig, dataset: Dataset, *, seed: bytes) -> ServerSession:
+def build_session(config: RunConfig, task: Task, *, seed: bytes) -> ServerSession:
     """Whoever holds the model of a run, at its first round."""
-    model = build_model(config, dataset, seed=_weight_seed(config, seed)).to(_device(config))
+    model = task.make_model(_weight_seed(config, seed)).to(_device(config))
     server = build_server(
         config,
         model,
         insecure_seed=config.seed,
-        optimizer=config.optimizer(),
+        optimizer=config.server_step(),
         door=config.door(),
-        calibration=dataset.x_test[:CALIBRATION].to(_device(config)),
+        calibration=task.held_out.to(_device(config)).first(CALIBRATION).inputs,
     )
     return ServerSession(server, ema_decay=config.ema_decay)
 
 
-def build_engine(config: RunConfig, dataset: Dataset, session: ServerSession, *, seed: bytes) -> Engine:
+def build_engine(config: RunConfig, task: Task, session: ServerSession, *, seed: bytes) -> Engine:
     """The engine that plays the rounds of a configuration."""
     device = _device(config)
-    # A client's own network has weights of its own, which the broadcast replaces.
-    template = build_model(config, dataset, seed=_weight_seed(config, seed) + 1).to(device)
     engine = ENGINES[config.engine](
         session,
-        template,
-        dataset.x_train.to(device),
-        dataset.y_train.to(device),
-        divide(config, dataset.y_train.numpy(), seed=seed),
-        config.training(),
-        fraction=config.fraction,
+        # A client's own network has weights of its own, which the broadcast replaces.
+        task.make_model(_weight_seed(config, seed) + 1).to(device),
+        task.train.to(device).divide(divide(config, task, seed=seed)),
+        task.training(config),
+        objective=task.objective,
+        fraction=config.share,
         seed=seed,
         noise=config.noise(),
     )
@@ -105,17 +106,18 @@ def build_engine(config: RunConfig, dataset: Dataset, session: ServerSession, *,
     return engine
 
 
-def public_setting(config: RunConfig, dataset: Dataset) -> Setting:
+def public_setting(config: RunConfig, task: Task) -> Setting:
     """What every party of a run knows before its first round.
 
-    >>> public_setting(RunConfig(clients=2, fraction=1.0), data.load("digits")).cohort
+    >>> from dbcl.run.task import task_of
+    >>> public_setting(RunConfig(clients=2, fraction=1.0), task_of(RunConfig())).cohort
     2
     """
     return Setting(
         model=config.model,
-        shape=dataset.shape,
-        outputs=dataset.outputs,
-        training=asdict(config.training()),
+        shape=task.pictures.shape if task.pictures else (),
+        outputs=task.pictures.outputs if task.pictures else 0,
+        training=task.training(config).settings(),
         clients=config.clients,
         cohort=config.cohort,
         optimizer=config.server_optimizer,

@@ -5,12 +5,17 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
+import torch
+
+from dbcl import models
 from dbcl.data import LOADERS
 from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine, cohort_size
+from dbcl.engines.training import OptimizerFactory, Schedule
 from dbcl.errors import ConfigError
 from dbcl.models import NETWORKS
 from dbcl.optim import ServerOptimizer, adam, fedavg, momentum
@@ -20,6 +25,10 @@ from dbcl.protocol.codec import WIRE_DTYPES
 from dbcl.run.settings import about, described
 from dbcl.sketch import SCHEMES
 from dbcl.trackers import PLACES, check_place
+
+CROSS_ENTROPY = "cross-entropy"
+IN_PYTHON = " (in Python)"
+"""How the settings name what was given as an object: by its name and this."""
 
 WHAT, WHO, CLIENT, HIDE, SERVER, LONG = (
     "What is trained",
@@ -81,6 +90,32 @@ def read_names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
+def cosine(round: int, *, rounds: int) -> float:
+    """What a learning rate is multiplied by that falls along half a cosine: 1 in the first round, 0 after the last.
+
+    >>> [round(cosine(number, rounds=4), 2) for number in range(5)]
+    [1.0, 0.85, 0.5, 0.15, 0.0]
+    """
+    return (1 + math.cos(math.pi * min(round, rounds) / rounds)) / 2
+
+
+def in_python(text: str) -> bool:
+    """Whether a setting only names an object that was given in Python, as `dbcl.simulate` takes them.
+
+    >>> in_python("Net (in Python)"), in_python("mypackage.nets:make")
+    (True, False)
+    """
+    return text.endswith(IN_PYTHON)
+
+
+def _own(text: str | None) -> bool:
+    return text is not None and (":" in text or in_python(text))
+
+
+def _is_optimizer(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+
+
 def _unexplained(names: Iterable[str]) -> dict[str, str]:
     return dict.fromkeys(names, "")
 
@@ -101,11 +136,36 @@ class RunConfig:
     dbcl.errors.ConfigError: rounds must be 1 or more, got 0
     """
 
-    data: str = described("digits", "The dataset", WHAT, choices=_unexplained(LOADERS) | {"digits": "in the package"})
+    data: str = described(
+        "digits",
+        f"The dataset: {', '.join(LOADERS)}, or module:factory of your own, which gives (training examples, held-out "
+        "examples), the first as a list where every client has its own",
+        WHAT,
+    )
     model: str = described("mnist-mlp", f"The network: {', '.join(NETWORKS)}, or module:factory of your own", WHAT)
+    loss: str = described(
+        CROSS_ENTROPY,
+        f"What clients make small: {CROSS_ENTROPY}, or module:function of your own, which is given a batch's outputs "
+        "and targets; for example torch.nn.functional:mse_loss",
+        WHAT,
+    )
+    metric: str | None = described(
+        None,
+        "What says how good the model is: loss, or module:function, which is given all held-out outputs and targets",
+        WHAT,
+        unset=f"accuracy with {CROSS_ENTROPY}, else the loss",
+    )
+    better: str = described(
+        "higher", "Which values of --metric are better", WHAT, choices={"higher": "", "lower": "as of an error"}
+    )
 
     clients: int = described(100, "How many clients share the training examples", WHO)
-    fraction: float = described(0.1, "The share of the clients that takes part in each round", WHO)
+    fraction: float | None = described(
+        None,
+        "The share of the clients that takes part in each round",
+        WHO,
+        unset="0.1, or 1 where --data gives every client its own examples",
+    )
     partition: str = described(
         "iid",
         "How the examples are divided among the clients",
@@ -128,7 +188,18 @@ class RunConfig:
     batch_size: int = described(10, "Examples in a local step", CLIENT)
     lr: float = described(0.05, "Local learning rate", CLIENT)
     lr_decay: float = described(1.0, "The learning rate is multiplied by this after every round", CLIENT)
-    momentum: float = described(0.0, "Local momentum", CLIENT)
+    lr_schedule: str = described(
+        "constant",
+        "What the learning rate is multiplied by: constant, cosine (falls to 0 over --rounds), or module:function, "
+        "which is given the round, from 0",
+        CLIENT,
+    )
+    optimizer: str = described(
+        "SGD",
+        "Local optimiser: a class of torch.optim, such as AdamW, or module:factory, which is given parameters and lr",
+        CLIENT,
+    )
+    momentum: float = described(0.0, "Local momentum of SGD", CLIENT)
     proximal: float = described(0.1, "Weight of FedProx's penalty on the distance to the received weights", CLIENT)
     update_clip: float | None = described(
         None, "Clients scale longer updates down to this norm", CLIENT, unset="they do not"
@@ -172,10 +243,12 @@ class RunConfig:
     wire: str = described("float32", "The numbers of a message", SERVER, choices=_unexplained(WIRE_DTYPES))
 
     rounds: int = described(200, "At most so many rounds", LONG)
-    target: float | None = described(None, "Stop at this accuracy, for example 0.97", LONG, unset="play all rounds")
+    target: float | None = described(
+        None, "Stop when the metric reaches this, for example an accuracy of 0.97", LONG, unset="play all rounds"
+    )
     patience: int | None = described(
         None,
-        "Stop when the accuracy has not improved for so many rounds",
+        "Stop when the metric has not improved for so many rounds",
         LONG,
         unset="play all rounds",
     )
@@ -223,10 +296,18 @@ class RunConfig:
         for name in ("clients", "rounds"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        if not 0 < self.fraction <= 1:
+        if self.data not in LOADERS and not _own(self.data):
+            raise ConfigError(f"data must be one of {', '.join(LOADERS)} or module:factory, got {self.data!r}")
+        if self.loss != CROSS_ENTROPY and not _own(self.loss):
+            raise ConfigError(f"loss must be {CROSS_ENTROPY} or module:function, got {self.loss!r}")
+        if self.metric not in (None, "loss") and not _own(self.metric):
+            raise ConfigError(f"metric must be loss or module:function, got {self.metric!r}")
+        if self.fraction is not None and not 0 < self.fraction <= 1:
             raise ConfigError(f"fraction must be above 0 and at most 1, got {self.fraction}")
-        if self.target is not None and not 0 < self.target <= 1:
-            raise ConfigError(f"target is an accuracy between 0 and 1, got {self.target}")
+        by_accuracy = self.metric is None and self.loss == CROSS_ENTROPY
+        if self.target is not None and not (0 < self.target <= 1 if by_accuracy else math.isfinite(self.target)):
+            kind = "an accuracy between 0 and 1" if by_accuracy else "a number"
+            raise ConfigError(f"target is {kind}, got {self.target}")
         if self.server_lr is not None and not (math.isfinite(self.server_lr) and self.server_lr > 0):
             raise ConfigError(f"server_lr must be above 0, got {self.server_lr}")
         if not 0 <= self.server_momentum < 1:
@@ -247,10 +328,15 @@ class RunConfig:
     def cohort(self) -> int:
         """How many clients take part in a round.
 
-        >>> RunConfig(clients=25, fraction=0.1).cohort
-        3
+        >>> RunConfig(clients=25).cohort, RunConfig(clients=25, fraction=1.0).cohort
+        (3, 25)
         """
-        return cohort_size(self.clients, self.fraction)
+        return cohort_size(self.clients, self.share)
+
+    @property
+    def share(self) -> float:
+        """The share of the clients in a round: `fraction`, or a tenth."""
+        return 0.1 if self.fraction is None else self.fraction
 
     @property
     def insecure(self) -> bool:
@@ -261,8 +347,8 @@ class RunConfig:
         """
         return self.seed is not None
 
-    def training(self) -> LocalTraining:
-        """What a client does with its examples."""
+    def training(self, optimizer: OptimizerFactory | None = None, schedule: Schedule | None = None) -> LocalTraining:
+        """What a client does with its examples, by the optimiser and schedule that the settings name or by these."""
         return LocalTraining(
             lr=self.lr,
             lr_decay=self.lr_decay,
@@ -271,7 +357,30 @@ class RunConfig:
             steps=1 if self.algorithm == "sgd" else None,
             momentum=self.momentum,
             proximal=self.proximal if self.algorithm == "fedprox" else 0.0,
+            optimizer=optimizer or self._optimizer(),
+            schedule=schedule or self._schedule(),
         )
+
+    def _optimizer(self) -> OptimizerFactory:
+        if in_python(self.optimizer):
+            return torch.optim.SGD  # what it really is, only the caller knows
+        if ":" in self.optimizer:
+            return models.imported(self.optimizer, "optimiser")
+        kinds = {name.lower(): kind for name, kind in vars(torch.optim).items() if _is_optimizer(kind)}
+        if self.optimizer.lower() not in kinds:
+            known = ", ".join(sorted(kind.__name__ for kind in kinds.values()))
+            raise ConfigError(f"optimizer must be one of {known}, or module:factory; got {self.optimizer!r}")
+        found: OptimizerFactory = kinds[self.optimizer.lower()]
+        return found
+
+    def _schedule(self) -> Schedule | None:
+        if self.lr_schedule == "constant" or in_python(self.lr_schedule):
+            return None
+        if self.lr_schedule == "cosine":
+            return partial(cosine, rounds=self.rounds)
+        if ":" in self.lr_schedule:
+            return models.imported(self.lr_schedule, "schedule")
+        raise ConfigError(f"lr_schedule must be constant, cosine or module:function, got {self.lr_schedule!r}")
 
     def noise(self) -> UpdateNoise | None:
         """What a client does to its update before it sends it."""
@@ -288,7 +397,7 @@ class RunConfig:
         """
         return self.server_lr or _rate(OPTIMIZERS[self.server_optimizer])
 
-    def optimizer(self) -> ServerOptimizer:
+    def server_step(self) -> ServerOptimizer:
         """What the server does with the average update."""
         more = {"beta": self.server_momentum} if self.server_optimizer == "momentum" else {}
         return OPTIMIZERS[self.server_optimizer](lr=self.server_rate, **more)

@@ -1,16 +1,16 @@
 """A training run: a folder with its configuration, its metrics, its checkpoints and its picture."""
 
 import json
+import math
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 from torch import nn
 
-from dbcl import data
 from dbcl._version import __version__
 from dbcl.engines import RoundResult, evaluate
 from dbcl.errors import ConfigError, ProtocolError
@@ -18,10 +18,11 @@ from dbcl.files import write_atomic
 from dbcl.plan import SketchPlan
 from dbcl.protocol import Server, checkpoint, encode
 from dbcl.run.assemble import build_engine, build_session, new_seed, public_setting, resolve_device
-from dbcl.run.config import RunConfig
+from dbcl.run.config import IN_PYTHON, RunConfig
 from dbcl.run.divergence import diverged, divergence
 from dbcl.run.plots import curves
 from dbcl.run.presets import from_toml, to_toml
+from dbcl.run.task import Task, task_of
 from dbcl.state import State, join
 from dbcl.trackers import Tracker, tracker
 from dbcl.transcripts import Recorder, check_parties
@@ -29,14 +30,14 @@ from dbcl.transcripts import Recorder, check_parties
 
 @dataclass(frozen=True)
 class RoundMetrics:
-    """One line of metrics.jsonl.
+    """One line of metrics.jsonl, where the score stands under the name of its metric.
 
-    Accuracy and loss are those of W on held-out examples, measured by the server; of the moving average of W where the
+    Score and loss are those of W on held-out examples, measured by the server; of the moving average of W where the
     configuration sets `ema_decay`.
     """
 
     round: int
-    accuracy: float
+    score: float
     loss: float
     train_loss: float
     bytes_down: int
@@ -45,6 +46,29 @@ class RoundMetrics:
     refused: list[str]
     clipped: int
     seconds: float
+    metric: str = "accuracy"
+
+    def line(self) -> dict[str, Any]:
+        """The metrics as metrics.jsonl has them.
+
+        >>> list(RoundMetrics(1, 0.5, 1.0, 1.2, 10, 10, 3, [], 0, 0.1).line())[:3]
+        ['round', 'accuracy', 'loss']
+        """
+        values = asdict(self)
+        metric = values.pop("metric")
+        return {metric if name == "score" else name: value for name, value in values.items()}
+
+    @classmethod
+    def of_line(cls, line: Mapping[str, Any]) -> "RoundMetrics":
+        """Undo `line`.
+
+        >>> metrics = RoundMetrics(1, 0.5, 0.5, 1.2, 10, 10, 3, [], 0, 0.1, metric="loss")
+        >>> RoundMetrics.of_line(metrics.line()) == metrics
+        True
+        """
+        known = {field.name for field in fields(cls)}
+        metric = next((name for name in line if name not in known), "loss")
+        return cls(**{name: value for name, value in line.items() if name in known}, score=line[metric], metric=metric)
 
     def numbers(self) -> dict[str, float]:
         """What can be drawn as a curve: everything but the round; of the refused updates, how many there were.
@@ -52,7 +76,7 @@ class RoundMetrics:
         >>> RoundMetrics(1, 0.5, 1.0, 1.2, 10, 10, 3, ["update 0: is late"], 0, 0.1).numbers()["refused"]
         1
         """
-        numbers = {**asdict(self), "refused": len(self.refused)}
+        numbers = {**self.line(), "refused": len(self.refused)}
         del numbers["round"]
         return numbers
 
@@ -73,24 +97,26 @@ class Run:
     ['checkpoints', 'config.toml', 'curves.png', 'metrics.jsonl', 'model.safetensors', 'plan.txt']
     """
 
-    def __init__(self, config: RunConfig, folder: Path, data_dir: str | None = None, *, seed: bytes) -> None:
-        config = resolve_device(config)
+    def __init__(
+        self, config: RunConfig, folder: Path, data_dir: str | None = None, *, seed: bytes, task: Task | None = None
+    ) -> None:
+        self.task = task or task_of(config, data_dir)
+        config = self.task.adapt(resolve_device(config))
         self.config, self.folder, self.seed = config, folder, seed
         self.trackers = [tracker(place) for place in config.track]
-        self.dataset = data.load(config.data, data_dir)
-        self.session = build_session(config, self.dataset, seed=seed)
-        self.engine = build_engine(config, self.dataset, self.session, seed=seed)
-        self._x_test, self._y_test = (t.to(config.device) for t in (self.dataset.x_test, self.dataset.y_test))
+        self.session = build_session(config, self.task, seed=seed)
+        self.engine = build_engine(config, self.task, self.session, seed=seed)
+        self._held_out = self.task.held_out.to(config.device)
         self.history: list[RoundMetrics] = []
 
     @classmethod
-    def start(cls, config: RunConfig, folder: Path, data_dir: str | None = None) -> "Run":
-        """Make a new run; the folder must not hold one already."""
+    def start(cls, config: RunConfig, folder: Path, data_dir: str | None = None, *, task: Task | None = None) -> "Run":
+        """Make a new run, of a task that is given or that the settings name; the folder must not hold one already."""
         if (folder / "config.toml").exists():
             raise ConfigError(f"{folder} holds a run already; go on with --resume {folder}, or choose another --out")
+        run = cls(config, folder, data_dir, seed=new_seed(config), task=task)
         if config.transcripts:
-            check_parties(config.transcripts, config.clients)
-        run = cls(config, folder, data_dir, seed=new_seed(config))
+            check_parties(config.transcripts, run.config.clients)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "plan.txt", f"{run.session.plan}\n".encode())
         write_atomic(folder / "metrics.jsonl", b"")
@@ -101,7 +127,7 @@ class Run:
         return run
 
     @classmethod
-    def resume(cls, folder: Path, data_dir: str | None = None, **changes: Any) -> "Run":
+    def resume(cls, folder: Path, data_dir: str | None = None, *, task: Task | None = None, **changes: Any) -> "Run":
         """Go on with a run from its last whole checkpoint; `changes` may set what `RESUMABLE` names."""
         try:
             config = from_toml((folder / "config.toml").read_text())
@@ -114,13 +140,18 @@ class Run:
         fixed = sorted(set(changes) - set(RESUMABLE))
         if fixed:
             raise ConfigError(f"a run that goes on may change {', '.join(RESUMABLE)}, not {', '.join(fixed)}")
-        run = cls(from_toml(to_toml(config), **changes), folder, data_dir, seed=seed)
+        run = cls(from_toml(to_toml(config), **changes), folder, data_dir, seed=seed, task=task)
         run.session.load_state(state.part("session"))
         run.history = read_metrics(folder)[: run.session.round]
         run._write_metrics()
         write_atomic(folder / "config.toml", to_toml(run.config).encode())
         run._record()
         return run
+
+    @property
+    def model(self) -> nn.Module:
+        """The trained network: W, or its moving average where the settings ask for one."""
+        return self.session.released
 
     @property
     def finished(self) -> bool:
@@ -130,7 +161,7 @@ class Run:
     def stopped_by(self) -> str:
         """Which setting ended the run: target, patience or rounds; empty while there are rounds to play."""
         target, patience = self.config.target, self.config.patience
-        if target is not None and self.history and self.history[-1].accuracy >= target:
+        if target is not None and self.history and not self.task.objective.better(target, self.history[-1].score):
             return "target"
         if patience is not None and self.history and self.history[-1].round - self.best.round >= patience:
             return "patience"
@@ -138,8 +169,9 @@ class Run:
 
     @property
     def best(self) -> RoundMetrics:
-        """The round with the highest accuracy, the first of several."""
-        return max(self.history, key=lambda metrics: metrics.accuracy)
+        """The round with the best score, the first of several."""
+        sign = -1 if self.task.objective.lower_is_better else 1
+        return max(self.history, key=lambda metrics: -math.inf if math.isnan(metrics.score) else sign * metrics.score)
 
     def play(self, *trackers: Tracker) -> Iterator[RoundMetrics]:
         """Play the rounds that are left, each written to the folder before it is given out; then write the results.
@@ -153,12 +185,12 @@ class Run:
             while not self.finished:
                 began = time.perf_counter()
                 result = self._play_round()
-                measured = evaluate(self.session.released, self._x_test, self._y_test)
+                measured = evaluate(self.session.released, self._held_out, self.task.objective)
                 report = result.report
                 self.history.append(
                     RoundMetrics(
                         round=report.round + 1,
-                        accuracy=measured.accuracy,
+                        score=measured.score,
                         loss=measured.loss,
                         train_loss=report.metrics.get("loss", float("nan")),
                         bytes_down=result.bytes_down,
@@ -167,6 +199,7 @@ class Run:
                         refused=list(report.refused),
                         clipped=report.clipped,
                         seconds=round(time.perf_counter() - began, 4),
+                        metric=self.task.objective.name,
                     )
                 )
                 with open(self.folder / "metrics.jsonl", "a") as file:
@@ -196,7 +229,7 @@ class Run:
 
     def _record(self) -> None:
         if self.config.transcripts:
-            known = public_setting(self.config, self.dataset)
+            known = public_setting(self.config, self.task)
             self.engine.observer = Recorder(self.folder / "transcripts", self.config.transcripts, self.session, known)
 
     def _write_metrics(self) -> None:
@@ -205,8 +238,17 @@ class Run:
     def _write_results(self) -> None:
         weights = {name: tensor.detach().cpu().clone() for name, tensor in self.session.released.state_dict().items()}
         write_atomic(self.folder / "model.safetensors", safetensors.torch.save(weights))
-        title = f"{self.config.model} on {self.config.data}, {self.config.clients} clients"
-        write_atomic(self.folder / "curves.png", curves([asdict(metrics) for metrics in self.history], title))
+        write_atomic(self.folder / "curves.png", self._repr_png_())
+
+    @property
+    def title(self) -> str:
+        """What is trained on what, in a line."""
+        model, data = (text.removesuffix(IN_PYTHON) for text in (self.config.model, self.config.data))
+        return f"{model} on {data}, {self.config.clients} clients"
+
+    def _repr_png_(self) -> bytes:
+        """The run's curves, which a notebook shows in its place."""
+        return curves([metrics.line() for metrics in self.history], self.title, self.task.objective)
 
 
 def read_metrics(folder: Path) -> list[RoundMetrics]:
@@ -214,8 +256,8 @@ def read_metrics(folder: Path) -> list[RoundMetrics]:
     history = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         try:
-            history.append(RoundMetrics(**json.loads(line)))
-        except (ValueError, TypeError):
+            history.append(RoundMetrics.of_line(json.loads(line)))
+        except (ValueError, TypeError, KeyError):
             break
     return history
 
@@ -258,4 +300,4 @@ def transcript_bytes(run: Run) -> int:
 
 
 def _line(metrics: RoundMetrics) -> str:
-    return json.dumps(asdict(metrics)) + "\n"
+    return json.dumps(metrics.line()) + "\n"

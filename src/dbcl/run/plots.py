@@ -4,12 +4,14 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dbcl.objective import CLASSIFICATION, Objective
+
 INK, MUTED, GRID = "#1c2733", "#5f6b78", "#e3e8ec"
 SERVER, CLIENTS = "#0b6e99", "#d08a2c"
 
 
-def curves(history: Sequence[Mapping[str, Any]], title: str) -> bytes:
-    """Accuracy and loss of W by round, and the clients' loss through sketch and veil beside it, as a PNG.
+def curves(history: Sequence[Mapping[str, Any]], title: str, objective: Objective = CLASSIFICATION) -> bytes:
+    """The metric and the loss of W by round, and the clients' loss through sketch and veil beside it, as a PNG.
 
     >>> line = {"round": 1, "accuracy": 0.5, "loss": 1.0, "train_loss": 1.2, "bytes_up": 10, "bytes_down": 10}
     >>> curves([line], "a run")[:4]
@@ -22,8 +24,10 @@ def curves(history: Sequence[Mapping[str, Any]], title: str) -> bytes:
     sent = sum(line["bytes_up"] + line["bytes_down"] for line in history) / 1e6
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.plot(rounds, [100 * line["accuracy"] for line in history], color=SERVER, linewidth=1.8, marker=marker)
-    left.set_ylabel("accuracy of the model W, %", color=MUTED)
+    percent = objective.name == "accuracy"
+    scores = [line[objective.name] * (100 if percent else 1) for line in history]
+    left.plot(rounds, scores, color=SERVER, linewidth=1.8, marker=marker)
+    left.set_ylabel(f"{objective.name} of the model W{', %' * percent}", color=MUTED)
     seen = "clients, through sketch and veil"
     right.plot(rounds, [line["train_loss"] for line in history], color=CLIENTS, lw=1.2, marker=marker, label=seen)
     right.plot(rounds, [line["loss"] for line in history], color=SERVER, lw=1.8, marker=marker, label="W, held-out")
@@ -36,7 +40,8 @@ def curves(history: Sequence[Mapping[str, Any]], title: str) -> bytes:
         axes.tick_params(colors=MUTED)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color("#b8c2cb")
-    reached = f"{100 * history[-1]['accuracy']:.1f} % after {rounds[-1]} rounds, {sent:,.0f} MB sent"
+    score = f"{scores[-1]:.1f} %" if percent else f"{objective.name} {scores[-1]:.4g}"
+    reached = f"{score} after {rounds[-1]} rounds, {sent:,.0f} MB sent"
     figure.suptitle(f"{title}: {reached}", color=INK)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)

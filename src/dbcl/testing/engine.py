@@ -9,22 +9,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dbcl
+from dbcl.data import Examples, examples_of
 from dbcl.engines import LocalTraining
 from dbcl.errors import ConfigError
+from dbcl.objective import Objective
 from dbcl.privacy import UpdateNoise
 
 SEED = bytes(range(32))
 
 
-def examples() -> tuple[Tensor, Tensor]:
+def examples() -> Examples:
     """Two noisy clouds for each of three classes, in float64."""
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(90) % 3
     x = torch.randn(3, 10, dtype=torch.float64, generator=generator)[y]
-    return x + 0.5 * torch.randn(90, 10, dtype=torch.float64, generator=generator), y
+    return examples_of((x + 0.5 * torch.randn(90, 10, dtype=torch.float64, generator=generator), y))
+
+
+def clients() -> list[Examples]:
+    """The examples of four clients."""
+    return [examples().subset(shard) for shard in SHARDS]
 
 
 def net() -> nn.Module:
@@ -32,6 +40,18 @@ def net() -> nn.Module:
 
 
 SHARDS = [np.arange(0, 40), np.arange(40, 47), np.arange(47, 48), np.arange(48, 90)]  # unequal on purpose
+
+
+class TwoInputs(nn.Module):
+    """Takes its inputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 8).double(), nn.Linear(8, 2).double()
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.first(torch.cat([left, right], dim=1))))
+        return out
 
 
 class EngineContract(ABC):
@@ -44,16 +64,15 @@ class EngineContract(ABC):
     ) -> Any:
         torch.manual_seed(1)
         server = dbcl.Server(net(), insecure_seed=0, **settings)
-        return self.engine(server, net(), *examples(), SHARDS, training, fraction=fraction, seed=SEED, noise=noise)
+        return self.engine(server, net(), clients(), training, fraction=fraction, seed=SEED, noise=noise)
 
     def test_it_learns(self) -> None:
         engine = self.start(LocalTraining(lr=0.05), veil=0.2)
-        x, y = examples()
-        first = dbcl.engines.evaluate(engine.session.model, x, y)
+        first = dbcl.engines.evaluate(engine.session.model, examples())
         for _ in range(60):
             engine.play_round()
-        last = dbcl.engines.evaluate(engine.session.model, x, y)
-        assert last.accuracy > 0.95 > first.accuracy
+        last = dbcl.engines.evaluate(engine.session.model, examples())
+        assert last.score > 0.95 > first.score
         assert last.loss < first.loss
 
     @pytest.mark.parametrize(
@@ -71,15 +90,14 @@ class EngineContract(ABC):
         engine = self.start(training, veil=veil)
         torch.manual_seed(1)
         server = dbcl.Server(net(), insecure_seed=0, veil=veil)
-        x, y = examples()
         for round in range(3):
             result = engine.play_round()
             broadcast = server.open_round()
             updates = []
-            for client, shard in enumerate(SHARDS):
+            for client, own in enumerate(clients()):
                 local = dbcl.blinded(net(), broadcast)
-                metrics = training.train(local, x[shard], y[shard], seed=SEED, round=round, client=client)
-                counted = len(shard) if training.steps is None else min(len(shard), training.batch_size)
+                metrics = training.train(local, own, seed=SEED, round=round, client=client)
+                counted = len(own) if training.steps is None else min(len(own), training.batch_size)
                 updates.append(dbcl.update(local, broadcast, examples=counted, metrics=metrics))
             report = server.close_round(updates)
             assert result.report.accepted == report.accepted == 4
@@ -144,12 +162,44 @@ class EngineContract(ABC):
 
     def test_targets_that_are_not_classes_are_refused(self) -> None:
         """Floating-point targets would be taken for soft labels, and a regression trained as something else."""
-        x, _ = examples()
-        with pytest.raises(ConfigError, match=r"the targets are torch.float64, and the engines train classifiers"):
-            self.engine(dbcl.Server(net()), net(), x, x[:, :3], SHARDS, LocalTraining(), seed=SEED)
+        x = torch.zeros(90, 10, dtype=torch.float64)
+        with pytest.raises(ConfigError, match=r"the targets are torch.float64 and no classes: give the loss"):
+            self.engine(dbcl.Server(net()), net(), [(x, x[:, :3])], LocalTraining(), seed=SEED)
+
+    def test_any_inputs_any_loss_and_any_optimiser(self) -> None:
+        """A regression on dictionaries, with Adam, against a loop written out here."""
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(40, 6, generator=generator, dtype=torch.float64)
+        sets = [({"left": x[at : at + 10], "right": x[at : at + 10].flip(1)}, x[at : at + 10, :2]) for at in (0, 10)]
+        objective = Objective.of(F.mse_loss)
+        torch.manual_seed(1)
+        template = TwoInputs()
+        engine = self.engine(
+            dbcl.Server(copy.deepcopy(template), insecure_seed=0),
+            template,
+            sets,
+            LocalTraining(lr=0.01, batch_size=10, optimizer=torch.optim.Adam),
+            objective=objective,
+            seed=SEED,
+        )
+        server = dbcl.Server(copy.deepcopy(template), insecure_seed=0)
+        for _ in range(2):
+            result = engine.play_round()
+            broadcast = server.open_round()
+            updates = []
+            for inputs, targets in sets:
+                local = dbcl.blinded(template, broadcast)
+                optimizer = torch.optim.Adam(local.parameters(), lr=0.01)
+                F.mse_loss(local(**inputs), targets).backward()  # type: ignore[no-untyped-call]  # one batch holds all examples, in whatever order
+                optimizer.step()
+                updates.append(dbcl.update(local, broadcast, examples=10))
+            server.close_round(updates)
+            assert result.report.accepted == 2
+        for name, tensor in server.model.state_dict().items():
+            assert (tensor - engine.session.model.state_dict()[name]).abs().max() < 1e-10
 
     @pytest.mark.parametrize("width", [9, 11])
     def test_examples_that_the_network_does_not_take_are_refused(self, width: int) -> None:
         x, y = torch.zeros(90, width, dtype=torch.float64), torch.arange(90) % 3
-        with pytest.raises(ConfigError, match="does not take these examples"):
-            self.engine(dbcl.Server(net()), net(), x, y, SHARDS, LocalTraining(), seed=SEED)
+        with pytest.raises(ConfigError, match="the network, these examples and the loss do not go together"):
+            self.engine(dbcl.Server(net()), net(), [(x, y)], LocalTraining(), seed=SEED)

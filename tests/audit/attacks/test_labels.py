@@ -19,6 +19,7 @@ from dbcl.audit.rehearsal import Rehearsal, draw_batches, rehearse
 from dbcl.audit.report.rating import GUESS, word
 from dbcl.data import Dataset
 from dbcl.run import presets
+from dbcl.run.task import of_pictures
 
 
 @pytest.mark.parametrize("number", [0, 150, 450, 950])
@@ -51,7 +52,7 @@ def test_labels_of_a_batch_with_a_class_twice():
 
 def played(folder: Path, dataset: Dataset, model: str) -> Rehearsal:
     settings = presets.preset("paper", model=f"audit.networks:{model}", seed=0)
-    return rehearse(settings, dataset, draw_batches(np.arange(400), (4, 2, 1), seed=0), folder)
+    return rehearse(settings, of_pictures(settings, dataset), draw_batches(np.arange(400), (4, 2, 1), seed=0), folder)
 
 
 def test_of_two_classes_a_coin_is_right_half_of_the_time_and_leaks_nothing(tmp_path: Path) -> None:

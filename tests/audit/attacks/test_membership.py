@@ -28,7 +28,7 @@ def noisy_examples(seed: int, count: int = 600) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.fixture(scope="module")
 def overfitted() -> membership.Shadows:
-    return membership.shadows(small_mlp, *noisy_examples(0), count=18, training=TRAINING, seed=0)
+    return membership.shadows(small_mlp, noisy_examples(0), count=18, training=TRAINING, seed=0)
 
 
 def target_and_shadows(trained: membership.Shadows) -> tuple[np.ndarray, np.ndarray, membership.Shadows]:
@@ -52,8 +52,8 @@ def test_an_overfitted_model_gives_its_members_away(overfitted: membership.Shado
 def test_a_model_that_never_saw_the_examples_gives_nothing_away(overfitted: membership.Shadows) -> None:
     x, y = noisy_examples(0)
     stranger = small_mlp(9)
-    TRAINING.train(stranger, *noisy_examples(1, 300), seed=bytes(32), round=0, client=0)
-    target = membership.confidences(stranger, x, y)
+    TRAINING.train(stranger, noisy_examples(1, 300), seed=bytes(32), round=0, client=0)
+    target = membership.confidences(stranger, (x, y))
     _, members, shadows = target_and_shadows(overfitted)
     for scores in (
         membership.loss_threshold(target),
@@ -68,32 +68,32 @@ def test_a_model_that_never_saw_the_examples_gives_nothing_away(overfitted: memb
 def test_shadows_are_halves_and_come_from_the_seed() -> None:
     x, y = noisy_examples(0, 41)
     short = LocalTraining(epochs=1)
-    first, again = (membership.shadows(small_mlp, x, y, 4, short, seed=5) for _ in range(2))
+    first, again = (membership.shadows(small_mlp, (x, y), 4, short, seed=5) for _ in range(2))
     assert np.array_equal(first.confidences, again.confidences)
     assert np.array_equal(first.members.sum(axis=0), np.full(41, 2))
     assert first.members.sum(axis=1).tolist() == [21, 20, 21, 20]
     assert not np.array_equal(first.members[0], first.members[2])
-    other = membership.shadows(small_mlp, x, y, 4, short, seed=6)
+    other = membership.shadows(small_mlp, (x, y), 4, short, seed=6)
     assert not np.array_equal(first.members, other.members)
     with pytest.raises(ValueError, match="even"):
-        membership.shadows(small_mlp, x, y, 3, short, seed=0)
+        membership.shadows(small_mlp, (x, y), 3, short, seed=0)
 
 
 def test_confidences_are_the_logit_of_the_probability_and_never_saturate() -> None:
     logits = torch.randn(50, 7, generator=torch.Generator().manual_seed(0))
     y = torch.arange(50) % 7
     p = logits.double().softmax(-1)[torch.arange(50), y].numpy()
-    found = membership.confidences(nn.Identity(), logits, y, batch_size=8)
+    found = membership.confidences(nn.Identity(), (logits, y), batch_size=8)
     np.testing.assert_allclose(found, np.log(p / (1 - p)), rtol=1e-10)
     np.testing.assert_allclose(membership.loss_threshold(found), np.log(p), rtol=1e-10)
-    extreme = membership.confidences(nn.Identity(), torch.tensor([[500.0, 0.0], [500.0, 0.0]]), torch.tensor([0, 1]))
+    extreme = membership.confidences(nn.Identity(), (torch.tensor([[500.0, 0.0], [500.0, 0.0]]), torch.tensor([0, 1])))
     assert extreme.tolist() == [500.0, -500.0]
 
 
 def test_confidences_leave_the_model_in_its_mode() -> None:
     model = nn.Sequential(nn.Dropout(0.9), nn.Linear(3, 2)).train()
     x, y = torch.randn(5, 3), torch.zeros(5, dtype=torch.long)
-    assert np.array_equal(membership.confidences(model, x, y), membership.confidences(model, x, y))
+    assert np.array_equal(membership.confidences(model, (x, y)), membership.confidences(model, (x, y)))
     assert model.training
 
 

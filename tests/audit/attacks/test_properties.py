@@ -22,7 +22,8 @@ from dbcl.data import Dataset
 from dbcl.data.traits import properties_of
 from dbcl.errors import AuditError
 from dbcl.protocol import Server
-from dbcl.run import presets
+from dbcl.run import RunConfig, presets
+from dbcl.run.task import of_pictures
 
 DIGITS = data.load("digits")
 ORDER = np.random.default_rng(5).permutation(4000)  # the embedded digits are sorted by class
@@ -39,7 +40,7 @@ def play(
     for round in range(rounds):
         pool = REST[holds[REST] == (round % 2 == 0)]
         script[round, rehearsal.VICTIM] = rehearsal.draw_batches(pool, (batch,), seed=round)
-    return rehearsal.rehearse(settings, dataset, script, folder)
+    return rehearsal.rehearse(settings, of_pictures(settings, dataset), script, folder)
 
 
 def judged(
@@ -47,7 +48,15 @@ def judged(
 ) -> dict[str, Finding]:
     found = estimates(played.attacker, estimators)
     every = property_findings(
-        played, dataset, holds, OWN, found, batches=batches, examples=examples, seed=0, tell=lambda text: None
+        played,
+        of_pictures(RunConfig(), dataset),
+        holds,
+        OWN,
+        found,
+        batches=batches,
+        examples=examples,
+        seed=0,
+        tell=lambda text: None,
     )
     return {f"{finding.attack}, {finding.seat}": finding for finding in every}
 
@@ -114,7 +123,7 @@ def test_a_network_with_buffers_is_refused_with_a_reason(tmp_path: Path) -> None
 
 def test_an_estimate_that_was_shrunk_is_known_to_be() -> None:
     """A share of 0.1 of the gradient and noise of a known size: both are found from examples of the attacker's own."""
-    own = OwnExamples(DIGITS, np.arange(len(DIGITS.y_train)) % 2 == 0, OWN)
+    own = OwnExamples(of_pictures(RunConfig(), DIGITS), np.arange(len(DIGITS.y_train)) % 2 == 0, OWN)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 20), nn.ReLU(), nn.Linear(20, 10))
     models = [blinded(net, Server(net, veil=0, insecure_seed=seed).open_round()) for seed in range(12)]

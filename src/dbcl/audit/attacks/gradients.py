@@ -1,6 +1,7 @@
 """Gradients as an attacker computes them: of the model that a client received, under the names of the plan."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +9,10 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dbcl import models
 from dbcl.cover import owner
+from dbcl.data.trees import Tree, call, map_tensors, tensors
 from dbcl.errors import AuditError
 from dbcl.nn import compact_parameter, plan_name
+from dbcl.objective import Loss
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -28,21 +31,26 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def gradients(model: nn.Module, images: Tensor, labels: Tensor, *, create_graph: bool = False) -> dict[str, Tensor]:
-    """The gradient of the mean cross entropy, dL/dV, under the names of the plan.
+def gradients(
+    model: nn.Module, inputs: Tree, targets: Tree, *, loss: Loss = models.loss, create_graph: bool = False
+) -> dict[str, Tensor]:
+    """The gradient of the loss of a batch, dL/dV, under the names of the plan.
 
-    Labels are classes, or soft labels: a row of probabilities for each image (one number each for a single output).
+    The loss is the mean cross entropy if not given; targets are then classes, or soft labels: a row of probabilities
+    for each image (one number each for a single output).
 
     >>> found = gradients(nn.Linear(3, 2), torch.ones(1, 3), torch.tensor([1]))
     >>> {name: tuple(gradient.shape) for name, gradient in found.items()}
     {'weight': (2, 3), 'bias': (2,)}
     """
     held = parameters(model)
-    loss = models.loss(model(images), labels)
-    return dict(zip(held, torch.autograd.grad(loss, list(held.values()), create_graph=create_graph), strict=True))
+    value = loss(call(model, inputs), targets)
+    return dict(zip(held, torch.autograd.grad(value, list(held.values()), create_graph=create_graph), strict=True))
 
 
-def example_gradients(model: nn.Module, images: Tensor, labels: Tensor, *, together: int = 50) -> dict[str, Tensor]:
+def example_gradients(
+    model: nn.Module, inputs: Tree, targets: Tree, *, loss: Loss = models.loss, together: int = 50
+) -> dict[str, Tensor]:
     """The gradient of each example alone, under the names of the plan, with a leading axis for the examples.
 
     >>> found = example_gradients(nn.Linear(3, 2), torch.ones(5, 3), torch.zeros(5, dtype=torch.long))
@@ -51,18 +59,32 @@ def example_gradients(model: nn.Module, images: Tensor, labels: Tensor, *, toget
     """
     held = {full: parameter.detach() for full, parameter in model.named_parameters()}
 
-    def loss(values: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        logits: Tensor = torch.func.functional_call(model, values, (image.unsqueeze(0),))
-        return models.loss(logits, label.unsqueeze(0))
+    def of_one(values: dict[str, Tensor], example: Tree, target: Tree) -> Tensor:
+        example, target = map_tensors(lambda tensor: tensor.unsqueeze(0), (example, target))
+        with_values = _Called(model, values)
+        return loss(call(with_values, example), target)
 
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0), randomness="different")
+    each = torch.func.vmap(torch.func.grad(of_one), in_dims=(None, 0, 0), randomness="different")
+    count = len(next(tensors(targets)))
     try:
         parts = [
-            each(held, x, y) for x, y in zip(torch.split(images, together), torch.split(labels, together), strict=True)
+            each(held, *map_tensors(lambda tensor: tensor[start : start + together], (inputs, targets)))  # noqa: B023
+            for start in range(0, count, together)
         ]
     except (RuntimeError, ValueError) as error:
         raise AuditError(f"this network has no gradient of one example alone: {error}") from error
     return {plan_name(full): torch.cat([part[full] for part in parts]) for full in held}
+
+
+class _Called(nn.Module):
+    """A model that is called with other values for its parameters."""
+
+    def __init__(self, model: nn.Module, values: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.run = partial(torch.func.functional_call, model, dict(values))
+
+    def forward(self, *inputs: Tree, **named: Tree) -> Tree:
+        return self.run(inputs, named)
 
 
 def as_gradient(changes: Mapping[str, Tensor], lr: float, steps: int = 1) -> dict[str, Tensor]:

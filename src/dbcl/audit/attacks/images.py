@@ -109,16 +109,17 @@ def image_findings(
     >>> from pathlib import Path
     >>> from dbcl import data
     >>> from dbcl.audit.rehearsal import draw_batches, rehearse
-    >>> from dbcl.run import preset
+    >>> from dbcl.run import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> config = preset("paper", model="dlg-lenet")
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> settings = Matching(steps=1, restarts=1)
     >>> findings = image_findings(played, data.load("digits"), {}, [0], settings, tell=str)
     >>> sorted({(finding.attack, finding.seat) for finding in findings})
     [('matching the lifted update', 'server'), ('matching through the sketch', 'server')]
     """
     attempts = _Attempts(dataset, settings, inverting, solver_steps, tell, len(rounds))
-    template = rehearsal.attacker.setting.template().double()
+    template = rehearsal.attacker.template().double()
     seen = views(rehearsal.attacker)
     for number, round in enumerate(rounds):
         _server_attacks(attempts, number, rehearsal.server, round, template)

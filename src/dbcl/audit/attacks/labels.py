@@ -59,9 +59,10 @@ def label_finding(rehearsal: Rehearsal, dataset: Dataset, rounds: Sequence[int])
     >>> from pathlib import Path
     >>> from dbcl import data
     >>> from dbcl.audit.rehearsal import draw_batches, rehearse
-    >>> from dbcl.run import preset
+    >>> from dbcl.run import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> config = preset("paper", model="dlg-lenet")
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> label_finding(played, data.load("digits"), range(2)).value
     1.0
     """

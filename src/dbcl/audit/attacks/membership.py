@@ -19,8 +19,11 @@ from dbcl import seeds
 from dbcl.audit.attacks import OnProgress
 from dbcl.audit.attacks.roc import Array, Flags, roc
 from dbcl.audit.findings import Curve, Finding
-from dbcl.data import Dataset
+from dbcl.data import Batch, examples_of
+from dbcl.data.trees import Tree, call, map_tensors, tensors
 from dbcl.engines import LocalTraining
+from dbcl.objective import CLASSIFICATION, Objective
+from dbcl.run.task import Task, pooled
 
 ENOUGH = 64  # values of an example from which on it has a variance of its own, as in the original
 
@@ -28,8 +31,8 @@ ENOUGH = 64  # values of an example from which on it has a variance of its own, 
 def membership_findings(
     model: nn.Module,
     view: nn.Module,
-    dataset: Dataset,
-    make_model: Callable[[int], nn.Module],
+    task: Task,
+    training: LocalTraining,
     *,
     shadow_models: int,
     seed: int,
@@ -37,25 +40,26 @@ def membership_findings(
 ) -> list[Finding]:
     """Loss threshold and LiRA on the finished model, and on `view`, the model that a client would receive of it.
 
+    Shadow models are trained by `training`.
+
     >>> from dataclasses import replace
-    >>> from dbcl import data, models
-    >>> digits = data.load("digits")
-    >>> few = replace(digits, x_train=digits.x_train[:20], y_train=digits.y_train[:20], x_test=digits.x_test[:20])
-    >>> few, make = replace(few, y_test=digits.y_test[:20]), lambda number: models.build("dlg-lenet", seed=number)
-    >>> findings = membership_findings(make(0), make(1), few, make, shadow_models=4, seed=0, tell=str)
+    >>> from dbcl.run import RunConfig, task_of
+    >>> task = task_of(RunConfig(model="dlg-lenet"))
+    >>> few = replace(task, **{name: getattr(task, name).subset(np.arange(20)) for name in ("train", "held_out")})
+    >>> make = task.make_model
+    >>> findings = membership_findings(make(0), make(1), few, LocalTraining(), shadow_models=4, seed=0, tell=str)
     >>> sorted({finding.attack for finding in findings if finding.seat == "anyone"})
     ['LiRA on the final model', 'loss threshold on the final model']
     """
-    count = min(1000, len(dataset.y_test), len(dataset.y_train))
-    inside = torch.randperm(len(dataset.y_train), generator=torch.Generator().manual_seed(seed))[:count]
-    x = torch.cat([dataset.x_train[inside], dataset.x_test[:count]])
-    y = torch.cat([dataset.y_train[inside], dataset.y_test[:count]])
+    count = min(1000, len(task.held_out), len(task.train))
+    inside = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(seed))[:count].numpy()
+    examples = pooled([task.train.subset(inside), task.held_out.subset(np.arange(count))])
     members = np.arange(2 * count) < count
     tell("membership: shadow models")
-    trained = shadows(make_model, x, y, shadow_models, LocalTraining(lr=0.05, epochs=10, batch_size=20), seed)
+    trained = shadows(task.make_model, examples, shadow_models, training, seed, task.objective)
     findings = []
     for seat, what, target in (("anyone", "the final model", model), ("client", "a client's view of it", view)):
-        values = confidences(target, x, y)
+        values = confidences(target, examples, task.objective)
         attacks = {
             "loss threshold": ("naive", loss_threshold(values)),
             "LiRA": ("adaptive", lira(values, trained.inside, trained.outside)),
@@ -77,28 +81,48 @@ def membership_findings(
 
 
 @torch.no_grad()
-def confidences(model: nn.Module, x: Tensor, y: Tensor, *, batch_size: int = 1000) -> Array:
-    """Give log(p / (1 - p)) for the probability p of each example's own class: z_y - log sum_(j != y) exp(z_j).
+def confidences(
+    model: nn.Module, examples: Any, objective: Objective = CLASSIFICATION, *, batch_size: int = 1000
+) -> Array:
+    """How sure a model is of each example's own target, on a scale that is unbounded at both ends.
 
-    A model with a single output gives the logit of class 1. No probability is computed, so nothing saturates.
+    For classes log(p / (1 - p)), with the probability p of the example's class: z_y - log sum_(j != y) exp(z_j). A
+    model with a single output gives the logit of class 1. No probability is computed, so nothing saturates. With
+    another loss about the negative logarithm of the example's loss, -arsinh(10^6 loss), which exists for all losses.
 
-    >>> confidences(nn.Identity(), torch.tensor([[100.0, 0.0], [0.0, 0.0]]), torch.tensor([0, 1]))
+    >>> confidences(nn.Identity(), (torch.tensor([[100.0, 0.0], [0.0, 0.0]]), torch.tensor([0, 1])))
     array([100.,   0.])
-    >>> confidences(nn.Identity(), torch.tensor([[3.0], [3.0]]), torch.tensor([1, 0]))
+    >>> confidences(nn.Identity(), (torch.tensor([[3.0], [3.0]]), torch.tensor([1, 0])))
     array([ 3., -3.])
     """
+    examples = examples_of(examples)
     training = model.training
     model.eval()
     found = []
-    for start in range(0, len(y), batch_size):
-        logits, label = model(x[start : start + batch_size]).double(), y[start : start + batch_size, None]
-        if logits.shape[-1] == 1:
-            found.append((logits * (2 * label - 1)).squeeze(-1))
-        else:
-            others = logits.scatter(1, label, -math.inf).logsumexp(-1)
-            found.append(logits.gather(1, label).squeeze(-1) - others)
+    for start in range(0, len(examples), batch_size):
+        batch = examples.take(np.arange(start, min(start + batch_size, len(examples))))
+        outputs = call(model, batch.inputs)
+        one_class_each = objective.classifies and isinstance(batch.targets, Tensor) and batch.targets.ndim == 1
+        found.append(_logits_of(outputs, batch.targets) if one_class_each else _of_losses(outputs, batch, objective))
     model.train(training)
     return np.asarray(torch.cat(found).cpu().numpy(), dtype=np.float64)
+
+
+def _logits_of(logits: Tensor, labels: Tensor) -> Tensor:
+    logits, label = logits.double(), labels[:, None]
+    if logits.shape[-1] == 1:
+        return (logits * (2 * label - 1)).squeeze(-1)
+    others = logits.scatter(1, label, -math.inf).logsumexp(-1)
+    return logits.gather(1, label).squeeze(-1) - others
+
+
+def _of_losses(outputs: Tree, batch: Batch, objective: Objective) -> Tensor:
+    count = len(next(tensors(batch.targets)))
+    each = [
+        objective.loss(*map_tensors(lambda tensor: tensor[row : row + 1], (outputs, batch.targets)))  # noqa: B023
+        for row in range(count)
+    ]
+    return -torch.arcsinh(1e6 * torch.stack(each).double())
 
 
 def loss_threshold(target: Array) -> Array:
@@ -135,29 +159,35 @@ class Shadows:
 
 
 def shadows(
-    make_model: Callable[[int], nn.Module], x: Tensor, y: Tensor, count: int, training: LocalTraining, seed: int
+    make_model: Callable[[int], nn.Module],
+    examples: Any,
+    count: int,
+    training: LocalTraining,
+    seed: int,
+    objective: Objective = CLASSIFICATION,
 ) -> Shadows:
     """Train `count` models on random halves of the examples, two on each division, and ask all about every example.
 
     So every example is in half of the models. `make_model` makes a fresh model from a number.
 
-    >>> x, y = torch.eye(4), torch.tensor([0, 1, 0, 1])
-    >>> found = shadows(lambda number: nn.Linear(4, 2), x, y, 2, LocalTraining(), seed=0)
+    >>> examples = torch.eye(4), torch.tensor([0, 1, 0, 1])
+    >>> found = shadows(lambda number: nn.Linear(4, 2), examples, 2, LocalTraining(), seed=0)
     >>> found.confidences.shape, found.members.sum(axis=0)
     ((2, 4), array([1, 1, 1, 1]))
     """
     if count < 2 or count % 2:
         raise ValueError(f"count must be even and 2 or more, got {count}")
+    examples = examples_of(examples)
     root = seeds.derive(bytes(seeds.SEED_BYTES), "shadows", seed)
-    members = np.zeros((count, len(y)), dtype=np.bool_)
-    found = np.empty((count, len(y)))
+    members = np.zeros((count, len(examples)), dtype=np.bool_)
+    found = np.empty((count, len(examples)))
     for number in range(count):
-        order = seeds.permutation(root, "half", number // 2, n=len(y))
+        order = seeds.permutation(root, "half", number // 2, n=len(examples))
         members[number, order[number % 2 :: 2]] = True
         model = make_model(int(seeds.words(root, "model", number, n=1)[0] >> np.uint64(32)))
-        own = torch.from_numpy(members[number]).to(y.device)
-        training.train(model, x[own], y[own], seed=root, round=0, client=number)
-        found[number] = confidences(model, x, y)
+        own = examples.subset(np.flatnonzero(members[number]))
+        training.train(model, own, seed=root, round=0, client=number, loss=objective.loss)
+        found[number] = confidences(model, examples, objective)
     return Shadows(found, members)
 
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dbcl.audit.attacks.gradients import gradients
-from dbcl.data import Dataset
 from dbcl.protocol import Broadcast, blinded
+from dbcl.run.task import Task
 from dbcl.transcripts import Transcript
 
 Gradients = dict[str, Tensor]
@@ -19,15 +19,15 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class OwnExamples:
-    """The attacker's own examples: indices `own` of a dataset, with `holds` saying which examples have the property.
+    """The attacker's own examples: rows `own` of a task's, with `holds` saying which examples have the property.
 
-    >>> from dbcl import data
-    >>> examples = OwnExamples(data.load("digits"), np.arange(4000) % 2 == 0, np.arange(10))
+    >>> from dbcl.run import RunConfig, task_of
+    >>> examples = OwnExamples(task_of(RunConfig()), np.arange(4000) % 2 == 0, np.arange(10))
     >>> examples.count(True), examples.draw(np.random.default_rng(0), True, 3).sort().values
     (5, tensor([4, 6, 8]))
     """
 
-    dataset: Dataset
+    task: Task
     holds: NDArray[np.bool_]
     own: NDArray[np.int64]
 
@@ -41,7 +41,7 @@ class OwnExamples:
 
     def gradient(self, model: nn.Module, index: Tensor) -> Gradients:
         """The gradient of one batch."""
-        found = gradients(model, self.dataset.x_train[index], self.dataset.y_train[index])
+        found = gradients(model, *self.task.train.take(index.numpy()), loss=self.task.objective.loss)
         return {name: gradient.detach() for name, gradient in found.items()}
 
 
@@ -67,17 +67,17 @@ def own_batches(
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from dbcl import data
     >>> from dbcl.audit.rehearsal import draw_batches, rehearse
-    >>> from dbcl.run import preset
+    >>> from dbcl.run import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
-    >>> examples = OwnExamples(data.load("digits"), np.arange(4000) % 2 == 0, np.arange(100))
+    >>> config = preset("paper", model="dlg-lenet")
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> examples = OwnExamples(task_of(config), np.arange(4000) % 2 == 0, np.arange(100))
     >>> own_batches(played.attacker, examples, [0, 1], batches=1, size=4, seed=0).rounds
     array([0, 0, 1, 1])
     """
     rng = np.random.default_rng(seed)
-    template = transcript.setting.template()
+    template = transcript.template()
     kinds = (True, False) * batches
     made = []
     for round in rounds:

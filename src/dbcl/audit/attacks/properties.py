@@ -19,14 +19,14 @@ from dbcl.audit.attacks.sources import Source, sources
 from dbcl.audit.attacks.updates import MIN_LAG, Changes
 from dbcl.audit.findings import Curve, Finding
 from dbcl.audit.rehearsal import VICTIM, Rehearsal
-from dbcl.data import Dataset
 from dbcl.errors import AuditError
 from dbcl.protocol import Broadcast, blinded
+from dbcl.run.task import Task
 
 
 def property_findings(
     rehearsal: Rehearsal,
-    dataset: Dataset,
+    task: Task,
     holds: NDArray[np.bool_],
     own: NDArray[np.int64],
     found: Mapping[str, Changes],
@@ -45,14 +45,14 @@ def property_findings(
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from dbcl import data
     >>> from dbcl.audit.rehearsal import draw_batches, rehearse
-    >>> from dbcl.run import preset
-    >>> digits, holds = data.load("digits"), np.arange(4000) % 2 == 0
+    >>> from dbcl.run import preset, task_of
+    >>> config, holds = preset("paper", model="dlg-lenet"), np.arange(4000) % 2 == 0
+    >>> task = task_of(config)
     >>> script = draw_batches(np.arange(100), (16, 2, 1), seed=0)
-    >>> played = rehearse(preset("paper", model="dlg-lenet"), digits, script, Path(tempfile.mkdtemp()))
+    >>> played = rehearse(config, task, script, Path(tempfile.mkdtemp()))
     >>> own = np.arange(100, 200)
-    >>> found = property_findings(played, digits, holds, own, {}, batches=1, examples=4, seed=0, tell=str)
+    >>> found = property_findings(played, task, holds, own, {}, batches=1, examples=4, seed=0, tell=str)
     >>> [finding.attack for finding in found if finding.seat == "server"]
     ['random forest on the update itself', 'matched filter on the update itself', 'matched filter of magnitudes on ...']
     """
@@ -62,7 +62,7 @@ def property_findings(
     truth = np.array([bool(holds[rehearsal.script[round, VICTIM]].mean() > 0.5) for round in tested])
     if min(truth.sum(), (~truth).sum()) < 5:
         raise AuditError(f"only {truth.sum()} of {len(truth)} tested rounds have the property")
-    own_examples = OwnExamples(dataset, holds, own)
+    own_examples = OwnExamples(task, holds, own)
     every = sources(rehearsal, found, tested)
     tell("property: the attacker's own batches")
     made = own_batches(attacker, own_examples, tested, batches=batches, size=size, seed=seed)
@@ -75,7 +75,7 @@ def property_findings(
         scores = _forest_scores(source, made, broadcasts, seed)
         findings.append(_finding("random forest", source, scores, truth, budget, began, seed))
     began = perf_counter()
-    template = attacker.setting.template()
+    template = attacker.template()
     models = [blinded(template, broadcast) for broadcast in broadcasts]
     filtered = filter_scores(models, own_examples, every, made, own_examples=examples, size=size, seed=seed, tell=tell)
     budget = {"own examples a round": examples * 2, "tested rounds": len(tested)}

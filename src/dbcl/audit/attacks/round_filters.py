@@ -52,8 +52,9 @@ def filter_scores(
 
     `models` are those that the attacker received in the tested rounds; `size` is the victim's batch size.
 
-    >>> from dbcl import Server, blinded, data
-    >>> examples = OwnExamples(data.load("digits"), np.arange(4000) % 2 == 0, np.arange(40))
+    >>> from dbcl import Server, blinded
+    >>> from dbcl.run import RunConfig, task_of
+    >>> examples = OwnExamples(task_of(RunConfig()), np.arange(4000) % 2 == 0, np.arange(40))
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     >>> model = blinded(net, Server(net, veil=0, cover="all").open_round())
     >>> gradient = examples.gradient(model, torch.arange(8))
@@ -72,7 +73,8 @@ def filter_scores(
         picked = torch.cat(
             [examples.draw(rng, kind, min(own_examples, examples.count(kind))) for kind in (True, False)]
         )
-        found = example_gradients(model, examples.dataset.x_train[picked], examples.dataset.y_train[picked])
+        batch, loss = examples.task.train.take(picked.numpy()), examples.task.objective.loss
+        found = example_gradients(model, *batch, loss=loss)
         group = np.repeat(np.arange(len(found)), [row[0].numel() for row in found.values()])
         rows = np.concatenate([row.flatten(1).numpy() for row in found.values()], axis=1)
         linear = MatchedFilter(Samples(rows, examples.holds[picked.numpy()]), group, size)
@@ -166,8 +168,9 @@ def fidelities(
     examples of its own, E <estimate, m> = gain * others * <m, m>, summed over the rounds. Two independent means make
     <m, m> unbiased.
 
-    >>> from dbcl import Server, blinded, data
-    >>> examples = OwnExamples(data.load("digits"), np.arange(4000) % 2 == 0, np.arange(40))
+    >>> from dbcl import Server, blinded
+    >>> from dbcl.run import RunConfig, task_of
+    >>> examples = OwnExamples(task_of(RunConfig()), np.arange(4000) % 2 == 0, np.arange(40))
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     >>> model = blinded(net, Server(net, veil=0, cover="all").open_round())
     >>> gradient = examples.gradient(model, torch.arange(8))

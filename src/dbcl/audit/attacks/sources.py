@@ -39,11 +39,11 @@ def sources(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Sequence
     >>> import tempfile
     >>> from pathlib import Path
     >>> import numpy as np
-    >>> from dbcl import data
     >>> from dbcl.audit.rehearsal import draw_batches, rehearse
-    >>> from dbcl.run import preset
+    >>> from dbcl.run import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> config = preset("paper", model="dlg-lenet")
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> [(source.name, source.seat) for source in sources(played, {}, tested=[0, 1])]
     [('the update itself', 'server'), ('unsketched tensors only', 'client')]
     """
@@ -87,4 +87,4 @@ def _sum(seen: Mapping[str, View], changes: Changes, index: int, cohort: int) ->
 
 
 def _trained(transcript: Transcript) -> set[str]:
-    return {name for name, _ in transcript.setting.template().named_parameters()}
+    return {name for name, _ in transcript.template().named_parameters()}

@@ -39,11 +39,11 @@ def estimates(transcript: Transcript, names: Sequence[str], tell: OnProgress = l
     >>> import tempfile
     >>> from pathlib import Path
     >>> import numpy as np
-    >>> from dbcl import data
     >>> from dbcl.audit.rehearsal import draw_batches, rehearse
-    >>> from dbcl.run import preset
+    >>> from dbcl.run import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> config = preset("paper", model="dlg-lenet")
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> found = estimates(played.attacker, ["option I"])
     >>> len(found["option I"]["1.bias"])  # from each of three rounds to the next
     2
@@ -68,11 +68,11 @@ def update_findings(
     >>> import tempfile
     >>> from pathlib import Path
     >>> import numpy as np
-    >>> from dbcl import data
     >>> from dbcl.audit.rehearsal import draw_batches, rehearse
-    >>> from dbcl.run import preset
+    >>> from dbcl.run import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> played = rehearse(preset("paper", model="dlg-lenet"), data.load("digits"), script, Path(tempfile.mkdtemp()))
+    >>> config = preset("paper", model="dlg-lenet")
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> found = estimates(played.attacker, ["option I"])
     >>> findings = update_findings(played.attacker, played.truth, found, tell=str)
     >>> [(finding.attack, finding.measure) for finding in findings]

@@ -57,14 +57,13 @@ def views(transcript: Transcript, names: Sequence[str] | None = None) -> dict[st
     The client's share of a round's average is taken to be 1 / cohort: it does not know how many examples others have.
 
     >>> import tempfile, dbcl, torch
-    >>> from dataclasses import asdict
     >>> from pathlib import Path
     >>> from dbcl.engines import LocalEngine, LocalTraining
     >>> from dbcl.transcripts import Recorder, Setting
     >>> net, folder, training = torch.nn.Linear(6, 2), Path(tempfile.mkdtemp()), LocalTraining()
-    >>> server, shards = dbcl.Server(net, cover="all"), [np.arange(4), np.arange(4, 8)]
-    >>> engine = LocalEngine(server, net, torch.ones(8, 6), torch.arange(8) % 2, shards, training, seed=bytes(32))
-    >>> setting = Setting("net", (1, 1, 6), 2, asdict(training), clients=2, cohort=2)
+    >>> server, clients = dbcl.Server(net, cover="all"), [(torch.ones(4, 6), torch.arange(4) % 2)] * 2
+    >>> engine = LocalEngine(server, net, clients, training, seed=bytes(32))
+    >>> setting = Setting("net", (1, 1, 6), 2, training.settings(), clients=2, cohort=2)
     >>> engine.observer = Recorder(folder, ["0"], engine.session, setting)
     >>> for _ in range(3):
     ...     report = engine.play_round()

@@ -5,13 +5,16 @@ gradient. The updates are those of `LocalEngine`, up to the order of additions.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from dbcl.data.examples import TensorExamples
+from dbcl.data.trees import join
 from dbcl.engines.engine import Engine
 from dbcl.engines.local import LocalEngine
 from dbcl.engines.stacked.batch import Params
@@ -23,6 +26,7 @@ from dbcl.engines.stacked.schedule import Schedule
 from dbcl.engines.stacked.stage_path import StageStack
 from dbcl.engines.stacked.vmap_path import VmapStack
 from dbcl.engines.training import dropout_seed
+from dbcl.objective import name_of
 from dbcl.protocol import Broadcast, Update
 
 log = logging.getLogger(__name__)
@@ -37,10 +41,9 @@ class StackedEngine(Engine):
 
     >>> import copy, dbcl
     >>> from dbcl.engines import LocalTraining
-    >>> x, y = torch.randn(40, 8), torch.arange(40) % 2
+    >>> clients = [(torch.randn(10, 8), torch.arange(10) % 2) for _ in range(4)]
     >>> net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
-    >>> shards = np.array_split(np.arange(40), 4)
-    >>> engine = StackedEngine(dbcl.Server(net), copy.deepcopy(net), x, y, shards, LocalTraining(), seed=bytes(32))
+    >>> engine = StackedEngine(dbcl.Server(net), copy.deepcopy(net), clients, LocalTraining(), seed=bytes(32))
     >>> engine.play_round().report.accepted, engine.path
     (4, 'stages')
     """
@@ -51,6 +54,10 @@ class StackedEngine(Engine):
     """How many clients are trained together; chosen from the size of the model and its activations if not set."""
     precision: str = "float32"
     """What a GPU may do to float32 products: "float32" nothing, "tf32" round their inputs to 10 bits, "bf16" to 7."""
+    shards: Sequence[NDArray[np.int64]] = ()
+    """Which rows of `x` and `y`, the examples of all clients, each client holds; set with the first round."""
+    x: Tensor
+    y: Tensor
     _stack: Stack | None = None
     _cuda_graph: CudaGraphLoop | None = None
 
@@ -62,7 +69,7 @@ class StackedEngine(Engine):
             stack.load(broadcast)
             updates: dict[int, Update] = {}
             # Clients of similar size share a chunk, so that little of it is padding.
-            queue = sorted(cohort, key=lambda client: -len(self.shards[client]))
+            queue = sorted(cohort, key=lambda client: -len(self.clients[client]))
             size = self.chunk or stack.chunk_size(self.training, len(queue))
             for start in range(0, len(queue), size):
                 updates |= self._train_chunk(stack, broadcast, queue[start : start + size])
@@ -72,6 +79,11 @@ class StackedEngine(Engine):
         """The stack of the fastest path that takes the model; None for a loop over clients."""
         if self.path == "loop" or (self._stack is not None and self._stack.fits(broadcast)):
             return self._stack
+        reason_for_loop = self._pool_examples()
+        if reason_for_loop:
+            self.path, self.why = "loop", reason_for_loop
+            log.info("the stacked engine takes the path %r: %s", self.path, self.why)
+            return None
         try:
             self._stack = StageStack(self.template, broadcast, self.x[:1], bf16=self.precision == "bf16")
             self.path, self.why = "stages", "a plain stack of known layers"
@@ -84,6 +96,31 @@ class StackedEngine(Engine):
                 self.why = f"{reason}; and torch.func cannot batch it: {problem}"
         log.info("the stacked engine takes the path %r: %s", self.path, self.why)
         return self._stack
+
+    def _pool_examples(self) -> str:
+        """Lay the clients' examples out as two tensors and the rows of each client, or say why only a loop will do."""
+        if not self.training.is_sgd:
+            return f"{name_of(self.training.optimizer)} is stepped for one client at a time"
+        if not self.objective.classifies:
+            return f"the loss {name_of(self.objective.loss)} is computed for one client at a time"
+        if self.shards:
+            return ""
+        sets = [client for client in self.clients if isinstance(client, TensorExamples)]
+        plain = all(isinstance(each.inputs, Tensor) and isinstance(each.targets, Tensor) for each in sets)
+        if len(sets) < len(self.clients) or not plain:
+            return "the examples are not two tensors"
+        bases = {_base(each): each for each in sets}
+        if len({(base.inputs.shape[1:], base.inputs.dtype, base.targets.dtype) for base in bases.values()}) > 1:
+            return "the clients' examples differ in shape or type"
+        if any(base.targets.ndim != 1 for base in bases.values()):
+            return "an example has more than one class"
+        starts, start = {}, 0
+        for key, base in bases.items():
+            starts[key], start = start, start + len(base.inputs)
+        self.x = join([base.inputs for base in bases.values()]) if len(bases) > 1 else sets[0].inputs
+        self.y = join([base.targets for base in bases.values()]) if len(bases) > 1 else sets[0].targets
+        self.shards = [np.asarray(each.rows + starts[_base(each)]) for each in sets]
+        return ""
 
     def _train_chunk(self, stack: Stack, broadcast: Broadcast, clients: list[int]) -> dict[int, Update]:
         training, round = self.training, broadcast.round
@@ -122,6 +159,11 @@ class StackedEngine(Engine):
             changes = noise(weights, round=broadcast.round)
         examples = self.training.counted(len(self.shards[client]))
         return Update(broadcast.round, broadcast.plan.digest, changes, examples, {"loss": loss})
+
+
+def _base(examples: TensorExamples) -> tuple[int, int]:
+    """The same for all subsets of the same tensors."""
+    return id(examples.inputs), id(examples.targets)
 
 
 @contextmanager

@@ -1,0 +1,191 @@
+"""Examples of any kind: tensors in memory, datasets and loaders of PyTorch, and one name for them all."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+
+from dbcl.data.trees import Tree, map_tensors, tensors
+from dbcl.errors import DataError
+
+Rows = NDArray[np.int64]
+TARGETS = ("labels", "label", "targets", "target")
+"""Where the target is, in an example that is a dictionary."""
+
+
+class Batch(NamedTuple):
+    """Some examples: what goes into the model, and what should come out.
+
+    >>> Batch(torch.zeros(2, 8), torch.zeros(2)).targets.shape
+    torch.Size([2])
+    """
+
+    inputs: Tree
+    targets: Tree
+
+
+class Examples(ABC):
+    """One party's examples, or all of them. `examples_of` makes them of tensors, datasets and loaders."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def take(self, rows: Rows) -> Batch:
+        """These examples, as a batch."""
+
+    @abstractmethod
+    def subset(self, rows: Rows) -> "Examples":
+        """These examples, as a set of their own; nothing is copied."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str) -> "Examples":
+        """The same examples with their batches on a device."""
+
+    def divide(self, parts: Iterable[Rows]) -> "list[Examples]":
+        """A subset for each of these parts, such as `dbcl.data.iid` gives.
+
+        >>> [len(part) for part in examples_of((torch.zeros(5, 2), torch.zeros(5))).divide(np.split(np.arange(5), [2]))]
+        [2, 3]
+        """
+        return [self.subset(rows) for rows in parts]
+
+    def first(self, count: int) -> Batch:
+        """The first examples, at most so many."""
+        return self.take(np.arange(min(count, len(self))))
+
+
+class TensorExamples(Examples):
+    """Inputs and targets in memory: tensors with an example in each row, or tuples and dictionaries of such tensors.
+
+    >>> examples = TensorExamples({"ids": torch.arange(12).view(6, 2)}, torch.arange(6))
+    >>> len(examples), examples.subset(np.array([4, 2])).take(np.array([0])).inputs
+    (6, {'ids': tensor([[8, 9]])})
+    """
+
+    def __init__(self, inputs: Tree, targets: Tree, rows: Rows | None = None) -> None:
+        sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors((inputs, targets))}
+        if len(sizes) != 1:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors((inputs, targets)))
+            raise DataError(f"every tensor needs a row for each example, got the shapes {shapes or 'of no tensor'}")
+        self.inputs, self.targets = inputs, targets
+        self.rows = np.arange(sizes.pop()) if rows is None else rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, rows: Rows) -> Batch:
+        index = torch.from_numpy(np.asarray(self.rows[rows], dtype=np.int64))
+        return Batch(*map_tensors(lambda tensor: tensor[index.to(tensor.device)], (self.inputs, self.targets)))
+
+    def subset(self, rows: Rows) -> "TensorExamples":
+        return TensorExamples(self.inputs, self.targets, self.rows[rows])
+
+    def to(self, device: torch.device | str) -> "TensorExamples":
+        inputs, targets = map_tensors(lambda tensor: tensor.to(device), (self.inputs, self.targets))
+        return TensorExamples(inputs, targets, self.rows)
+
+
+class DatasetExamples(Examples):
+    """The examples of a map-style dataset, read when they are needed and put together by a loader's collate function.
+
+    An example is a pair (input, target), or a dictionary with the target under "labels", "label", "targets" or
+    "target".
+
+    >>> squares = [(torch.tensor([float(n)]), torch.tensor([float(n * n)])) for n in range(5)]
+    >>> DatasetExamples(squares).take(np.array([3])).targets
+    tensor([[9.]])
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        rows: Rows | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.dataset, self.collate, self.device = dataset, collate, device
+        self.rows = np.arange(len(dataset)) if rows is None else rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, rows: Rows) -> Batch:
+        batch = _pair(self.collate([self.dataset[int(row)] for row in self.rows[rows]]))
+        return Batch(*map_tensors(lambda tensor: tensor.to(self.device), tuple(batch)))
+
+    def subset(self, rows: Rows) -> "DatasetExamples":
+        return DatasetExamples(self.dataset, self.collate, self.rows[rows], self.device)
+
+    def to(self, device: torch.device | str) -> "DatasetExamples":
+        return DatasetExamples(self.dataset, self.collate, self.rows, device)
+
+
+def examples_of(source: Any) -> Examples:
+    """Make examples of a pair (inputs, targets), a dataset or a loader of PyTorch; examples stay as they are.
+
+    Inputs and targets are tensors or NumPy arrays, or tuples and dictionaries of them. Of a loader the dataset and the
+    collate function are taken, not the batches: how large those are and in which order is the training's business.
+
+    >>> len(examples_of((np.zeros((7, 3), dtype=np.float32), np.zeros(7)))), type(examples_of([(1.0, 2.0)])).__name__
+    (7, 'DatasetExamples')
+    """
+    if isinstance(source, Examples):
+        found = source
+    elif isinstance(source, DataLoader):
+        _refuse_streams(source.dataset)
+        found = DatasetExamples(source.dataset, source.collate_fn or default_collate)
+    elif isinstance(source, TensorDataset) and len(source.tensors) > 1:
+        *inputs, targets = source.tensors
+        found = TensorExamples(inputs[0] if len(inputs) == 1 else tuple(inputs), targets)
+    elif isinstance(source, tuple) and len(source) == 2:
+        found = TensorExamples(_as_tensors(source[0]), _as_tensors(source[1]))
+    elif hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Mapping | str):
+        found = DatasetExamples(source)
+    else:
+        _refuse_streams(source)
+        raise DataError(
+            f"examples are a pair (inputs, targets), a dataset or a DataLoader; got {type(source).__name__}"
+        )
+    if not len(found):
+        raise DataError("a set of examples is empty")
+    return found
+
+
+def _pair(batch: Any) -> Sequence[Any]:
+    if isinstance(batch, Mapping):
+        for name in TARGETS:
+            if name in batch:
+                return {key: value for key, value in batch.items() if key != name}, batch[name]
+        raise DataError(
+            f"an example that is a dictionary needs its target under {', '.join(TARGETS)}; got {', '.join(batch)}"
+        )
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        *inputs, targets = batch
+        return inputs[0] if len(inputs) == 1 else tuple(inputs), targets
+    raise DataError(f"an example must be a pair (input, target) or a dictionary, got {type(batch).__name__}")
+
+
+def _as_tensors(tree: Any) -> Tree:
+    if isinstance(tree, np.ndarray):
+        return torch.from_numpy(tree)
+    if isinstance(tree, Mapping):
+        return {name: _as_tensors(part) for name, part in tree.items()}
+    if isinstance(tree, tuple | list):
+        return tuple(map(_as_tensors, tree))
+    if isinstance(tree, Tensor):
+        return tree
+    raise DataError(f"inputs and targets are tensors, or tuples and dictionaries of them; got {type(tree).__name__}")
+
+
+def _refuse_streams(source: Any) -> None:
+    if isinstance(source, IterableDataset):
+        raise DataError(
+            f"{type(source).__name__} is a stream: it has no length and no order to draw batches from; use a dataset "
+            "with __len__ and __getitem__, or play the rounds yourself (dbcl.Server, dbcl.blinded, dbcl.update)"
+        )

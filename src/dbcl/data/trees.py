@@ -1,0 +1,69 @@
+"""Tensors in tuples, lists and dictionaries, in any nesting: what models take and give, and what targets may be."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Tree = Any
+"""A tensor, or a tuple, list or dictionary of trees. Types cannot say so without a name for every library's outputs."""
+
+
+def call(model: nn.Module, inputs: Tree) -> Tree:
+    """What a model makes of its inputs: a dictionary goes in by keywords, a tuple or list by position.
+
+    >>> call(nn.Bilinear(2, 3, 4), (torch.zeros(5, 2), torch.zeros(5, 3))).shape
+    torch.Size([5, 4])
+    """
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    """The same tree with a function applied to its tensors; what is no tensor stays.
+
+    >>> map_tensors(len, {"ids": torch.zeros(3, 8), "mask": (torch.zeros(3), None)})
+    {'ids': 3, 'mask': (3, None)}
+    """
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        mapped = {name: map_tensors(function, part) for name, part in tree.items()}
+        return mapped if type(tree) is dict else type(tree)(**mapped)  # such as transformers' outputs
+    if isinstance(tree, tuple | list):
+        parts = [map_tensors(function, part) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        named = {field.name: map_tensors(function, getattr(tree, field.name)) for field in dataclasses.fields(tree)}
+        return dataclasses.replace(tree, **named)
+    return tree
+
+
+def tensors(tree: Tree) -> Iterator[Tensor]:
+    """The tensors of a tree, in its order.
+
+    >>> [len(tensor) for tensor in tensors({"ids": torch.zeros(3), "more": [torch.zeros(4)]})]
+    [3, 4]
+    """
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(keep, tree)
+    return iter(found)
+
+
+def join(trees: Sequence[Tree]) -> Tree:
+    """Trees of the same kind as one, each tensor along its first axis; of numbers, such as a loss, the mean.
+
+    >>> join([{"out": torch.zeros(2, 3)}, {"out": torch.ones(1, 3)}])["out"].shape
+    torch.Size([3, 3])
+    """
+    columns = zip(*map(tensors, trees), strict=True)
+    joined = iter([torch.cat(parts) if parts[0].ndim else torch.stack(parts).mean() for parts in columns])
+    return map_tensors(lambda tensor: next(joined), trees[0])

@@ -1,0 +1,109 @@
+"""What is learned: the loss that clients make small, and the metric that says how good the model is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dbcl import models
+from dbcl.data.trees import Tree
+from dbcl.errors import ConfigError
+
+Loss = Callable[[Tree, Tree], Tensor]
+"""Of a model's outputs and the targets of a batch, one number: the mean over its examples."""
+Metric = Callable[[Tree, Tree], Any]
+"""Of all outputs and targets, one number; or an object with `reset`, `update` and `compute`, as torchmetrics has."""
+
+
+def accuracy(logits: Tensor, labels: Tensor) -> float:
+    """The share of the examples whose most probable class is the right one.
+
+    >>> import torch
+    >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
+    0.5
+    """
+    return float((models.predict(logits) == labels).float().mean())
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss, and a metric with its name and the direction in which it is better. `metric` None stands for the loss.
+
+    >>> Objective().name, Objective.of(F.mse_loss).name, Objective.of(F.mse_loss).lower_is_better
+    ('accuracy', 'loss', True)
+    """
+
+    loss: Loss = models.loss
+    metric: Metric | None = accuracy
+    name: str = "accuracy"
+    lower_is_better: bool = False
+
+    @classmethod
+    def of(
+        cls, loss: Loss | type[nn.Module] | None = None, metric: Metric | None = None, *, better: str = "higher"
+    ) -> "Objective":
+        """The objective of a loss and a metric; without them cross entropy, accuracy for it, and else the loss itself.
+
+        A class, such as `torch.nn.MSELoss` or a metric of torchmetrics, is called without arguments.
+
+        >>> Objective.of(nn.L1Loss, lambda outputs, targets: 0.0, better="lower").lower_is_better
+        True
+        """
+        if better not in ("higher", "lower"):
+            raise ConfigError(f"better must be 'higher' or 'lower', got {better!r}")
+        loss = loss() if isinstance(loss, type) else loss
+        metric = metric() if isinstance(metric, type) else metric
+        if loss is None or _is_cross_entropy(loss):
+            loss, metric = models.loss, metric or accuracy
+        if metric is None:
+            return cls(loss, None, "loss", lower_is_better=True)
+        return cls(loss, metric, name_of(metric), better == "lower")
+
+    @property
+    def classifies(self) -> bool:
+        """Whether the loss is the cross entropy of classes, for which the engines and attacks have more to offer."""
+        return self.loss is models.loss
+
+    def better(self, one: float, other: float) -> bool:
+        """Whether the first value of the metric is better than the second.
+
+        >>> Objective().better(0.9, 0.8), Objective.of(F.mse_loss).better(0.9, 0.8)
+        (True, False)
+        """
+        return one < other if self.lower_is_better else one > other
+
+    def shown(self, value: float, digits: int = 2) -> str:
+        """A value of the metric as people write it, an accuracy in percent with so many digits.
+
+        >>> Objective().shown(0.912), Objective.of(F.mse_loss).shown(0.01234567)
+        ('91.20%', '0.01235')
+        """
+        return f"{value:.{digits}%}" if self.metric is accuracy else f"{value:.4g}"
+
+
+CLASSIFICATION = Objective()
+"""Cross entropy and accuracy."""
+
+
+def name_of(thing: Any) -> str:
+    """What a function, a class or an object is called.
+
+    >>> name_of(F.mse_loss), name_of(nn.MSELoss()), name_of(partial(F.huber_loss, delta=2.0))
+    ('mse_loss', 'MSELoss', 'huber_loss')
+    """
+    if isinstance(thing, partial):
+        return name_of(thing.func)
+    return str(getattr(thing, "__name__", type(thing).__name__)).replace("<lambda>", "metric")
+
+
+def _is_cross_entropy(loss: Loss) -> bool:
+    if type(loss) is nn.CrossEntropyLoss:
+        plain = nn.CrossEntropyLoss()
+        names = ("weight", "ignore_index", "reduction", "label_smoothing")
+        return all(getattr(loss, name) == getattr(plain, name) for name in names if name != "weight") and (
+            loss.weight is None
+        )
+    return loss is F.cross_entropy

@@ -1,0 +1,136 @@
+"""One call from a model and data in Python to a finished run."""
+
+import copy
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dbcl.engines.training import OptimizerFactory, Schedule
+from dbcl.errors import ConfigError
+from dbcl.objective import Loss, Metric, Objective, name_of
+from dbcl.run.assemble import resolve_device
+from dbcl.run.config import CROSS_ENTROPY, IN_PYTHON, RunConfig
+from dbcl.run.folder import RESUMABLE, Run
+from dbcl.run.presets import PRESETS, from_toml, preset
+from dbcl.run.task import Task, given
+from dbcl.trackers import ProgressBar, Tracker
+
+
+def simulate(
+    model: nn.Module | Callable[[], nn.Module],
+    clients: Any,
+    held_out: Any,
+    *,
+    loss: Loss | type[nn.Module] | None = None,
+    metric: Metric | None = None,
+    better: str = "higher",
+    optimizer: str | OptimizerFactory = "SGD",
+    lr_schedule: str | Schedule = "constant",
+    properties: Mapping[str, Any] | None = None,
+    settings: str | Path = PRESETS[0],
+    folder: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = False,
+    trackers: Iterable[Tracker] = (),
+    **more: Any,
+) -> Run:
+    """Train a model double-blind with simulated clients, and give the finished run.
+
+    `clients` is a list with the examples of each client, or one set that is divided among `clients=` of them; each set
+    is a pair (inputs, targets) of tensors, a dataset or a DataLoader. Inputs and targets may be tuples and dictionaries
+    of tensors: the model is called with a tuple by position and with a dictionary by keywords. `held_out` is what the
+    server measures on. `loss` and `metric` take a batch's outputs and targets; without them it is cross entropy and
+    accuracy. `properties` are yes-or-no facts about the training examples that an audit looks for.
+
+    `settings` is a preset or a TOML file, and `more` are fields of `dbcl.run.RunConfig`, as `dbcl train` has options.
+    All clients take part in every round unless `fraction` says otherwise. The run's folder is `folder`, or a temporary
+    one; with `resume=True` a run in that folder goes on, with the same objects.
+
+    >>> import torch.nn.functional as F
+    >>> x = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
+    >>> y = x[:, :1] - x[:, 1:2]
+    >>> net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    >>> clients = [(x[:20], y[:20]), (x[20:40], y[20:40])]
+    >>> run = simulate(net, clients, (x[40:], y[40:]), loss=F.mse_loss, rounds=3, lr=0.05)
+    >>> run.history[-1].round, run.history[-1].metric, type(run.model).__name__
+    (3, 'loss', 'Sequential')
+    """
+    objective = Objective.of(loss, metric, better=better)
+    count = more.pop("clients", None)
+    divided = isinstance(clients, list)
+    if divided and count is not None:
+        raise ConfigError(
+            f"clients is a list of {len(clients)} clients already; give one set to divide it among {count}"
+        )
+    task = given(
+        _maker(model),
+        clients,
+        held_out,
+        objective=objective,
+        properties=properties,
+        optimizer=None if isinstance(optimizer, str) else optimizer,
+        schedule=None if isinstance(lr_schedule, str) else lr_schedule,
+    )
+    named = {
+        "model": _label(model),
+        "data": "data" + IN_PYTHON,
+        "loss": CROSS_ENTROPY if objective.classifies else _label(objective.loss),
+        "metric": None if metric is None else _label(metric),
+        "better": better,
+        "optimizer": optimizer if isinstance(optimizer, str) else _label(optimizer),
+        "lr_schedule": lr_schedule if isinstance(lr_schedule, str) else _label(lr_schedule),
+        "clients": len(clients) if divided else (count or 10),
+        "fraction": 1.0,
+    }
+    config = preset(str(settings), **{**{key: value for key, value in named.items() if value is not None}, **more})
+    place = Path(folder or tempfile.mkdtemp(prefix="dbcl-"))
+    if resume and (place / "config.toml").exists():
+        run = _go_on(place, config, task)
+    else:
+        run = Run.start(config, place, task=task)
+    if folder is None:  # its files stay for as long as the run is held
+        weakref.finalize(run, shutil.rmtree, place, ignore_errors=True)
+    bar = [ProgressBar(objective.shown)] if progress else []
+    for _ in run.play(*trackers, *bar):
+        pass
+    return run
+
+
+def _go_on(place: Path, config: RunConfig, task: Task) -> Run:
+    before = asdict(from_toml((place / "config.toml").read_text()))
+    now = asdict(resolve_device(config))
+    changed = sorted(name for name in now if now[name] != before[name] and name not in RESUMABLE)
+    if changed:
+        told = ", ".join(f"{name} was {before[name]!r} and is {now[name]!r}" for name in changed)
+        raise ConfigError(f"the run in {place} has other settings: {told}; a run may change {', '.join(RESUMABLE)}")
+    return Run.resume(place, task=task, **{name: now[name] for name in RESUMABLE})
+
+
+def _maker(model: nn.Module | Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
+    if isinstance(model, nn.Module):
+        return lambda seed: copy.deepcopy(model)
+    if not callable(model):
+        raise ConfigError(f"model is a torch.nn.Module or a function that makes one, got {type(model).__name__}")
+
+    def make(seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = model()
+        if not isinstance(made, nn.Module):
+            raise ConfigError(
+                f"the function {name_of(model)} made a {type(made).__name__}, and must make a torch.nn.Module"
+            )
+        return made
+
+    return make
+
+
+def _label(thing: Any) -> str:
+    return name_of(thing) + IN_PYTHON

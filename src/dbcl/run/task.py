@@ -1,0 +1,216 @@
+"""What a run trains: a network, examples, a loss and a metric, made of its settings or given in Python."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, Subset
+
+from dbcl import data, models
+from dbcl.data import Dataset, DatasetExamples, Examples, TensorExamples, examples_of
+from dbcl.data.examples import Rows
+from dbcl.data.traits import PROPERTY_NAMES, properties_of
+from dbcl.data.trees import join
+from dbcl.engines import LocalTraining
+from dbcl.engines.training import OptimizerFactory, Schedule
+from dbcl.errors import ConfigError, DataError
+from dbcl.objective import CLASSIFICATION, Objective
+from dbcl.run.config import CROSS_ENTROPY, RunConfig, in_python
+
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """The network, the examples and what is learned from them.
+
+    `make_model` makes the network from a number, which decides its initial weights. `train` holds all training
+    examples, and `division` the rows of each client where the data come divided. `pictures` are the same examples as
+    attacks on pictures want them, or `why_no_pictures` says what they lack.
+
+    >>> task = task_of(RunConfig())
+    >>> len(task.train), len(task.held_out), task.objective.name
+    (4000, 1000, 'accuracy')
+    """
+
+    make_model: Callable[[int], nn.Module]
+    train: Examples
+    held_out: Examples
+    objective: Objective
+    division: Sequence[Rows] | None = None
+    pictures: Dataset | None = None
+    why_no_pictures: str = ""
+    holds: Flags | None = None
+    """Which training examples have the property that an audit looks for; None where none is known."""
+    property_name: str = ""
+    optimizer: OptimizerFactory | None = None
+    schedule: Schedule | None = None
+
+    def training(self, config: RunConfig) -> LocalTraining:
+        """What a client does with its examples."""
+        return config.training(self.optimizer, self.schedule)
+
+    def adapt(self, config: RunConfig) -> RunConfig:
+        """The settings with the number of clients that the data have, where they come divided."""
+        if self.division is None:
+            return config
+        fraction = 1.0 if config.fraction is None else config.fraction
+        return replace(config, clients=len(self.division), fraction=fraction)
+
+
+def task_of(config: RunConfig, data_dir: str | None = None) -> Task:
+    """The task that a run's settings name."""
+    for name in ("model", "data", "loss", "metric", "optimizer", "lr_schedule"):
+        value = getattr(config, name)
+        if value is not None and in_python(value):
+            raise ConfigError(
+                f"the {name} of this run, {value.split(' (')[0]}, was given in Python: go on by dbcl.simulate with "
+                "the same objects and resume=True, and audit it by dbcl.audit.suite.audit(run.folder, task=run.task)"
+            )
+    loss = None if config.loss == CROSS_ENTROPY else models.imported(config.loss, "loss")
+    if config.metric == "loss":
+        objective = replace(Objective.of(loss), metric=None, name="loss", lower_is_better=True)
+    else:
+        metric = None if config.metric is None else models.imported(config.metric, "metric")
+        objective = Objective.of(loss, metric, better=config.better)
+    if ":" in config.data:
+        train, held_out, properties = _own_data(config.data)
+        make = partial(_build, config.model)
+        return given(make, train, held_out, objective=objective, properties=properties)
+    task = of_pictures(config, data.load(config.data, data_dir), objective)
+    if config.data not in PROPERTY_NAMES:
+        return task
+    return replace(task, holds=properties_of(config.data, data_dir), property_name=PROPERTY_NAMES[config.data])
+
+
+def of_pictures(config: RunConfig, dataset: Dataset, objective: Objective = CLASSIFICATION) -> Task:
+    """The task of a configuration's network on a dataset of pictures.
+
+    >>> of_pictures(RunConfig(model="mnist-cnn"), data.load("digits")).pictures.shape
+    (1, 28, 28)
+    """
+    return Task(
+        lambda seed: models.build(config.model, shape=dataset.shape, outputs=dataset.outputs, seed=seed),
+        TensorExamples(dataset.x_train, dataset.y_train),
+        TensorExamples(dataset.x_test, dataset.y_test),
+        objective,
+        pictures=dataset if objective.classifies else None,
+        why_no_pictures="" if objective.classifies else "the loss is not the cross entropy of classes",
+    )
+
+
+def _build(model: str, seed: int) -> nn.Module:
+    if ":" not in model:
+        raise ConfigError(
+            f"{model} is made for the built-in datasets; with data of your own give --model module:factory"
+        )
+    return models.build(model, seed=seed)
+
+
+def given(
+    make_model: Callable[[int], nn.Module],
+    train: Any,
+    held_out: Any,
+    *,
+    objective: Objective,
+    properties: Mapping[str, Any] | None = None,
+    optimizer: OptimizerFactory | None = None,
+    schedule: Schedule | None = None,
+) -> Task:
+    """The task of examples that are given: `train` a list with an item for each client, or one set for all to share.
+
+    The first of the `properties` is what an audit looks for: its name, and for each training example whether it has it.
+
+    >>> import torch
+    >>> x, y = torch.randn(20, 8), torch.arange(20) % 2
+    >>> task = given(lambda seed: nn.Linear(8, 2), [(x, y), (x[:5], y[:5])], (x, y), objective=Objective())
+    >>> [len(rows) for rows in task.division], task.why_no_pictures
+    ([20, 5], 'an example has 1 axes, and a picture has 3: channels, height, width')
+    """
+    division = None
+    if isinstance(train, list):
+        clients = [_named(f"client {number}", each) for number, each in enumerate(train)]
+        if not clients:
+            raise DataError("the list of clients is empty")
+        ends = np.cumsum([len(client) for client in clients])
+        division = [np.arange(end - len(client), end) for client, end in zip(clients, ends, strict=True)]
+        whole: Examples = pooled(clients)
+    else:
+        whole = _named("the training examples", train)
+    held = _named("the held-out examples", held_out)
+    pictures, why = _pictures(whole, held, objective)
+    task = Task(make_model, whole, held, objective, division, pictures, why, optimizer=optimizer, schedule=schedule)
+    for name, values in (properties or {}).items():
+        return replace(task, holds=_flags(name, values, len(whole)), property_name=name)
+    return task
+
+
+def pooled(sets: Sequence[Examples]) -> Examples:
+    """The examples of several sets as one, in their order.
+
+    >>> import torch
+    >>> first, second = (examples_of((torch.zeros(n, 4), torch.zeros(n))) for n in (3, 2))
+    >>> len(pooled([first, second]))
+    5
+    """
+    if len(sets) == 1:
+        return sets[0]
+    tensors = [each.first(len(each)) for each in sets if isinstance(each, TensorExamples)]
+    if len(tensors) == len(sets):
+        try:
+            return TensorExamples(*join(tensors))
+        except (RuntimeError, ValueError) as error:
+            raise DataError(f"the clients' examples differ in shape or kind: {error}") from error
+    lazy = [each for each in sets if isinstance(each, DatasetExamples)]
+    if len(lazy) < len(sets):
+        raise DataError("some clients are given as tensors and others as datasets; give all in one way")
+    parts = [Subset(each.dataset, each.rows.tolist()) for each in lazy]
+    return DatasetExamples(ConcatDataset(parts), lazy[0].collate)
+
+
+def _own_data(name: str) -> tuple[Any, Any, Mapping[str, Any]]:
+    made = models.made(name, "data")
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise DataError(
+            f"{name!r} must give (training examples, held-out examples), and may give a dictionary of properties as a "
+            f"third; it gave a {type(made).__name__}" + (f" of {len(made)}" if isinstance(made, tuple) else "")
+        )
+    train, held_out, *more = made
+    return train, held_out, more[0] if more else {}
+
+
+def _named(who: str, source: Any) -> Examples:
+    try:
+        return examples_of(source)
+    except DataError as error:
+        raise DataError(f"{who}: {error}") from error
+
+
+def _flags(name: str, values: Any, examples: int) -> Flags:
+    flags = np.asarray(values)
+    if flags.shape != (examples,) or not np.isin(flags, (0, 1)).all():
+        raise DataError(f"the property {name!r} must be True or False for each of the {examples} training examples")
+    return np.asarray(flags, dtype=np.bool_)
+
+
+def _pictures(train: Examples, held_out: Examples, objective: Objective) -> tuple[Dataset | None, str]:
+    """The examples as attacks on pictures take them, or why they are none."""
+    if not objective.classifies:
+        return None, "the loss is not the cross entropy of classes"
+    if not (isinstance(train, TensorExamples) and isinstance(held_out, TensorExamples)):
+        return None, "the examples are not tensors in memory"
+    (x, y), (x_test, y_test) = train.first(len(train)), held_out.first(len(held_out))
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return None, "an input is not one tensor of numbers"
+    if x.ndim != 4:
+        return None, f"an example has {x.ndim - 1} axes, and a picture has 3: channels, height, width"
+    if not isinstance(y, Tensor) or y.ndim != 1:
+        return None, "an example has not one class"
+    low, high = float(x.min()), float(x.max())
+    scale = high - low or 1.0  # the pixels from 0 to 1 that these would be
+    outputs = int(y.max()) + 1
+    return Dataset("given", x, y.long(), x_test, y_test.long(), outputs, -low / scale, 1 / scale), ""
