@@ -17,6 +17,10 @@ Noise = Callable[[str, tuple[int, ...]], Tensor | None]
 """Gives the noise on one tensor of W from its name and shape."""
 
 
+SAME = "start from the same file, or load what server.base() sends (send_frozen=True)"
+"""What to do where a frozen tensor differs."""
+
+
 def blind(weights: Mapping[str, Tensor], plan: RoundPlan, noise: Noise) -> dict[str, Tensor]:
     """V = (W + N) R for every tensor that leaves the server.
 
@@ -64,7 +68,7 @@ def check_module(module: nn.Module, plan: RoundPlan) -> None:
         if name not in own:
             problems.append(f"{name} is missing; it is frozen, so the server does not send it")
         elif fingerprint(own[name]) != digest:
-            problems.append(f"{name} is frozen, and this model's copy differs from the server's")
+            problems.append(f"{name} is frozen, and this model's copy differs from the server's: {SAME}")
     if problems:
         raise PlanError("\n  - ".join(["this model is not the one that the server trains:", *problems]))
 

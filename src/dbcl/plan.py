@@ -126,9 +126,11 @@ class SketchPlan:
     """What a word in `cover` would have sketched, and why it is not."""
     at_home: tuple[tuple[str, str], ...] = ()
     """What is not sent, since every party has its own: the name, and "frozen" or "constant"."""
+    base: tuple[TensorPlan, ...] = ()
+    """The frozen parameters that are sent once, with their veils."""
 
     def __post_init__(self) -> None:
-        _refuse([problem for tensor in self.tensors for problem in tensor.problems()])
+        _refuse([problem for tensor in (*self.tensors, *self.base) for problem in tensor.problems()])
 
     @classmethod
     def of(
@@ -141,6 +143,7 @@ class SketchPlan:
         sketch: str = "count-v1",
         buffers: Sequence[str] = (),
         layers: Layers | None = None,
+        send_frozen: bool = False,
     ) -> "SketchPlan":
         """Plan a model.
 
@@ -154,6 +157,9 @@ class SketchPlan:
         `layers` tells the words in `cover` of layers that they do not know: a class, or a pattern of parameter names,
         and on which axis (or axes) of the weight the inputs lie: -1 for x @ W.T, 0 for x @ W, -1 for experts
         (experts, out, in).
+
+        Frozen parameters stay at home: a client must have the same. With `send_frozen` the server sends those that are
+        floating-point numbers, once (`Server.base`), under one noise that never changes.
 
         >>> import torch
         >>> class Backwards(nn.Module):
@@ -187,9 +193,11 @@ class SketchPlan:
         unsketched = {name: MEASURED if is_statistic(name) else CLEAR for name in sent}
         tensors = [planned(name, sketch if name in names else unsketched[name]) for name in sent]
         _refuse([*covered.problems, *(problem for tensor in tensors for problem in tensor.problems())])
-        at_home = [(name, "frozen") for name in frozen_parameters(model)]
+        frozen = frozen_parameters(model)
+        base = [planned(name, CLEAR) for name, tensor in frozen.items() if send_frozen and tensor.is_floating_point()]
+        at_home = [(name, "frozen") for name in frozen if name not in {tensor.name for tensor in base}]
         at_home += [(name, "constant") for name, tensor in own.items() if _is_constant(name, tensor, sent)]
-        return cls(tuple(tensors), tuple(left_out.items()), tuple(at_home))
+        return cls(tuple(tensors), tuple(left_out.items()), tuple(at_home), tuple(base))
 
     def adjust(
         self, pattern: str, *, sketch: str | None = None, ratio: Ratio | None = None, veil: float | None = None
@@ -203,13 +211,14 @@ class SketchPlan:
         >>> plan.in_clear
         ('0.bias',)
         """
-        if not any(fnmatchcase(tensor.name, pattern) for tensor in self.tensors):
-            names = ", ".join(tensor.name for tensor in self.tensors)
+        every = (*self.tensors, *self.base)
+        if not any(fnmatchcase(tensor.name, pattern) for tensor in every):
+            names = ", ".join(tensor.name for tensor in every)
             raise PlanError(f"pattern {pattern!r} matches no tensor; there are {names}")
         changes: dict[str, object] = {}
         if sketch is not None:
             changes["scheme"] = sketch
-            bare = [t.name for t in self.tensors if fnmatchcase(t.name, pattern) and not t.sketched]
+            bare = [t.name for t in every if fnmatchcase(t.name, pattern) and not t.sketched]
             if bare and sketch != CLEAR:
                 raise PlanError(f"not covered, so it cannot get a sketch: {', '.join(bare)}; name it in cover instead")
         if ratio is not None:
@@ -217,13 +226,13 @@ class SketchPlan:
         if veil is not None:
             changes["veil"] = veil
         fixed = {name: value for name, value in changes.items() if name != "scheme"}
-        changed = tuple(
-            dataclasses.replace(tensor, **(changes if tensor.sketched else fixed))  # type: ignore[arg-type]
-            if fnmatchcase(tensor.name, pattern)
-            else tensor
-            for tensor in self.tensors
-        )
-        return dataclasses.replace(self, tensors=changed)
+
+        def changed(tensor: TensorPlan) -> TensorPlan:
+            if not fnmatchcase(tensor.name, pattern):
+                return tensor
+            return dataclasses.replace(tensor, **(changes if tensor.sketched else fixed))  # type: ignore[arg-type]
+
+        return dataclasses.replace(self, tensors=tuple(map(changed, self.tensors)), base=tuple(map(changed, self.base)))
 
     @property
     def veils(self) -> dict[str, float]:
@@ -233,12 +242,14 @@ class SketchPlan:
     @property
     def in_clear(self) -> tuple[str, ...]:
         """The tensors that every client receives exactly."""
-        return tuple(tensor.name for tensor in self.tensors if tensor.in_clear)
+        return tuple(tensor.name for tensor in (*self.tensors, *self.base) if tensor.in_clear)
 
     @property
     def digest(self) -> str:
         """A name for this plan, to recognise it in a checkpoint."""
-        return hashlib.sha256(json.dumps([dataclasses.astuple(tensor) for tensor in self.tensors]).encode()).hexdigest()
+        parts = [dataclasses.astuple(tensor) for tensor in self.tensors]
+        base = [dataclasses.astuple(tensor) for tensor in self.base]
+        return hashlib.sha256(json.dumps([parts, base] if base else parts).encode()).hexdigest()
 
     def draw(self, seed: bytes, round: int, frozen: tuple[tuple[str, str], ...] = ()) -> RoundPlan:
         """Settle a round: draw the width of every covered tensor. `frozen` are names and fingerprints."""
@@ -268,11 +279,14 @@ class SketchPlan:
             few = "" if self.share_sketched >= 0.5 else ", less than half: name more layers in cover"
             lines.append(f"sketched: {self.share_sketched:.0%} of the numbers{few}".replace("%", " %"))
         lines += [f"not sketched: {name} {reason}" for name, reason in self.left_out]
+        if self.base:
+            veils = sorted({tensor.veil for tensor in self.base})
+            shown = _shown([tensor.name for tensor in self.base])
+            lines.append(f"sent once: {len(self.base)} frozen parameters ({shown}), veil {_span(veils[0], veils[-1])}")
         for why, what in (("frozen", "frozen parameters"), ("constant", "buffers that are constants")):
             names = [name for name, reason in self.at_home if reason == why]
             if names:
-                shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-                lines.append(f"stays at home: {len(names)} {what} ({shown})")
+                lines.append(f"stays at home: {len(names)} {what} ({_shown(names)})")
         return lines
 
     def header(self) -> tuple[str, str, str, str, str]:
@@ -304,6 +318,10 @@ def _refuse(problems: list[str]) -> None:
 def _is_constant(name: str, tensor: Tensor, sent: Sequence[str]) -> bool:
     """Whether a buffer stays at home; the counters of normalisation layers are not worth a word."""
     return not isinstance(tensor, nn.Parameter) and name not in sent and not name.endswith("num_batches_tracked")
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _span(low: float, high: float) -> str:

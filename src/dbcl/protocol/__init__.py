@@ -2,15 +2,17 @@
 
 from dbcl.protocol.admission import Admission, Admitted, Door
 from dbcl.protocol.aggregation import Aggregate
+from dbcl.protocol.base import load_base
 from dbcl.protocol.client import blinded, update
-from dbcl.protocol.codec import decode_broadcast, decode_update, encode, encoded_size
-from dbcl.protocol.messages import Broadcast, RoundReport, Tally, Update
+from dbcl.protocol.codec import decode_base, decode_broadcast, decode_update, encode, encoded_size
+from dbcl.protocol.messages import Base, Broadcast, RoundReport, Tally, Update
 from dbcl.protocol.server import Server
 
 __all__ = [
     "Admission",
     "Admitted",
     "Aggregate",
+    "Base",
     "Broadcast",
     "Door",
     "RoundReport",
@@ -18,9 +20,11 @@ __all__ = [
     "Tally",
     "Update",
     "blinded",
+    "decode_base",
     "decode_broadcast",
     "decode_update",
     "encode",
     "encoded_size",
+    "load_base",
     "update",
 ]

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from dbcl.errors import ProtocolError
-from dbcl.protocol.messages import Broadcast, Update
+from dbcl.protocol.messages import Base, Broadcast, Update
 from dbcl.round_plan import UNSKETCHED, RoundPlan, RoundTensor
 from dbcl.seeds import SEED_BYTES
 from dbcl.sketch import SCHEMES
 
 MAGIC = b"DBCL"
 VERSION = 1
-BROADCAST, UPDATE, CHECKPOINT = 1, 2, 3
-KINDS = {BROADCAST: "broadcast", UPDATE: "update", CHECKPOINT: "checkpoint"}
+BROADCAST, UPDATE, CHECKPOINT, BASE = 1, 2, 3, 4
+KINDS = {BROADCAST: "broadcast", UPDATE: "update", CHECKPOINT: "checkpoint", BASE: "base"}
 WIRE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_HEADER = 16 << 20
 MAX_TENSORS = 100_000
@@ -36,7 +36,7 @@ _PREFIX = struct.Struct("<4sBBI")
 _DIGEST = 32
 
 
-def encode(message: Broadcast | Update) -> bytes:
+def encode(message: Broadcast | Update | Base) -> bytes:
     """Write a message as bytes.
 
     >>> import torch
@@ -44,10 +44,11 @@ def encode(message: Broadcast | Update) -> bytes:
     >>> data[:4], decode_update(data).examples
     (b'DBCL', 600)
     """
-    return pack(BROADCAST if isinstance(message, Broadcast) else UPDATE, _header(message), message.tensors)
+    kind = {Broadcast: BROADCAST, Update: UPDATE, Base: BASE}[type(message)]
+    return pack(kind, _header(message), message.tensors)
 
 
-def encoded_size(message: Broadcast | Update | bytes) -> int:
+def encoded_size(message: Broadcast | Update | Base | bytes) -> int:
     """How many bytes `encode` makes of a message, counted without writing the tensors.
 
     >>> update = Update(round=0, plan="ab" * 32, tensors={"bias": torch.zeros(2)}, examples=600)
@@ -92,6 +93,17 @@ def decode_broadcast(data: bytes) -> Broadcast:
     return Broadcast(plan, tensors)
 
 
+def decode_base(data: bytes) -> Base:
+    """Read frozen parameters that are sent once.
+
+    >>> decode_base(encode(Base({"w": torch.zeros(2)}))).tensors
+    {'w': tensor([0., 0.])}
+    """
+    header, tensors = unpack(BASE, data)
+    _Fields("base", header).end()
+    return Base(tensors)
+
+
 def decode_update(data: bytes) -> Update:
     """Read an update.
 
@@ -113,7 +125,9 @@ def decode_update(data: bytes) -> Update:
     return update
 
 
-def _header(message: Broadcast | Update) -> dict[str, Any]:
+def _header(message: Broadcast | Update | Base) -> dict[str, Any]:
+    if isinstance(message, Base):
+        return {}
     if isinstance(message, Broadcast):
         parts = [tensor.fields() for tensor in message.plan.tensors]
         header = {"round": message.plan.round, "seed": message.plan.seed.hex(), "parts": parts}

@@ -45,6 +45,19 @@ class Broadcast:
 
 
 @dataclass(frozen=True, eq=False)
+class Base:
+    """Server to a client, once: frozen parameters under a noise that never changes. The same for every client.
+
+    >>> import torch, dbcl
+    >>> model = torch.nn.Sequential(torch.nn.Linear(6, 6).requires_grad_(False), torch.nn.Linear(6, 2))
+    >>> list(dbcl.Server(model, cover="all", send_frozen=True).base().tensors)
+    ['0.weight', '0.bias']
+    """
+
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
 class Update:
     """Client to server: how what it holds has changed, and how many examples it learned from.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dbcl import seeds
 from dbcl.blind import blind, lift
-from dbcl.cover import Cover, Layers, fingerprint, fixed_tensors, named_tensors, recompute
+from dbcl.cover import Cover, Layers, fingerprint, fixed_tensors, frozen_parameters, named_tensors, recompute
 from dbcl.errors import PlanError, ProtocolError
 from dbcl.optim import ServerOptimizer, fedavg
 from dbcl.plan import Ratio, SketchPlan
@@ -18,9 +18,10 @@ from dbcl.privacy import Veil, WhiteVeil, norm
 from dbcl.protocol import checkpoint
 from dbcl.protocol.admission import Admission, Door
 from dbcl.protocol.aggregation import Aggregate, average
+from dbcl.protocol.base import veiled_base
 from dbcl.protocol.codec import WIRE_DTYPES
 from dbcl.protocol.masters import Masters
-from dbcl.protocol.messages import Broadcast, RoundReport, Tally, Update
+from dbcl.protocol.messages import Base, Broadcast, RoundReport, Tally, Update
 from dbcl.protocol.state import restore_server, server_state
 from dbcl.round_plan import MEASURED, mismatches
 from dbcl.state import State
@@ -30,12 +31,12 @@ from dbcl.statistics import calibrate
 class Server:
     """Holds the model W and runs the rounds: `open_round` blinds it, `close_round` steps on the lifted average.
 
-    `ratio`, `cover`, `veil`, `sketch` and `layers` are those of `SketchPlan.of`; or give a `plan`. `wire` names the
-    dtype that travels ("float64", "float32", "bfloat16", "float16"; the model's own where it is None). The round's seed
-    and veil come from the operating system, anew in every round; `insecure_seed` fixes them all, so that an experiment
-    can be repeated, and must never be set where clients are strangers. `calibration` are inputs of the server's own,
-    without labels: on these it measures the normalisation statistics of W after every round. Without them W has the
-    average of what clients measured on the veiled and sketched model, which is not the same.
+    `ratio`, `cover`, `veil`, `sketch`, `layers` and `send_frozen` are those of `SketchPlan.of`; or give a `plan`.
+    `wire` names the dtype that travels ("float64", "float32", "bfloat16", "float16"; the model's own where it is None).
+    The round's seed and veil come from the operating system, anew in every round; `insecure_seed` fixes them all, so
+    that an experiment can be repeated, and must never be set where clients are strangers. `calibration` are inputs of
+    the server's own, without labels: on these it measures the normalisation statistics of W after every round. Without
+    them W has the average of what clients measured on the veiled and sketched model, which is not the same.
 
     >>> import torch, dbcl
     >>> def net():
@@ -62,13 +63,21 @@ class Server:
         veil: float | None = None,
         sketch: str | None = None,
         layers: Layers | None = None,
+        send_frozen: bool | None = None,
         optimizer: ServerOptimizer | None = None,
         door: Door | None = None,
         wire: str | None = None,
         calibration: Tensor | None = None,
         insecure_seed: int | None = None,
     ) -> None:
-        given = {"ratio": ratio, "cover": cover, "veil": veil, "sketch": sketch, "layers": layers}
+        given = {
+            "ratio": ratio,
+            "cover": cover,
+            "veil": veil,
+            "sketch": sketch,
+            "layers": layers,
+            "send_frozen": send_frozen,
+        }
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if plan is not None and settings:
             raise PlanError(f"give either a plan or {', '.join(settings)}, not both")
@@ -81,7 +90,6 @@ class Server:
         problems += [f"{p} is trained and not in it" for p in _trained(model) if p not in self.plan.veils]
         if problems:
             raise PlanError("\n  - ".join(["this plan was made for another model:", *problems]))
-        self._frozen = tuple((name, fingerprint(tensor)) for name, tensor in fixed_tensors(model).items())
         self.door = door or Door()
         self.calibration = calibration
         self.veil: Veil = WhiteVeil(self.plan.veils)
@@ -90,6 +98,8 @@ class Server:
         self._wire = WIRE_DTYPES[wire] if wire is not None else None
         self._insecure = None if insecure_seed is None else seeds.derive(bytes(32), "experiment", insecure_seed)
         self._key = self._new_key()
+        self._base_key = seeds.fresh() if self._insecure is None else seeds.derive(self._insecure, "base")
+        self._frozen: tuple[tuple[str, str], ...] | None = None
         self._open: Broadcast | None = None
         self._masters = Masters(own)
         trained = [
@@ -104,11 +114,24 @@ class Server:
         round's key is drawn when the round before it closes, it is in the checkpoint, and all noise follows from it.
         """
         if self._open is None:
+            if self._frozen is None:
+                self._frozen = self._fingerprints()
             plan = self.plan.draw(seeds.derive(self._key, "sketch"), self.round, self._frozen)
             self.veil.begin(self.round, seeds.derive(self._key, "veil"), self.model)
             sent, own = blind(self.weights(), plan, partial(self.veil.noise, self.round)), named_tensors(self.model)
             self._open = Broadcast(plan, {name: V.to(self._wire or own[name].dtype) for name, V in sent.items()})
         return self._open
+
+    def base(self) -> Base:
+        """The frozen parameters, veiled, for a client that has none: the same numbers at every call.
+
+        A client puts them into its module with `dbcl.load_base`, once, and keeps them; one that lost them asks again. A
+        second noise would average out, so there never is one: its key is in the checkpoint.
+        """
+        if not self.plan.base:
+            raise ProtocolError("no frozen parameter is sent: make the server with send_frozen=True")
+        veiled = veiled_base(frozen_parameters(self.model), self.plan.base, self._base_key)
+        return Base({name: tensor.to(self._wire) for name, tensor in veiled.items()})
 
     def close_round(self, updates: Iterable[Update | bytes]) -> RoundReport:
         """Check the updates, average those that pass, lift the average, and step.
@@ -267,6 +290,13 @@ class Server:
         """
         exact = not any(tensor.veil or tensor.sketched for tensor in self.plan.tensors)
         return 1.0 if exact else max(0.2, 1 / (self.round + 1))
+
+    def _fingerprints(self) -> tuple[tuple[str, str], ...]:
+        """What a client must hold: the tensors that stay at home, and the base as a client has it after `load_base`."""
+        fixed = fixed_tensors(self.model)
+        base = self.base().tensors if self.plan.base else {}
+        held = {name: base[name].to(tensor.dtype) if name in base else tensor for name, tensor in fixed.items()}
+        return tuple((name, fingerprint(tensor)) for name, tensor in held.items())
 
     def _new_key(self) -> bytes:
         return seeds.fresh() if self._insecure is None else seeds.derive(self._insecure, "round", self.round)

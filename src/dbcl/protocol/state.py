@@ -23,6 +23,8 @@ def server_state(server: "Server") -> State:
     (['model', 'optimizer', 'round', 'veil'], ['model.bias', 'model.weight'])
     """
     own = {"number": server.round, "key": server._key.hex(), "plan": server.plan.digest}
+    if server.plan.base:
+        own["base_key"] = server._base_key.hex()
     parts = {
         "round": State(own, {}),
         "model": model_state(server.model),
@@ -58,6 +60,8 @@ def restore_server(server: "Server", state: State) -> None:
     load_optimizer(server._optimizer, state.part("optimizer"))
     server.veil.load_state(state.part("veil"))
     server.round, server._key, server._open = own["number"], bytes.fromhex(own["key"]), None
+    if server.plan.base:
+        server._base_key, server._frozen = bytes.fromhex(own["base_key"]), None
 
 
 def model_state(model: nn.Module) -> State:

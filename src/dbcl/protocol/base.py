@@ -1,0 +1,68 @@
+"""Frozen parameters that the server sends once, under one noise that never changes."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dbcl import seeds
+from dbcl._torch import unwrapped
+from dbcl.errors import PlanError
+from dbcl.plan import TensorPlan
+from dbcl.privacy import norm
+from dbcl.protocol.messages import Base
+from dbcl.round_plan import mismatches
+
+SCHEME = "base-v1"
+"""The label of the noise on frozen parameters."""
+
+
+def veiled_base(frozen: Mapping[str, Tensor], base: Sequence[TensorPlan], key: bytes) -> dict[str, Tensor]:
+    """W + N of every frozen tensor that is sent, with N = veil * rms(W) * standard normal: a function of key and W.
+
+    Nothing in it changes from round to round, so that nothing averages out. A tensor of zeros counts as large as all
+    of them together.
+
+    >>> planned = TensorPlan("w", (2,), "identity-v1", (2.0, 2.0), veil=0.5)
+    >>> one, two = (veiled_base({"w": torch.ones(2)}, [planned], bytes(32)) for _ in range(2))
+    >>> one["w"], torch.equal(one["w"], two["w"])
+    (tensor([0.5335, 1.9872]), True)
+    """
+    whole = _rms(frozen[tensor.name] for tensor in base)
+    veiled = {}
+    for tensor in base:
+        value = frozen[tensor.name].detach()
+        if tensor.veil:
+            drawn = torch.from_numpy(seeds.normals(key, SCHEME, tensor.name, n=value.numel()))
+            noise = drawn.reshape(value.shape) * (tensor.veil * (_rms([value]) or whole))
+            value = (value.double() + noise.to(value.device)).to(value.dtype)
+        veiled[tensor.name] = value
+    return veiled
+
+
+def load_base(module: nn.Module, base: Base) -> nn.Module:
+    """Put the server's frozen parameters into a client's own module, once; returns the module, changed in place.
+
+    >>> import dbcl
+    >>> def adapted():
+    ...     return nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6), nn.Linear(6, 2))
+    >>> server = dbcl.Server(adapted(), send_frozen=True)
+    >>> mine = dbcl.load_base(adapted(), dbcl.decode_base(dbcl.encode(server.base())))
+    >>> dbcl.blinded(mine, server.open_round())[0].weight.requires_grad
+    False
+    """
+    own = dict(unwrapped(module).named_parameters())
+    sent = {name: tuple(tensor.shape) for name, tensor in base.tensors.items()}
+    problems = mismatches(sent, {name: parameter for name, parameter in own.items() if name in sent})
+    if problems:
+        raise PlanError("\n  - ".join(["this model has not the frozen parameters that the server sends:", *problems]))
+    with torch.no_grad():
+        for name, tensor in base.tensors.items():
+            own[name].copy_(tensor)
+    return module
+
+
+def _rms(tensors: Iterable[Tensor]) -> float:
+    listed = {str(number): tensor.detach() for number, tensor in enumerate(tensors)}
+    return norm(listed) / math.sqrt(sum(tensor.numel() for tensor in listed.values()))
