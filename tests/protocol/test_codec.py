@@ -59,11 +59,14 @@ def golden_messages() -> dict[str, bytes]:
         "broadcast.dbcl": dbcl.encode(broadcast),
         "broadcast-inputs.dbcl": dbcl.encode(inputs),
         "broadcast-frozen.dbcl": dbcl.encode(frozen),
+        "base.dbcl": dbcl.encode(dbcl.Server(model, cover=["0.weight"], veil=0, send_frozen=True).base()),
         "update.dbcl": dbcl.encode(update),
     }
 
 
-@pytest.mark.parametrize("name", ["broadcast.dbcl", "broadcast-frozen.dbcl", "broadcast-inputs.dbcl", "update.dbcl"])
+@pytest.mark.parametrize(
+    "name", ["broadcast.dbcl", "broadcast-frozen.dbcl", "broadcast-inputs.dbcl", "base.dbcl", "update.dbcl"]
+)
 def test_golden_bytes(name: str) -> None:
     """Version 1 of the wire format is these bytes; a change is a new version and new golden files."""
     assert golden_messages()[name] == (GOLDEN / name).read_bytes()

@@ -444,3 +444,75 @@ def test_an_aggregate_must_stay_in_the_range_of_a_half_precision_model() -> None
     broadcast = server.open_round()
     with pytest.raises(ProtocolError, match=r"2.bias leaves the range of the weights' dtype"):
         server.close_round([nudged(broadcast, 3e4)])
+
+
+def adapted(base: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    frozen = nn.Linear(8, 8).to(base).requires_grad_(False)
+    return nn.Sequential(frozen, nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def frozen_server(**settings) -> dbcl.Server:
+    return dbcl.Server(adapted(), send_frozen=True, **settings)
+
+
+def test_frozen_parameters_are_sent_once_under_one_noise() -> None:
+    server = frozen_server(veil=0.2)
+    data = dbcl.encode(server.base())
+    assert len(dbcl.encode(server.open_round())) < len(dbcl.encode(dbcl.Server(adapted()).open_round())) + 100
+    local = dbcl.blinded(dbcl.load_base(adapted(seed=5), dbcl.decode_base(data)), server.open_round())
+    noise = local[0].weight - server.model[0].weight
+    assert 0.1 < float(noise.norm() / server.model[0].weight.norm()) < 0.3
+    for _ in range(3):  # training moves everything that is not frozen, and asking again averages nothing away
+        broadcast = server.open_round()
+        assert not {"0.weight", "0.bias"} & broadcast.tensors.keys()
+        local = dbcl.blinded(dbcl.load_base(adapted(seed=6), server.base()), broadcast)
+        local(torch.randn(4, 8)).square().mean().backward()
+        torch.optim.SGD([p for p in local.parameters() if p.requires_grad], lr=1.0).step()
+        server.close_round([dbcl.update(local, broadcast, examples=4)])
+        assert dbcl.encode(server.base()) == data
+    assert torch.equal(server.model[0].weight, adapted()[0].weight)
+
+
+def test_a_client_without_the_servers_frozen_parameters_is_refused_with_the_remedy() -> None:
+    server = frozen_server()
+    with pytest.raises(dbcl.PlanError, match=r"0.weight is frozen, .* load what server.base\(\) sends"):
+        dbcl.blinded(adapted(), server.open_round())  # even the true ones: the fingerprint is of what is sent
+    with pytest.raises(dbcl.PlanError, match=r"0.weight has shape \(3, 8\) and must have \(8, 8\)"):
+        dbcl.load_base(nn.Sequential(nn.Linear(8, 3)), server.base())
+    with pytest.raises(ProtocolError, match="make the server with send_frozen=True"):
+        dbcl.Server(adapted()).base()
+
+
+def test_a_resumed_server_never_draws_a_second_noise(tmp_path: Path) -> None:
+    server = frozen_server()
+    server.save(tmp_path)
+    revived = dbcl.Server.load(tmp_path, adapted(), send_frozen=True)
+    assert dbcl.encode(revived.base()) == dbcl.encode(server.base())
+    assert revived.open_round().plan.frozen == server.open_round().plan.frozen
+    assert dbcl.encode(frozen_server().base()) != dbcl.encode(server.base())
+    assert dbcl.encode(frozen_server(insecure_seed=3).base()) == dbcl.encode(frozen_server(insecure_seed=3).base())
+    with pytest.raises(ProtocolError, match="another plan"):
+        dbcl.Server.load(tmp_path, adapted())
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+@pytest.mark.parametrize("base", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_base_of_any_number_type_arrives_over_any_wire(base: torch.dtype, wire: str | None) -> None:
+    server = dbcl.Server(adapted(base), send_frozen=True, wire=wire)
+    mine = dbcl.load_base(adapted(base, seed=1), dbcl.decode_base(dbcl.encode(server.base())))
+    assert mine[0].weight.dtype == base
+    dbcl.blinded(mine, dbcl.decode_broadcast(dbcl.encode(server.open_round())))
+
+
+def test_what_is_no_floating_point_number_stays_at_home_all_the_same() -> None:
+    model = adapted()
+    model.table = nn.Parameter(torch.arange(4, dtype=torch.int8), requires_grad=False)
+    nn.init.zeros_(model[0].bias)
+    plan = dbcl.SketchPlan.of(model, send_frozen=True)
+    assert "sent once: 2 frozen parameters (0.weight, 0.bias), veil 0.2" in str(plan)
+    assert plan.at_home == (("table", "frozen"),)
+    assert plan.adjust("0.*", veil=0).in_clear == ("0.weight", "0.bias")
+    server = dbcl.Server(model, plan)
+    assert float(server.base().tensors["0.bias"].abs().min()) > 0  # zeros are veiled too
+    assert torch.equal(dbcl.Server(model, plan.adjust("0.*", veil=0)).base().tensors["0.weight"], model[0].weight)
