@@ -60,7 +60,7 @@ class Audit:
 
     `seats` says who sees what: party, what it receives, what it does not. `run` holds accuracy, rounds and bytes.
     `date`, `version` (of dbcl), `parties` of the rehearsals, `property_name` and `budget` say how the audit was made;
-    audits of older versions do not have them.
+    audits of older versions do not have them. `not_attacked` says what makes no sense to attack in this run, and why.
 
     >>> audit = Audit("paper", {"veil": 0.0}, {"accuracy": 0.9}, (), (), 1.5)
     >>> Audit.from_json(audit.json()) == audit
@@ -78,6 +78,7 @@ class Audit:
     parties: int | None = None
     property_name: str = ""
     budget: Mapping[str, Any] = field(default_factory=dict)
+    not_attacked: Mapping[str, str] = field(default_factory=dict)
 
     def json(self) -> str:
         """Write it as JSON; NaN becomes null."""

@@ -82,6 +82,8 @@ def audit(
         console.print(f"[bold]{escape(verdict)}[/] {escape(worst)}", highlight=False)
     title = f"what leaked from {found.name}: the worst naive and the worst adaptive attack"
     console.print(table(title, ("what", "who", "guessing", "naive", "adaptive"), worst_rows(found)))
+    for what, why in found.not_attacked.items():
+        console.print(f"not attacked: {what}: {why}", highlight=False, markup=False)
     console.print("An attack that failed proves nothing: a better one may not.")
     print_path("page", page)
     broken = rating.exceeded(found, limits)

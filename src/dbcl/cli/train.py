@@ -72,7 +72,8 @@ def train(
         run = Run.resume(resume, data_dir, **settings)
     else:
         chosen = presets.preset(preset, **settings)
-        run = Run.start(chosen, out or _next_folder(f"{Path(preset).stem}-{chosen.data}"), data_dir)
+        name = f"{Path(preset).stem}-{chosen.data.replace(':', '-')}"
+        run = Run.start(chosen, out or _next_folder(name), data_dir)
     _warn_of_transcripts(run)
     try:
         if quiet or as_json:

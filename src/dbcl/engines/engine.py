@@ -94,7 +94,7 @@ def check_fit(template: nn.Module, examples: Examples, objective: Objective) -> 
     mode = template.training
     template.eval()
     try:
-        batch = examples.first(1)
+        batch = examples.first(2)
         floating = [tensor.dtype for tensor in tensors(batch.targets) if tensor.is_floating_point()]
         if objective.classifies and floating:
             raise ConfigError(

@@ -27,6 +27,7 @@ def simulate(
     model: nn.Module | Callable[[], nn.Module],
     clients: Any,
     held_out: Any,
+    /,
     *,
     loss: Loss | type[nn.Module] | None = None,
     metric: Metric | None = None,

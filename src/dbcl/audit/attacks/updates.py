@@ -1,6 +1,6 @@
 """The others' updates, by every estimator. Reads: client-N, in a rehearsal or in the run itself."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -16,6 +16,8 @@ from dbcl.transcripts import Transcript, Truth
 
 MIN_LAG = 40
 """Only rounds with so many seen rounds after them are scored: going backward, the first guess has faded by then."""
+FEW = 8
+"""A tensor of fewer numbers than this is not scored by its cosine."""
 Changes = dict[str, list[Tensor]]
 """For each tensor the estimated changes from each seen round to the next, as matrices over W's columns."""
 
@@ -87,7 +89,7 @@ def update_findings(
         for tensor, guesses in changes.items():
             tell(f"scoring {name}: {tensor}")
             scores[tensor] = score(truth, seen[tensor], guesses)
-        sketched = [tensor for tensor in scores if seen[tensor].sketched] or list(scores)
+        sketched = [tensor for tensor in scores if seen[tensor].sketched] or _telling(seen, scores) or list(scores)
         worst = max(sketched, key=lambda tensor: abs(scores[tensor].median_cosine(min_lag)))
         values = [c for c, lag in zip(scores[worst].cosines, scores[worst].lags, strict=True) if lag >= min_lag]
         low, high = (float(np.quantile(values, q)) for q in (0.025, 0.975))
@@ -107,13 +109,18 @@ def update_findings(
                 note=f"{worst}; 1 is what saying 'no change' gives",
             )
         )  # fmt: skip
-    clear = [tensor for tensor, view in seen.items() if not view.sketched]
+    clear = _telling(seen, [tensor for tensor, view in seen.items() if not view.sketched])
     if clear:
         best = max(abs(score(truth, seen[t], found[next(iter(found))][t]).median_cosine()) for t in clear)
         kind = "in clear" if transcript.setting.veil == 0 else "unsketched, veiled"
         note = f"{', '.join(clear)}: the difference of two broadcasts, no attack at all"
         findings.append(Finding(f"tensors {kind}", "client", "naive", "update", "cosine", best, chance=0.0, note=note))
     return findings
+
+
+def _telling(seen: Mapping[str, View], tensors: Iterable[str]) -> list[str]:
+    """Those tensors whose cosines say something: of two numbers any two directions are close, of one they are equal."""
+    return [tensor for tensor in tensors if seen[tensor].seen[0].numel() >= FEW]
 
 
 def others_update(views: Mapping[str, View], changes: Changes, index: int, cohort: int) -> dict[str, Tensor]:

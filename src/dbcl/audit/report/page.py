@@ -181,6 +181,9 @@ def _verdicts(audit: Audit) -> str:
         if failed
         else ""
     )
+    if audit.not_attacked:
+        why = _list(f"{what}: {reason}" for what, reason in audit.not_attacked.items())
+        gaps += f"<p>Not attacked, since it makes no sense here:</p>{why}"
     return f"<ul class='verdicts'>{''.join(lines)}</ul>{gaps}<p class='warn'>{escape(NO_PROOF)}</p>"
 
 
