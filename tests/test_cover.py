@@ -1,6 +1,7 @@
 """What leaves the server and what stays at home, on models of the kinds that people have."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -273,3 +274,73 @@ def test_a_model_that_cannot_be_copied_is_refused_in_a_sentence() -> None:
     used.kept = [used(torch.ones(1, 6))]
     with pytest.raises(dbcl.PlanError, match=r"cannot be copied .* give one that has not been run yet"):
         dbcl.blinded(used, broadcast)
+
+
+class Wrapped(Tensor):
+    """A weight in 8 bits and a scale, as quantising libraries keep it: it says that it is float32 and is not."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale: Tensor) -> "Wrapped":
+        return Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+
+    def __init__(self, data: Tensor, scale: Tensor) -> None:
+        self.small, self.scale = data, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["small", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), named=None):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(arguments[0].small, arguments[0].scale)
+        raise NotImplementedError(f"{function} of a quantised weight")
+
+
+class Quantised(nn.Module):
+    def __init__(self, shift: int = 0) -> None:
+        super().__init__()
+        weight = torch.arange(64, dtype=torch.int8).reshape(8, 8) + shift
+        self.base = nn.Parameter(Wrapped(weight, torch.tensor(0.1)), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(8))  # beside a weight whose size cannot be measured
+        self.hidden, self.out = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.hidden(x @ (self.base.small * self.base.scale) + self.bias))
+
+
+def test_a_quantised_base_that_calls_itself_float_stays_at_home(tmp_path: Path) -> None:
+    server = dbcl.Server(Quantised(), send_frozen=True)
+    assert server.plan.at_home == (("base", "frozen"),)
+    broadcast = server.open_round()
+    local = dbcl.blinded(Quantised(), broadcast)
+    local(torch.randn(3, 8)).square().mean().backward()
+    torch.optim.SGD([p for p in local.parameters() if p.requires_grad], lr=0.1).step()
+    assert server.close_round([dbcl.update(local, broadcast, examples=3)]).accepted == 1
+    with pytest.raises(dbcl.PlanError, match="base is frozen, and this model's copy differs"):
+        dbcl.blinded(Quantised(shift=1), broadcast)
+    server.save(tmp_path)
+    revived = dbcl.Server.load(tmp_path, Quantised(shift=1), send_frozen=True)
+    assert torch.equal(revived.model.base.small, server.model.base.small)
+
+
+def test_a_trained_parameter_that_cannot_be_sent_is_refused() -> None:
+    model = Quantised()
+    model.base.requires_grad_(True)
+    with pytest.raises(dbcl.PlanError, match="base: is trained and a Wrapped; freeze it"):
+        dbcl.SketchPlan.of(model)
+    with pytest.raises(dbcl.PlanError, match="weight: is trained and complex64; freeze it, or keep its real"):
+        dbcl.SketchPlan.of(nn.Linear(4, 4, dtype=torch.complex64), cover="all")
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own dynamic quantisation is deprecated, and in use
+def test_a_base_in_packed_8_bit_layers_must_be_the_servers() -> None:
+    def adapted(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        base = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 8)), {nn.Linear}, dtype=torch.qint8)
+        return nn.Sequential(base, nn.Linear(8, 8), nn.Linear(8, 2))
+
+    server = dbcl.Server(adapted(0))
+    broadcast = dbcl.decode_broadcast(dbcl.encode(server.open_round()))
+    assert dbcl.blinded(adapted(0), broadcast)(torch.ones(1, 8)).shape == (1, 2)
+    with pytest.raises(dbcl.PlanError, match=r"0.0._packed_params._packed_params.0 is frozen, and this model's copy"):
+        dbcl.blinded(adapted(1), broadcast)

@@ -112,6 +112,19 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return unwrapped(inner) if isinstance(inner, nn.Module) else module
 
 
+def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors that a tensor is made of: several, by ".attribute", for one that wraps others (quantised weights).
+
+    >>> list(inner_tensors(torch.ones(2)))
+    ['']
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return {"": tensor.detach()}
+    held = {name: getattr(tensor, name) for name in flatten()[0]}
+    return {f".{name}{rest}": each for name, part in held.items() for rest, each in inner_tensors(part).items()}
+
+
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
     """The hooks that run before a module's forward pass; none where PyTorch does not tell.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dbcl.cover import broadcast_names, fingerprint, named_tensors, owner, recompute
+from dbcl.cover import broadcast_names, fingerprint, named_tensors, owner, packed_weights, recompute
 from dbcl.errors import PlanError
 from dbcl.nn import compact_parameter, sketch_parameter
 from dbcl.round_plan import RoundPlan, mismatches
@@ -60,7 +60,7 @@ def check_module(module: nn.Module, plan: RoundPlan) -> None:
     dbcl.errors.PlanError: this model is not the one that the server trains:
       - 'bias' was not asked for
     """
-    own, frozen = named_tensors(module), dict(plan.frozen)
+    own, frozen = {**named_tensors(module), **packed_weights(module)}, dict(plan.frozen)
     asked = {tensor.name: tensor.shape for tensor in plan.tensors}
     expected = asked.keys() | (set(broadcast_names(module)) - frozen.keys())
     problems = mismatches(asked, {name: tensor for name, tensor in own.items() if name in expected})

@@ -13,7 +13,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from dbcl._torch import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, forward_pre_hooks
+from dbcl._torch import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, forward_pre_hooks, inner_tensors
 from dbcl.errors import PlanError
 from dbcl.layout import Layout
 
@@ -79,7 +79,7 @@ def broadcast_names(model: nn.Module, buffers: Sequence[str] = ()) -> list[str]:
 
 
 def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a client must have with the server's values: parameters that are not trained, and the masks of pruning.
+    """What a client must have with the server's values: what is not trained, packed weights, the masks of pruning.
 
     >>> layer = torch.nn.utils.prune.l1_unstructured(nn.Linear(2, 1), "weight", 1)
     >>> list(fixed_tensors(layer))
@@ -91,7 +91,18 @@ def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in model.named_buffers()
         if name.endswith("_mask") and name.rpartition(".")[0] in pruned
     }
-    return {**frozen_parameters(model), **masks}
+    return {**frozen_parameters(model), **packed_weights(model), **masks}
+
+
+def packed_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights that a quantised layer of PyTorch keeps in its state and that are no parameters; by name and place.
+
+    >>> packed_weights(nn.Linear(2, 1))
+    {}
+    """
+    packed = {name: value for name, value in model.state_dict().items() if isinstance(value, tuple)}
+    found = {f"{name}.{place}": each for name, value in packed.items() for place, each in enumerate(value)}
+    return {name: each for name, each in found.items() if isinstance(each, Tensor)}
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -111,13 +122,47 @@ def fingerprint(tensor: Tensor) -> str:
     >>> fingerprint(torch.zeros(2)) == fingerprint(torch.zeros(2)) != fingerprint(torch.ones(2))
     True
     """
-    plain = tensor.detach().cpu()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain)
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    if plain.numel():
-        digest.update(plain.contiguous().flatten().view(torch.uint8).numpy().data)
+    for name, part in inner_tensors(tensor).items():
+        plain = part.cpu()
+        if name:
+            digest.update(f"{name} {part.dtype} {tuple(part.shape)} ".encode())
+        if plain.is_quantized:
+            plain = plain.dequantize()
+        if plain.is_complex():
+            plain = torch.view_as_real(plain)
+        if plain.numel():
+            digest.update(plain.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def plain_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor is made of floating-point numbers and nothing else, so that it can be veiled and sent.
+
+    >>> plain_numbers(torch.ones(2)), plain_numbers(torch.ones(2, dtype=torch.complex64))
+    (True, False)
+    """
+    return tensor.is_floating_point() and not tensor.is_quantized and inner_tensors(tensor).keys() == {""}
+
+
+def cannot_be_sent(model: nn.Module) -> list[str]:
+    """A complaint for each trained parameter that is no plain tensor of floating-point numbers.
+
+    >>> layer = nn.Linear(2, 2, dtype=torch.complex64, bias=False)
+    >>> cannot_be_sent(layer)
+    ['weight: is trained and complex64; freeze it, or keep its real and imaginary parts as two parameters']
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    complaints = []
+    for name, parameter in trained.items():
+        kind = str(parameter.dtype).removeprefix("torch.")
+        if parameter.is_complex():
+            remedy = "freeze it, or keep its real and imaginary parts as two parameters"
+            complaints.append(f"{name}: is trained and {kind}; {remedy}")
+        elif not isinstance(parameter, UninitializedParameter) and not plain_numbers(parameter):
+            kind = type(parameter.data).__name__
+            complaints.append(f"{name}: is trained and a {kind}; freeze it, or make a plain tensor of it")
+    return complaints
 
 
 def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

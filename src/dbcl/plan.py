@@ -16,10 +16,12 @@ from dbcl.cover import (
     Covered,
     Layers,
     broadcast_names,
+    cannot_be_sent,
     covered_names,
     frozen_parameters,
     named_tensors,
     nothing_left,
+    plain_numbers,
     without_shape,
 )
 from dbcl.errors import PlanError
@@ -172,7 +174,7 @@ class SketchPlan:
         >>> SketchPlan.of(model, layers={Backwards: 0}).rows()[0]
         ('0.weight', '8x4', 'count-v1', '4 of 8 inputs (axis 0)', '0.2')
         """
-        _refuse(without_shape(model))
+        _refuse([*without_shape(model), *cannot_be_sent(model)])
         own = named_tensors(model)
         sent = broadcast_names(model, buffers)
         covered = Covered({}, set(), {}, []) if sketch == CLEAR else covered_names(model, cover, layers)
@@ -194,7 +196,7 @@ class SketchPlan:
         tensors = [planned(name, sketch if name in names else unsketched[name]) for name in sent]
         _refuse([*covered.problems, *(problem for tensor in tensors for problem in tensor.problems())])
         frozen = frozen_parameters(model)
-        base = [planned(name, CLEAR) for name, tensor in frozen.items() if send_frozen and tensor.is_floating_point()]
+        base = [planned(name, CLEAR) for name, tensor in frozen.items() if send_frozen and plain_numbers(tensor)]
         at_home = [(name, "frozen") for name in frozen if name not in {tensor.name for tensor in base}]
         at_home += [(name, "constant") for name, tensor in own.items() if _is_constant(name, tensor, sent)]
         return cls(tuple(tensors), tuple(left_out.items()), tuple(at_home), tuple(base))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dbcl import seeds
-from dbcl.cover import named_tensors, owner
+from dbcl.cover import named_tensors, owner, plain_numbers
 from dbcl.errors import ProtocolError
 from dbcl.state import State
 
@@ -113,7 +113,7 @@ def veil_sizes(model: nn.Module, rhos: Mapping[str, float]) -> dict[str, float]:
 
 
 def _rms(tensors: Iterable[Tensor]) -> float:
-    listed = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
+    listed = [tensor.detach() for tensor in tensors if plain_numbers(tensor)]
     count = sum(tensor.numel() for tensor in listed)
     lengths = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in listed]
     return float(torch.linalg.vector_norm(torch.stack(lengths))) / math.sqrt(count) if count else 0.0

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dbcl._torch import inner_tensors
 from dbcl.cover import named_tensors
 from dbcl.errors import ProtocolError
 from dbcl.state import State, join
@@ -48,7 +49,7 @@ def restore_server(server: "Server", state: State) -> None:
     if missing:
         raise ProtocolError(f"the checkpoint is of an older dbcl or of something else: it has no {min(missing)!r}")
     own = state.values["round"]
-    same_model = state.part("model").tensors.keys() == named_tensors(server.model).keys()
+    same_model = state.part("model").tensors.keys() == _all_tensors(server.model).keys()
     if own["plan"] != server.plan.digest or not same_model:
         raise ProtocolError("the checkpoint belongs to another model or another plan")
     if state.values["optimizer"]["kind"] != type(server._optimizer).__name__:
@@ -70,14 +71,20 @@ def model_state(model: nn.Module) -> State:
     >>> list(model_state(nn.Linear(2, 1)).tensors)
     ['weight', 'bias']
     """
-    return State({}, {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()})
+    return State({}, {name: tensor.clone() for name, tensor in _all_tensors(model).items()})
 
 
 @torch.no_grad()
 def load_model(model: nn.Module, state: State) -> None:
     """Copy tensors into the model that `model_state` read them from, or one like it."""
-    for name, tensor in named_tensors(model).items():
+    for name, tensor in _all_tensors(model).items():
         tensor.copy_(state.tensors[name])
+
+
+def _all_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """A model's tensors by name; of one that wraps others (quantised weights) those inside."""
+    own = named_tensors(model).items()
+    return {name + inner: part for name, tensor in own for inner, part in inner_tensors(tensor).items()}
 
 
 def optimizer_state(optimizer: Optimizer) -> State:
