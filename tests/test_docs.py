@@ -2,6 +2,8 @@
 
 import copy
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,16 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         assert command in known, f"dbcl {command}"
         unknown = set(re.findall(r"--[a-z][a-z-]+", rest)) - known[command] - {"--help"}
         assert not unknown, f"dbcl {command}"
+
+
+def test_the_command_for_own_data_works_as_written(tmp_path: Path) -> None:
+    part = (ROOT / "docs/howto/own-data.md").read_text().split("## On the command line")[1]
+    (tmp_path / "shops.py").write_text(part.split("```python\n")[1].split("```")[0])
+    command = re.search(r"^    (dbcl train .*?[^\\])$", part, flags=re.MULTILINE | re.DOTALL)[1]  # type: ignore[index]
+    words = [sys.executable, "-m", *command.replace("\\\n", " ").replace("--rounds 60", "--rounds 2").split()]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "error of W, held-out" in done.stdout
 
 
 def test_the_flower_diff_imports_what_it_uses() -> None:
