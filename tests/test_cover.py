@@ -271,7 +271,7 @@ def test_a_spectral_norm_is_that_of_the_weights_that_came(norm) -> None:
 def test_a_model_that_cannot_be_copied_is_refused_in_a_sentence() -> None:
     broadcast = dbcl.Server(nn.Linear(6, 2), cover="all").open_round()
     used = nn.Linear(6, 2)
-    used.kept = [used(torch.ones(1, 6))]
+    used.kept = {"output": used(torch.ones(1, 6))}
     with pytest.raises(dbcl.PlanError, match=r"cannot be copied .* give one that has not been run yet"):
         dbcl.blinded(used, broadcast)
 

@@ -272,3 +272,65 @@ def test_gradient_of_a_gradient_goes_through_a_sketched_layer() -> None:
         return sum(grad.square().sum() for grad in grads)
 
     assert torch.autograd.gradcheck(gradient_length, (torch.randn(1, 1, 5, 5, dtype=F64, requires_grad=True),))
+
+
+def test_a_parametrization_of_ones_own_beside_a_sketched_weight() -> None:
+    """A copy of a parametrized module has its class, and a property put there would be in the original too."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        recurrent = nn.utils.parametrizations.weight_norm(nn.LSTM(6, 4, batch_first=True), "weight_hh_l0")
+        return nn.ModuleDict({"body": recurrent, "out": nn.Linear(4, 2)}).to(F64)
+
+    template, x = make(), torch.randn(3, 5, 6, dtype=F64)
+    before = template["body"](x)[0]
+    broadcast = dbcl.Server(make(), veil=0).open_round()
+    assert set(broadcast.sketches()) == {"body.weight_ih_l0"}
+    local = dbcl.blinded(template, broadcast)
+    assert torch.equal(template["body"](x)[0], before)
+    sketch, W = broadcast.sketches()["body.weight_ih_l0"], template["body"].weight_ih_l0
+    plain = make()
+    plain["body"].weight_ih_l0.data = sketch.expand(sketch.apply(W.detach()))
+    torch.testing.assert_close(local["body"](x)[0], plain["body"](x)[0])
+
+
+COMPILED = {
+    "dense": (lambda: nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), (5, 12)),
+    "sequences": (lambda: nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2)), (3, 4, 12)),
+    "convolutional": (
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 2)),
+        (3, 1, 8, 8),
+    ),
+    "upwards": (
+        lambda: nn.Sequential(nn.ConvTranspose1d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 2)),
+        (3, 4, 4),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch's own, while it traces
+@pytest.mark.parametrize("ratio", [2, 3])
+@pytest.mark.parametrize("kind", COMPILED)
+def test_a_compiled_client_is_one_graph_for_all_rounds(kind: str, ratio: int) -> None:
+    """PyTorch gives up after eight compilations of one model, with fullgraph=True in an error."""
+    build, shape = COMPILED[kind]
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    compilations = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list) -> object:
+        compilations.append(graph)
+        return graph.forward
+
+    server, x = dbcl.Server(build(), ratio=ratio, insecure_seed=0), torch.randn(*shape)
+    for _ in range(10):
+        broadcast = server.open_round()
+        local, plain = dbcl.blinded(server.model, broadcast), dbcl.blinded(server.model, broadcast)
+        for model in (torch.compile(local, backend=count, fullgraph=True), plain):
+            model(x).square().mean().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        updates = [dbcl.update(model, broadcast, examples=3) for model in (local, plain)]
+        for name, change in updates[1].tensors.items():
+            torch.testing.assert_close(updates[0].tensors[name], change)
+        server.close_round(updates)
+    assert len(compilations) == 1

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dbcl.cover import broadcast_names, fingerprint, named_tensors, owner, packed_weights, recompute
 from dbcl.errors import PlanError
-from dbcl.nn import compact_parameter, sketch_parameter
+from dbcl.nn import compact_parameter, share_class, sketch_parameter
 from dbcl.round_plan import RoundPlan, mismatches
 from dbcl.statistics import restart
 
@@ -99,6 +99,8 @@ def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tens
         else:
             with torch.no_grad():
                 getattr(module, name).copy_(received[tensor.name])
+    for part in client.modules():
+        share_class(part)
     recompute(client)
     return client
 
@@ -108,8 +110,9 @@ def _copied(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for part in module.modules():
         for value in vars(part).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
+            for each in value if isinstance(value, list | tuple) else [value]:  # a list: weights of a recurrent layer
+                if isinstance(each, Tensor) and not each.is_leaf:
+                    memo[id(each)] = each.detach().clone()
     try:
         return copy.deepcopy(module, memo)
     except (RuntimeError, TypeError) as error:

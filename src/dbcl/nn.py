@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.utils import parametrize
 
 from dbcl._torch import autocast_enabled, children, direct_apply, functorch_active, own_parameters, version
@@ -69,6 +70,9 @@ def sketch_parameter(
     compact = compact.detach().to(weight.device, weight.dtype, copy=True)
     # Exactly nn.Linear: a subclass may read its weight in ways that forward() does not show (attention does).
     is_linear = type(module) is nn.Linear and name == "weight" and not inputs
+    if parametrize.is_parametrized(module):
+        # The class that parametrize made holds a property for each tensor, and a copy of a module has the same class.
+        module.__class__ = type(type(module).__name__, type(module).__bases__, dict(vars(type(module))))
     effective = _Replace(sketch, Layout(tuple(weight.shape), inputs), compact)
     parametrize.register_parametrization(module, name, effective, unsafe=True)
     if is_linear:
@@ -78,6 +82,26 @@ def sketch_parameter(
         with torch.no_grad():
             module.to(weight.device)  # makes it rebuild its own list of weights, which now has V in W's place
     return module
+
+
+_shared: dict[tuple[object, ...], type[nn.Module]] = {}
+
+
+def share_class(module: nn.Module) -> None:
+    """Let sketched layers of one kind have one class, so that `torch.compile` knows the layer of the round before.
+
+    `parametrize` makes a class for every module, and `torch.compile` compiles anew for classes that it has not seen.
+
+    >>> from dbcl import CountSketch
+    >>> sketch, V = CountSketch(6, 3, seed=bytes(32)), torch.zeros(2, 3)
+    >>> one, two = (sketch_parameter(nn.Linear(6, 2), "weight", sketch, V) for _ in range(2))
+    >>> share_class(one), share_class(two), type(one) is type(two)
+    (None, None, True)
+    """
+    held: Any = getattr(module, "parametrizations", {})
+    if held and all(isinstance(each, EffectiveWeight) for weights in held.values() for each in weights):
+        kind = type(module)
+        module.__class__ = _shared.setdefault((kind.__bases__, tuple(sorted(held)), kind.forward), kind)
 
 
 def compact_parameter(module: nn.Module, name: str) -> Tensor:
@@ -120,8 +144,8 @@ def _linear(self: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _bucket_linear(self: nn.Linear, x: Tensor) -> Tensor:
-    # torch.func and autocast must see each operation by itself, not one function of them all.
-    if x.ndim != 2 or x.shape[1] != self.in_features or functorch_active() or autocast_enabled():
+    # torch.compile, torch.func and autocast must see each operation by itself, not one function of them all.
+    if is_compiling() or x.ndim != 2 or x.shape[1] != self.in_features or functorch_active() or autocast_enabled():
         return _linear(self, x)
     # Looked up in the dictionaries: nn.Module's own look-up takes a noticeable part of a small layer's time.
     weight = children(children(self)["parametrizations"])["weight"]
