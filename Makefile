@@ -5,7 +5,7 @@ INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 BENCH := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -W ignore
 RESULTS ?= benchmarks/results
 
-.PHONY: run test test-slow test-deploy test-models lint docs dist bench bench-check clean
+.PHONY: run test test-slow test-deploy test-models lint docs notebooks dist bench bench-check clean
 
 # Threads that wait for each other sleep here. By OpenMP's default they spin, and beside other busy programs the same run
 # takes several times as long.
@@ -31,6 +31,10 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The notebooks of the documentation, run anew: their outputs are committed.
+notebooks: .venv/ready
+	cd docs/notebooks && for name in *.ipynb; do OMP_NUM_THREADS=1 ../../$(BIN)/jupyter execute --inplace $$name || exit 1; done
 
 # The site of docs/. Warnings are errors, and nothing is fetched but the packages.
 docs: .venv/docs

@@ -238,7 +238,7 @@ class Run:
     def _write_results(self) -> None:
         weights = {name: tensor.detach().cpu().clone() for name, tensor in self.session.released.state_dict().items()}
         write_atomic(self.folder / "model.safetensors", safetensors.torch.save(weights))
-        write_atomic(self.folder / "curves.png", self._repr_png_())
+        write_atomic(self.folder / "curves.png", self.picture())
 
     @property
     def title(self) -> str:
@@ -246,8 +246,17 @@ class Run:
         model, data = (text.removesuffix(IN_PYTHON) for text in (self.config.model, self.config.data))
         return f"{model} on {data}, {self.config.clients} clients"
 
-    def _repr_png_(self) -> bytes:
+    def __repr__(self) -> str:
+        last = self.history[-1:]
+        reached = "".join(f", {each.metric} {self.task.objective.shown(each.score)}" for each in last)
+        return f"<Run of {self.title}: {self.session.round} of {self.config.rounds} rounds{reached}>"
+
+    def _repr_png_(self) -> bytes | None:
         """The run's curves, which a notebook shows in its place."""
+        return self.picture() if self.history else None
+
+    def picture(self) -> bytes:
+        """The run's curves as a PNG."""
         return curves([metrics.line() for metrics in self.history], self.title, self.task.objective)
 
 
