@@ -10,6 +10,7 @@ from torch import nn
 import dbcl
 from dbcl import data
 from dbcl.engines import LocalEngine, LocalTraining, StackedEngine, evaluate
+from dbcl.flower import FlowerEngine
 from dbcl.statistics import calibrate
 
 
@@ -30,7 +31,7 @@ def accuracy(kind: type, rounds: int = 15, calibrated: bool = True, **settings: 
     return evaluate(server.model, (digits.x_test, digits.y_test)).score
 
 
-@pytest.mark.parametrize("kind", [LocalEngine, StackedEngine])
+@pytest.mark.parametrize("kind", [LocalEngine, StackedEngine, FlowerEngine])
 def test_a_veil_does_not_ruin_batch_norm(kind: type) -> None:
     """In 0.1 the server added the veil's noise to its statistics, round after round."""
     plain = accuracy(kind, sketch="identity-v1", veil=0.0)

@@ -617,3 +617,11 @@ def test_a_patient_grid_passes_everything_on() -> None:
     keys = list(grid.push_messages([message]))
     assert [answer.has_error() for answer in grid.pull_messages(keys)] == [True]
     assert len(list(grid.send_and_receive([Message(RecordDict(), 1001, "query")]))) == 1
+
+
+def test_clients_that_diverge_are_told_what_to_lower() -> None:
+    def twist(client: int, round: int, answer: Message) -> Message:
+        return altered(answer, lambda u: replace(u, tensors={n: t * math.inf for n, t in u.tensors.items()}))
+
+    with pytest.raises(ProtocolError, match="training has diverged, so lower their learning rate or clip their up"):
+        DoubleBlind(fedavg(), net(), insecure_seed=0).start(LocalGrid(clients(twist), NODES), num_rounds=1)

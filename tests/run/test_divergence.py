@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 
 from dbcl.errors import ConfigError, ProtocolError
+from dbcl.protocol.admission import diverged
 from dbcl.run import Run, RunConfig
-from dbcl.run.divergence import diverged, divergence
+from dbcl.run.divergence import divergence
 
 REFUSED = "round 2 has 0 updates and needs 1"
 

@@ -1,6 +1,7 @@
 """The door: what an update must be to get in, and what an aggregate must be before the server steps on it."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -111,11 +112,11 @@ class Admitted:
 class Admission:
     """The updates to a round by who sent them: those that passed the door, and why the others did not.
 
-    >>> Admission(3, {}, {"update 0": "bias holds NaN"}).require(1)
+    >>> Admission(3, {}, {"update 0": "answers round 2, and round 3 is open"}).require(1)
     Traceback (most recent call last):
         ...
     dbcl.errors.ProtocolError: round 3 has 0 updates and needs 1
-      - update 0: bias holds NaN
+      - update 0: answers round 2, and round 3 is open
     """
 
     round: int
@@ -131,6 +132,9 @@ class Admission:
         """Complain, with all the reasons, where fewer than `count` updates were accepted."""
         if len(self.accepted) < count:
             needed = f"round {self.round} has {len(self.accepted)} updates and needs {count}"
+            error = ProtocolError("\n  - ".join([needed, *self.reasons]))
+            if diverged(error):
+                needed += ": the clients' training has diverged, so lower their learning rate or clip their updates"
             raise ProtocolError("\n  - ".join([needed, *self.reasons]))
 
     def weighted(self) -> list[Weighted]:
@@ -146,3 +150,22 @@ class Admission:
             examples=sum(update.examples for update in updates),
             metrics=mean_metrics([(update.metrics, update.examples) for update in updates]),
         )
+
+
+NOT_FINITE = re.compile(
+    r"metric .+ is (nan|-?inf)|'metrics' cannot be .*\b(nan|inf)\b|holds (NaN|infinity)|its length .+ is absurd"
+    r"|is not finite|leaves the range of the weights"
+)
+"""Reasons of the door that only numbers without bound, or beyond a number type's range, can cause."""
+
+
+def diverged(error: ProtocolError) -> bool:
+    """Whether a round failed because of numbers that are no longer finite, and for no other reason.
+
+    >>> diverged(ProtocolError("round 0 has 0 updates and needs 1\\n  - update 0: metric loss is nan"))
+    True
+    >>> diverged(ProtocolError("round 0 has 0 updates and needs 1\\n  - update 0: answers round 1, not round 0"))
+    False
+    """
+    reasons = str(error).split("\n  - ")[1:]
+    return bool(reasons) and all(NOT_FINITE.search(reason) for reason in reasons)

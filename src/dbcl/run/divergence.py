@@ -1,27 +1,7 @@
 """What a round that the door refused says about the training: did it diverge, and what is there to lower?"""
 
-import re
-
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.run.config import RunConfig
-
-NOT_FINITE = re.compile(
-    r"metric .+ is (nan|-?inf)|'metrics' cannot be .*\b(nan|inf)\b|holds (NaN|infinity)|its length .+ is absurd"
-    r"|is not finite|leaves the range of the weights"
-)
-"""Reasons of the door that only numbers without bound, or beyond a number type's range, can cause."""
-
-
-def diverged(error: ProtocolError) -> bool:
-    """Whether a round failed because of numbers that are no longer finite, and for no other reason.
-
-    >>> diverged(ProtocolError("round 0 has 0 updates and needs 1\\n  - update 0: metric loss is nan"))
-    True
-    >>> diverged(ProtocolError("round 0 has 0 updates and needs 1\\n  - update 0: answers round 1, not round 0"))
-    False
-    """
-    reasons = str(error).split("\n  - ")[1:]
-    return bool(reasons) and all(NOT_FINITE.search(reason) for reason in reasons)
 
 
 def divergence(config: RunConfig, round: int, error: ProtocolError) -> ConfigError:

@@ -17,9 +17,10 @@ from dbcl.errors import ConfigError, ProtocolError
 from dbcl.files import write_atomic
 from dbcl.plan import SketchPlan
 from dbcl.protocol import Server, checkpoint, encode
+from dbcl.protocol.admission import diverged
 from dbcl.run.assemble import build_engine, build_session, new_seed, public_setting, resolve_device
 from dbcl.run.config import IN_PYTHON, RunConfig
-from dbcl.run.divergence import diverged, divergence
+from dbcl.run.divergence import divergence
 from dbcl.run.plots import curves
 from dbcl.run.presets import from_toml, to_toml
 from dbcl.run.task import Task, task_of
