@@ -1,6 +1,7 @@
 """The layers against the paper's arithmetic, written anew from its listing: loops over buckets, explicit gradients."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -334,3 +335,23 @@ def test_a_compiled_client_is_one_graph_for_all_rounds(kind: str, ratio: int) ->
             torch.testing.assert_close(updates[0].tensors[name], change)
         server.close_round(updates)
     assert len(compilations) == 1
+
+
+def test_expanded_weights_go_through_a_dense_client_and_are_refused_by_a_convolutional_one() -> None:
+    """Opacus asks for them with grad_sample_mode='ew'; the sketch of a convolution computes with its weight first."""
+    per_sample = importlib.import_module("torch.nn.utils._per_sample_grad").call_for_per_sample_grads
+    torch.manual_seed(0)
+    dense, x = (
+        nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2)),
+        torch.randn(4, 12),
+    )
+    local = dbcl.blinded(dense, dbcl.Server(dense, insecure_seed=0).open_round())
+    per_sample(local, loss_reduction="sum")(x).square().sum().backward()
+    for number in range(4):
+        alone = torch.autograd.grad(local(x[number : number + 1]).square().sum(), list(local.parameters()))
+        for parameter, expected in zip(local.parameters(), alone, strict=True):
+            torch.testing.assert_close(parameter.grad_sample[number], expected)
+    convolutional = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    local = dbcl.blinded(convolutional, dbcl.Server(convolutional, insecure_seed=0).open_round())
+    with pytest.raises(dbcl.PlanError, match=r"expanded weights .* cannot be sketched; use 'hooks'"):
+        per_sample(local, loss_reduction="sum")(torch.randn(4, 1, 4, 4))

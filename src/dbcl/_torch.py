@@ -112,6 +112,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return unwrapped(inner) if isinstance(inner, nn.Module) else module
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether a weight is one of PyTorch's expanded weights, which can go into layers and into nothing else.
+
+    >>> is_expanded(torch.ones(2))
+    False
+    """
+    return type(tensor).__name__ == "ExpandedWeight"
+
+
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
     """The tensors that a tensor is made of: several, by ".attribute", for one that wraps others (quantised weights).
 

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.utils import parametrize
 
-from dbcl._torch import autocast_enabled, children, direct_apply, functorch_active, own_parameters, version
+from dbcl._torch import (
+    autocast_enabled,
+    children,
+    direct_apply,
+    functorch_active,
+    is_expanded,
+    own_parameters,
+    version,
+)
+from dbcl.errors import PlanError
 from dbcl.layout import Layout
 from dbcl.sketch import Sketch
 from dbcl.sketch.buckets import BucketSketch, Tables
@@ -35,6 +44,9 @@ class EffectiveWeight(nn.Module):
         self.layout = layout
 
     def forward(self, compact: Tensor) -> Tensor:  # (rows, width) -> the weight's shape
+        if is_expanded(compact):
+            modes = "'hooks', 'functorch' or 'ghost'"
+            raise PlanError(f"expanded weights (Opacus' grad_sample_mode='ew') cannot be sketched; use {modes}")
         return self.layout.weight(self.sketch.expand(compact))
 
 
@@ -151,6 +163,8 @@ def _bucket_linear(self: nn.Linear, x: Tensor) -> Tensor:
     weight = children(children(self)["parametrizations"])["weight"]
     tables = children(weight)["0"].sketch.tables(x)
     compact, bias = own_parameters(weight)["original"], own_parameters(self)["bias"]
+    if is_expanded(compact):
+        return _linear(self, x)
     if not x.requires_grad:  # a first layer: nothing of the sketch is differentiated
         return F.linear(tables.project(x), compact, bias)
     return _sketched_linear(x, compact, bias, tables)  # type: ignore[no-any-return]
