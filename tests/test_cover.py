@@ -344,3 +344,59 @@ def test_a_base_in_packed_8_bit_layers_must_be_the_servers() -> None:
     assert dbcl.blinded(adapted(0), broadcast)(torch.ones(1, 8)).shape == (1, 2)
     with pytest.raises(dbcl.PlanError, match=r"0.0._packed_params._packed_params.0 is frozen, and this model's copy"):
         dbcl.blinded(adapted(1), broadcast)
+
+
+class Odd(nn.Module):
+    """Weights in all kinds of products: by expert, transposed, in a convolution, in two ways, and in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 5, 6))
+        self.stacked = nn.Parameter(torch.randn(3, 5, 4))
+        self.turned = nn.Parameter(torch.randn(4, 4))
+        self.kernel = nn.Parameter(torch.randn(2, 4, 3))
+        self.twice = nn.Parameter(torch.randn(2, 2))
+        self.scale = nn.Parameter(torch.randn(1, 2))
+        self.norm = nn.BatchNorm1d(2)
+        self.out = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.stack([nn.functional.linear(x, each) for each in self.experts])
+        hidden = torch.baddbmm(torch.zeros(3, 1, 4), hidden, self.stacked).sum(0)
+        hidden = nn.functional.linear(hidden, self.turned.t())
+        hidden = torch.nn.functional.conv1d(hidden.unsqueeze(-1), self.kernel, padding=1).squeeze(-1)
+        hidden = nn.functional.linear(hidden @ self.twice, self.twice)
+        return self.out(self.norm(hidden * self.scale))
+
+
+def test_layers_are_found_by_what_they_do() -> None:
+    model, x = Odd(), torch.randn(4, 6)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = dbcl.find_layers(model, x)
+    assert found == {"experts": (2,), "stacked": (1,), "turned": (0,), "kernel": (1, 2)}
+    assert model.training
+    assert model.norm.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    x = torch.randn(4, 7, dtype=torch.float64)
+    experts = nn.Sequential(Experts().double(), nn.Linear(6, 2).double())
+    assert dbcl.find_layers(experts, x) == {"0.up": (2,), "0.down": (1,)}
+
+
+def test_found_layers_are_exact() -> None:
+    def make() -> nn.Module:
+        return seeded(lambda: nn.Sequential(Experts(), nn.Tanh(), Backwards(6, 5), nn.Tanh(), nn.Linear(5, 2)))
+
+    x = torch.randn(5, 7, dtype=torch.float64)
+    layers = dbcl.find_layers(make(), x)
+    error = largest_error(make, lambda model: model(x).square().mean(), layers, layers=layers)
+    assert error < 1e-13
+
+
+def test_the_independent_step_tells_a_wrong_axis() -> None:
+    """A comparison that cannot fail proves nothing."""
+    x = torch.randn(5, 9, dtype=torch.float64)
+    make = OTHERS["square"][0]
+    wrong = largest_error(
+        lambda: seeded(make), lambda model: model(x).square().mean(), {"0.weight": (1,)}, layers={Backwards: 0}
+    )
+    assert wrong > 0.01

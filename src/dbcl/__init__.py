@@ -16,6 +16,7 @@ from dbcl.errors import (
 )
 from dbcl.plan import SketchPlan
 from dbcl.privacy import UpdateNoise, Veil, WhiteVeil
+from dbcl.products import find_layers
 from dbcl.protocol import (
     Aggregate,
     Base,
@@ -88,6 +89,7 @@ __all__ = [
     "decode_update",
     "encode",
     "engines",
+    "find_layers",
     "flower",
     "load_base",
     "optim",
