@@ -1,4 +1,5 @@
 import math
+import types
 
 import pytest
 import torch
@@ -108,3 +109,37 @@ def test_another_model_is_refused_with_all_that_differs() -> None:
     assert "0.weight has shape (30, 40) and must have (50, 40)" in text
     assert "2.bias is missing" in text
     assert "'3.weight' was not asked for" in text
+
+
+def test_a_forward_that_a_copy_would_not_have_is_refused() -> None:
+    """Its closure holds the original layer: the client would train nothing and answer that nothing has changed."""
+    broadcast, model = dbcl.Server(net()).open_round(), net()
+    original = model[0].forward
+    model[0].forward = lambda x: 2 * original(x)
+    with pytest.raises(PlanError, match=r"0.forward is a function that holds a module"):
+        dbcl.blinded(model, broadcast)
+    model[0].forward = types.MethodType(lambda self, x: 2 * nn.Linear.forward(self, x), model[0])
+    local, plain = dbcl.blinded(model, broadcast), dbcl.blinded(net(), broadcast)
+    x = torch.randn(3, model[0].in_features)
+    torch.testing.assert_close(local[0](x), 2 * plain[0](x))
+
+
+def test_a_weight_that_is_kept_in_a_list_is_refused() -> None:
+    model = net()
+    model.kept = [model[0].weight]
+    with pytest.raises(
+        PlanError, match=r"0.weight is in the list kept too, where it would stay; leave it out of cover"
+    ):
+        dbcl.blinded(model, dbcl.Server(net()).open_round())
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager")])
+def test_server_plan_and_client_take_a_wrapped_model(wrap) -> None:
+    server = dbcl.Server(wrap(net()))
+    assert dbcl.SketchPlan.of(wrap(net())) == server.plan == dbcl.SketchPlan.of(net())
+    broadcast = server.open_round()
+    for module in (net(), wrap(net())):
+        assert server.close_round(
+            [dbcl.update(dbcl.blinded(module, server.open_round()), server.open_round(), examples=1)]
+        )
+    assert type(dbcl.blinded(wrap(net()), broadcast)) is nn.Sequential

@@ -11,6 +11,7 @@ from torch.nn.utils import prune
 
 import dbcl
 from dbcl.cover import fingerprint
+from dbcl.engines import LocalEngine, LocalTraining, StackedEngine
 from dbcl.privacy import norm
 
 
@@ -400,3 +401,19 @@ def test_the_independent_step_tells_a_wrong_axis() -> None:
         lambda: seeded(make), lambda model: model(x).square().mean(), {"0.weight": (1,)}, layers={Backwards: 0}
     )
     assert wrong > 0.01
+
+
+@pytest.mark.parametrize("kind", ["inputs first", "a linear layer told otherwise"])
+def test_all_engines_agree_on_weights_with_their_inputs_first(kind: str) -> None:
+    build, layers, _ = OTHERS[kind]
+    x, y = torch.randn(20, 9, dtype=torch.float64), torch.arange(20) % 2
+    made = []
+    for engine in (LocalEngine, StackedEngine):
+        server = dbcl.Server(seeded(build), layers=layers, insecure_seed=0)
+        clients = [(x[:10], y[:10]), (x[10:], y[10:])]
+        playing = engine(server, seeded(build), clients, LocalTraining(lr=0.1, batch_size=5), seed=bytes(32))
+        for _ in range(3):
+            playing.play_round()
+        made.append(server.weights())
+    for name, tensor in made[0].items():
+        torch.testing.assert_close(made[1][name], tensor)

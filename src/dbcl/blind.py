@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dbcl.cover import broadcast_names, fingerprint, named_tensors, owner, packed_weights, recompute
+from dbcl._torch import unwrapped
+from dbcl.cover import broadcast_names, fingerprint, lost_in_a_copy, named_tensors, owner, packed_weights, recompute
 from dbcl.errors import PlanError
 from dbcl.nn import compact_parameter, share_class, sketch_parameter
 from dbcl.round_plan import RoundPlan, mismatches
@@ -71,6 +72,22 @@ def check_module(module: nn.Module, plan: RoundPlan) -> None:
             problems.append(f"{name} is frozen, and this model's copy differs from the server's: {SAME}")
     if problems:
         raise PlanError("\n  - ".join(["this model is not the one that the server trains:", *problems]))
+    problems = lost_in_a_copy(module) + _kept_elsewhere(module, plan)
+    if problems:
+        raise PlanError("\n  - ".join(["this model cannot be copied:", *problems]))
+
+
+def _kept_elsewhere(module: nn.Module, plan: RoundPlan) -> list[str]:
+    """A complaint for each sketched weight that a module keeps in a list as well: there it would not be replaced."""
+    sketched = {id(module.get_parameter(tensor.name)): tensor.name for tensor in plan.tensors if tensor.sketched}
+    lists = {
+        f"{path}.{name}".lstrip("."): value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, list | tuple) and not isinstance(part, nn.RNNBase)
+    }
+    kept = [(sketched[id(each)], name) for name, value in lists.items() for each in value if id(each) in sketched]
+    return [f"{weight} is in the list {name} too, where it would stay; leave it out of cover" for weight, name in kept]
 
 
 def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tensor]) -> nn.Module:
@@ -85,6 +102,7 @@ def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tens
     >>> client(torch.ones(1, 6)).detach()
     tensor([[1., 1.]])
     """
+    module = unwrapped(module)
     check_module(module, plan)
     client = _copied(module)
     restart(client)

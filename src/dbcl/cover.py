@@ -1,8 +1,10 @@
 """Which tensors of a model leave the server, which stay at home, and which can be sketched."""
 
 import hashlib
+import inspect
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -163,6 +165,39 @@ def cannot_be_sent(model: nn.Module) -> list[str]:
             kind = type(parameter.data).__name__
             complaints.append(f"{name}: is trained and a {kind}; freeze it, or make a plain tensor of it")
     return complaints
+
+
+def lost_in_a_copy(model: nn.Module) -> list[str]:
+    """A complaint for whatever in a model would still belong to the original in a copy of it, and so not be trained.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2))
+    >>> original = model[0].forward
+    >>> model[0].forward = lambda x: 2 * original(x)
+    >>> lost_in_a_copy(model)
+    ['0.forward is a function that holds a module, and a copy would run the original; use a method or a subclass']
+    """
+    parts = set(model.modules())
+    complaints = []
+    for path, module in model.named_modules():
+        own = vars(module).get("forward")
+        if own is not None and _holds(getattr(own, "__func__", getattr(own, "func", own)), parts):
+            name = f"{path}.forward".lstrip(".")
+            remedy = "use a method or a subclass"
+            complaints.append(f"{name} is a function that holds a module, and a copy would run the original; {remedy}")
+    return complaints
+
+
+def _holds(function: object, modules: set[nn.Module]) -> bool:
+    """Whether a function uses one of some modules, or a method of one, as a variable from outside."""
+    if not isinstance(function, FunctionType):
+        return False
+    outside = inspect.getclosurevars(function)
+    return any(
+        getattr(held, "__self__", held) in modules
+        if isinstance(held, nn.Module | MethodType)
+        else name in outside.nonlocals and _holds(held, modules)
+        for name, held in {**outside.globals, **outside.nonlocals}.items()
+    )
 
 
 def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from dbcl import seeds
+from dbcl._torch import unwrapped
 from dbcl.cover import (
     Cover,
     Covered,
@@ -174,6 +175,7 @@ class SketchPlan:
         >>> SketchPlan.of(model, layers={Backwards: 0}).rows()[0]
         ('0.weight', '8x4', 'count-v1', '4 of 8 inputs (axis 0)', '0.2')
         """
+        model = unwrapped(model)
         _refuse([*without_shape(model), *cannot_be_sent(model)])
         own = named_tensors(model)
         sent = broadcast_names(model, buffers)

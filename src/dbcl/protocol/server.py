@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dbcl import seeds
+from dbcl._torch import unwrapped
 from dbcl.blind import blind, lift
 from dbcl.cover import Cover, Layers, fingerprint, fixed_tensors, frozen_parameters, named_tensors, recompute
 from dbcl.errors import PlanError, ProtocolError
@@ -83,7 +84,7 @@ class Server:
             raise PlanError(f"give either a plan or {', '.join(settings)}, not both")
         if wire is not None and wire not in WIRE_DTYPES:
             raise ProtocolError(f"wire must be one of {', '.join(WIRE_DTYPES)}, got {wire!r}")
-        self.model = model
+        model = self.model = unwrapped(model)
         self.plan = plan or SketchPlan.of(model, **settings)
         own = {name: tensor for name, tensor in named_tensors(model).items() if name in self.plan.veils}
         problems = mismatches({t.name: t.shape for t in self.plan.tensors}, own)
