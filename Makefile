@@ -25,7 +25,7 @@ test-deploy: .venv/ready
 # Models of other libraries, in an environment of their own; makes the table of docs/models.md.
 test-models: .venv-models/ready
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-models/bin/python -W ignore tests/models/table.py docs/models.md
-	OMP_NUM_THREADS=1 .venv-models/bin/python -m pytest -q -m models tests/models/test_opacus.py
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-models/bin/python -m pytest -q -m models tests/models/test_opacus.py tests/models/test_peft.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -88,16 +88,17 @@ def largest_error(
     A change counts as at least a thousandth of the largest one in the model, since rounding is relative to weights.
     `make` gives the same model at every call. All sketched tensors must be in `inputs`, and no other.
     """
-    start = {name: parameter.detach() for name, parameter in make().named_parameters()}
+    start = {name: parameter for name, parameter in make().named_parameters() if parameter.requires_grad}
     server = dbcl.Server(make(), veil=0, insecure_seed=0, **settings)
     broadcast = blind_step(server, make(), loss, lr)
     assert set(broadcast.sketches()) == set(inputs), set(broadcast.sketches()) ^ set(inputs)
     expected = expected_step(make, loss, broadcast, inputs, lr)
-    made = {name: parameter.detach() for name, parameter in server.model.named_parameters()}
-    moved = {
-        name: float((expected[name].detach() - W).abs().max()) for name, W in start.items() if W.is_floating_point()
-    }
+    made = dict(server.model.named_parameters())
+    with torch.no_grad():
+        moved = {name: float((expected[name] - W).abs().max()) for name, W in start.items()}
+        off = {name: float((made[name] - expected[name]).abs().max()) for name in start}
+        frozen = [name for name in made if name not in start and type(made[name].data) is Tensor]
+        assert all(torch.equal(made[name], expected[name]) for name in frozen)
     least = 1e-3 * max(moved.values())
     assert least > 0, "no parameter has moved"
-    assert all(torch.equal(made[name], start[name]) for name in start if name not in moved)
-    return max(float((made[name] - expected[name].detach()).abs().max()) / max(moved[name], least) for name in moved)
+    return max(off[name] / max(moved[name], least) for name in start)

@@ -11,6 +11,7 @@ from models.zoo import ENTRIES, Entry
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
 
 PACKAGES = {
+    "neuraloperator": "neuralop",
     "pytorch-tabnet": "pytorch_tabnet",
     "torch-geometric": "torch_geometric",
     "x-transformers": "x_transformers",

@@ -29,10 +29,11 @@ class Entry:
     settings: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """On which axes the inputs of a weight lie, by the end of its name, where its layer is none of PyTorch's."""
+    dtype: torch.dtype | None = F64
 
     def make(self) -> nn.Module:
         torch.manual_seed(0)
-        return self.build().to(F64).train()
+        return self.build().to(self.dtype).train()
 
 
 class Named(type):
@@ -246,7 +247,9 @@ TIMM = [
 def lora(build: Callable[[], nn.Module], *targets: str, **settings: Any) -> Callable[[], nn.Module]:
     def adapted() -> nn.Module:
         peft = importlib.import_module("peft")
-        made: nn.Module = peft.get_peft_model(build(), peft.LoraConfig(r=4, target_modules=list(targets), **settings))
+        made: nn.Module = peft.get_peft_model(
+            build(), peft.LoraConfig(**{"r": 4, "target_modules": list(targets), **settings})
+        )
         return made
 
     return adapted
@@ -438,9 +441,40 @@ class Recurrent(nn.Module):
         return made
 
 
+class EightBit(nn.Module):
+    """A base in 8 bits with a low-rank adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        quantization = importlib.import_module("torchao.quantization")
+        self.base = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        quantization.quantize_(self.base, quantization.Int8WeightOnlyConfig())
+        self.base.requires_grad_(False)
+        self.down, self.up, self.out = nn.Linear(64, 4), nn.Linear(4, 64), nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.out(self.base(x) + self.up(self.down(x)))
+        return made
+
+
+def fourier() -> nn.Module:
+    models = importlib.import_module("neuralop.models")
+    made: nn.Module = models.FNO(n_modes=(4, 4), in_channels=1, out_channels=1, hidden_channels=8, n_layers=2)
+    return made
+
+
+EIGHT = fixed(4, 64).float()
 PICTURE_BATCH = fixed(4, 1, 8, 8), torch.arange(4)
 
 OTHERS = [
+    Entry(
+        "torchao",
+        "an adapter beside a base in 8 bits (float32)",
+        EightBit,
+        lambda model: F.cross_entropy(model(EIGHT), torch.arange(4)),
+        dtype=None,
+    ),
+    Entry("neuraloperator", "FNO (complex weights)", fourier, squares(fixed(2, 1, 16, 16)), dtype=None),
     Entry("monai", "3-D U-Net (transposed convolutions)", monai_unet, squares(fixed(2, 1, 8, 8, 8))),
     Entry("monai", "DenseNet", monai_densenet, squares(fixed(4, 1, 16, 16))),
     Entry("x-transformers", "decoder, rotary, gated", x_transformer, squares(tokens(2, 8))),
