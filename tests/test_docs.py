@@ -24,7 +24,7 @@ PAGES = sorted(
     ]
 )
 README = (ROOT / "README.md").read_text()
-ROOMS = sorted({*dbcl.ROOMS, "optim", "privacy", "protocol", "sketch"})
+ROOMS = sorted({*dbcl.HOMES[""].split(), "optim", "privacy", "protocol", "sketch"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -372,7 +372,7 @@ def test_train_records_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     folder = Path("parts/transcripts")
     assert {path.name for path in folder.iterdir()} == {"client-0", "server", "truth"}
     assert Transcript(folder / "server").rounds == [0, 1, 2, 3]
-    invoke("train", "--resume", "parts", "--rounds", "6")
+    invoke("train", "--resume", "parts", "--rounds", "6", "--trust")
     transcript = Transcript(folder / "client-0")
     assert transcript.setting.clients == 20
     assert transcript.setting.cohort == 10

@@ -3,52 +3,56 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dbcl import optim
 from dbcl._version import __version__
-from dbcl.errors import (
-    AuditError,
-    ConfigError,
-    DataError,
-    DbclError,
-    PlanError,
-    ProtocolError,
-    SketchError,
-)
-from dbcl.plan import SketchPlan
-from dbcl.privacy import UpdateNoise, Veil, WhiteVeil
-from dbcl.products import find_layers
-from dbcl.protocol import (
-    Aggregate,
-    Base,
-    Broadcast,
-    Door,
-    RoundReport,
-    Server,
-    Update,
-    blinded,
-    decode_base,
-    decode_broadcast,
-    decode_update,
-    encode,
-    load_base,
-    update,
-)
-from dbcl.sketch import CountSketch, Identity, Sketch, UniformSampling
-from dbcl.state import State
 
 if TYPE_CHECKING:
-    from dbcl import audit, data, engines, flower, run, statistics, testing, trackers, transcripts
+    from dbcl import audit, data, engines, flower, optim, run, statistics, testing, trackers, transcripts
+    from dbcl.errors import AuditError, ConfigError, DataError, DbclError, PlanError, ProtocolError, SketchError
+    from dbcl.plan import SketchPlan
+    from dbcl.privacy import UpdateNoise, Veil, WhiteVeil
+    from dbcl.products import find_layers
+    from dbcl.protocol import (
+        Aggregate,
+        Base,
+        Broadcast,
+        Door,
+        RoundReport,
+        Server,
+        Update,
+        blinded,
+        decode_base,
+        decode_broadcast,
+        decode_update,
+        encode,
+        load_base,
+        update,
+    )
     from dbcl.run import simulate
+    from dbcl.sketch import CountSketch, Identity, Sketch, UniformSampling
+    from dbcl.state import State
 
-ROOMS = ("audit", "data", "engines", "flower", "run", "statistics", "testing", "trackers", "transcripts")
-"""Loaded when they are first used: `import dbcl` is enough for `dbcl.flower.DoubleBlind`."""
+HOMES = {
+    "": "audit data engines flower optim run statistics testing trackers transcripts",
+    "errors": "AuditError ConfigError DataError DbclError PlanError ProtocolError SketchError",
+    "plan": "SketchPlan",
+    "privacy": "UpdateNoise Veil WhiteVeil",
+    "products": "find_layers",
+    "protocol": "Aggregate Base Broadcast Door RoundReport Server Update blinded decode_base decode_broadcast "
+    "decode_update encode load_base update",
+    "run": "simulate",
+    "sketch": "CountSketch Identity Sketch UniformSampling",
+    "state": "State",
+}
+"""The public names by the module that they live in; the first line has modules themselves. All are loaded on first use:
+`import dbcl` is enough for `dbcl.flower.DoubleBlind`, and costs nothing where it is not used."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in ROOMS:
-        return importlib.import_module(f"dbcl.{name}")
-    if name == "simulate":
-        return importlib.import_module("dbcl.run").simulate
+    for home, names in HOMES.items():
+        if name in names.split():
+            found = getattr(importlib.import_module(f"dbcl.{home}"), name) if home else None
+            globals()[name] = found = found or importlib.import_module(f"dbcl.{name}")
+            return found
     raise AttributeError(f"module 'dbcl' has no attribute {name!r}")
 
 

@@ -1,8 +1,20 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, folders that belong to one process at a time, and secrets."""
 
 import contextlib
 import os
+import secrets
+import socket
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+
+from dbcl.errors import ConfigError
+
+SECRET = 0o600
+"""The mode of a file that only its owner may read; its folder has 0o700."""
+SCRATCH = ".dbcl-"
+"""How the names of half-written files begin."""
+LOCK = ".lock"
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
@@ -14,18 +26,96 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     ...     Path(folder, "a.txt").read_bytes()
     b'whole'
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    # A fresh name that must not exist yet: nobody can have put a link there.
+    scratch = path.with_name(f"{SCRATCH}{path.name}-{secrets.token_hex(8)}")
     try:
-        with open(os.open(scratch, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, mode), "wb") as file:
+        with open(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, path)
     except BaseException:
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
         raise
+    _sync_folder(path.parent)
+
+
+def make_folder(path: Path, *, secret: bool = False) -> None:
+    """Make a folder and its parents, so that they are there after a crash; a secret one is for its owner alone.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as name:
+    ...     make_folder(Path(name, "a", "b"), secret=True)
+    ...     oct(Path(name, "a", "b").stat().st_mode & 0o777)
+    '0o700'
+    """
+    if not path.is_dir():
+        make_folder(path.parent)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700 if secret else 0o777)
+        _sync_folder(path.parent)
+    if secret:
+        path.chmod(0o700)
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove what a process that died had half written in a folder and below; only while one holds its lock.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as name:
+    ...     Path(name, ".dbcl-a.txt-0011").touch()
+    ...     remove_scratch(Path(name))
+    ...     list(Path(name).iterdir())
+    []
+    """
+    for path in folder.rglob(f"{SCRATCH}*"):
+        if path.is_file() and not path.is_symlink():
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder, so that no second process works in it; an error names the one that does.
+
+    The operating system lets go of it when the process ends, however it ends.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as name, locked(Path(name)):
+    ...     with locked(Path(name)):
+    ...         pass
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ConfigError: ... is in use by process ...
+    """
+    handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0), SECRET)
+    try:
+        if not _try_lock(handle):
+            holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
+            raise ConfigError(f"{folder} is in use by {holder}")
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {now}\n".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system, which has no such lock: nothing is held
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sync_folder(path: Path) -> None:
     with contextlib.suppress(OSError):  # some systems cannot sync a folder
-        folder = os.open(path.parent, os.O_RDONLY)
+        folder = os.open(path, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:

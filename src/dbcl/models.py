@@ -200,11 +200,13 @@ def _imported(name: str) -> nn.Module:
 def _own_folder() -> Iterator[None]:
     """Let a file beside the caller be found, as `python -m` would."""
     here = os.getcwd()
-    sys.path.insert(0, here)
+    sys.path.append(here)  # last, so that no file there stands in for an installed package
     try:
         yield
     finally:
-        sys.path.remove(here)
+        sys.path.reverse()
+        sys.path.remove(here)  # the last of its kind
+        sys.path.reverse()
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from dbcl.cover import named_tensors
 from dbcl.engines import LocalTraining, Session
 from dbcl.engines.session import session_of
 from dbcl.errors import AuditError, ProtocolError
-from dbcl.files import write_atomic
+from dbcl.files import SECRET, make_folder, write_atomic
 from dbcl.protocol import Broadcast, Server, Update, decode_broadcast, decode_update, encode
 from dbcl.protocol.aggregation import Weighted, average
 from dbcl.statistics import is_statistic
@@ -58,8 +58,10 @@ class Setting:
 
     def template(self) -> nn.Module:
         """A network of the right shape with weights of its own."""
-        shape = self.shape if len(self.shape) == 3 else (1, 1, 1)  # a model of one's own takes no shape
-        return models.build(self.model, shape=shape, outputs=self.outputs, seed=1)
+        if ":" in self.model or len(self.shape) != 3:  # a transcript never imports code by itself
+            raise AuditError(f"the network {self.model!r} is code of its own: give Transcript a template that makes it")
+        channels, height, width = self.shape
+        return models.build(self.model, shape=(channels, height, width), outputs=self.outputs, seed=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,10 +175,10 @@ class Recorder:
         self.session = session = session_of(holder)
         self.folders = {party: folder / (f"client-{party}" if party.isdigit() else party) for party in parties}
         for place in self.folders.values():
-            place.mkdir(parents=True, exist_ok=True)
-            write_atomic(place / "setting.json", json.dumps(asdict(setting), indent=1).encode())
+            make_folder(place, secret=True)
+            write_atomic(place / "setting.json", json.dumps(asdict(setting), indent=1).encode(), mode=SECRET)
         self.truth = folder / "truth"
-        self.truth.mkdir(parents=True, exist_ok=True)
+        make_folder(self.truth, secret=True)
         for place in (*self.folders.values(), self.truth):  # rounds that a crash recorded and resume plays again
             for round in _rounds(place):
                 if round >= session.round:
@@ -200,7 +202,7 @@ class Recorder:
             own = {f"weights/{name}": tensor for name, tensor in self.before.items()}
             self._save(folder, broadcast.round, {**sent, **received, **own})
         self.cohorts[str(broadcast.round)] = [int(client) for client in cohort]
-        write_atomic(self.truth / "cohorts.json", json.dumps(self.cohorts).encode())
+        write_atomic(self.truth / "cohorts.json", json.dumps(self.cohorts).encode(), mode=SECRET)
         self.before = self._weights()
         self._save(self.truth, broadcast.round + 1, self.before)
 
@@ -210,7 +212,7 @@ class Recorder:
 
     @staticmethod
     def _save(folder: Path, round: int, tensors: Mapping[str, Tensor]) -> None:
-        write_atomic(_path(folder, round), safetensors.torch.save(dict(tensors)))
+        write_atomic(_path(folder, round), safetensors.torch.save(dict(tensors)), mode=SECRET)
 
 
 def summed(messages: Sequence[Update | bytes]) -> Update:

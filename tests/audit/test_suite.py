@@ -73,7 +73,7 @@ def found(paper: Path, told: list[str], moves: list[tuple[int, int]]) -> Audit:
     """The one audit that most tests here look at."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", lambda descriptor: None)
-        return suite.audit(paper, budget=SMALL, tell=told.append, progress=lambda *step: moves.append(step))
+        return suite.audit(paper, budget=SMALL, trust=True, tell=told.append, progress=lambda *step: moves.append(step))
 
 
 def pick(audit: Audit, **wanted: str) -> list[Finding]:
@@ -164,7 +164,7 @@ def test_the_papers_attacks_fail_on_the_paper_and_rewind_does_not(found: Audit, 
 
 
 def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
-    with pytest.raises(AuditError, match=r"nothing holds no run: it has no config\.toml"):
+    with pytest.raises(ConfigError, match=r"nothing holds no run: it has no config\.toml"):
         suite.audit(tmp_path / "nothing", budget=SMALL)
 
 
@@ -174,7 +174,9 @@ def test_parts_that_fail_are_findings_and_the_others_go_on(tmp_path: Path) -> No
     run = Run.start(replace(settings, transcripts=("1",)), tmp_path / "run")
     next(run.play())
     steps: list[tuple[int, int]] = []
-    audit = suite.audit(tmp_path / "run", budget=TINY, progress=lambda done, total: steps.append((done, total)))
+    audit = suite.audit(
+        tmp_path / "run", budget=TINY, trust=True, progress=lambda done, total: steps.append((done, total))
+    )
     recording, membership = (finding for finding in audit.findings if finding.failures)
     assert (recording.attack, recording.target) == ("updates from client-1", "update")
     assert "client-1 saw 1 rounds; estimating takes 3 or more" in recording.failures[0]

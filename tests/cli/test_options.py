@@ -28,6 +28,7 @@ def test_every_setting_is_an_option() -> None:
         "resume",
         "quiet",
         "as_json",
+        "trust",
     } == set(FIELDS)
 
 

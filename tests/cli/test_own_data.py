@@ -61,12 +61,22 @@ def test_own_data_are_trained_on_resumed_and_audited(invoke: Invoke) -> None:
     assert "own_data:net on own_data:hospitals, 4 clients" in output
     assert from_toml((folder / "config.toml").read_text()).cohort == 4
     assert [metrics.metric for metrics in read_metrics(folder)] == ["r2"] * 3
-    report = json.loads(invoke("train", "--resume", str(folder), "--rounds", "5", "--json"))
+    with pytest.raises(ConfigError, match=r"name code that would be run .model own_data:net, .*, add --trust"):
+        invoke("train", "--resume", str(folder), "--rounds", "5")
+    with pytest.raises(ConfigError, match=r"name code that would be run"):
+        invoke("train", "--resume", str(folder), "--model", "own_data:net")  # not all of it
+    with pytest.raises(ConfigError, match=r"has another model; with --resume it cannot change"):
+        invoke("train", "--resume", str(folder), "--model", "own_data:other")
+    with pytest.raises(ConfigError, match=r"name code that would be run"):
+        invoke("audit", str(folder))
+    code = ("--model", "own_data:net", "--data", "own_data:hospitals", *MSE, "--metric", "own_data:r2")
+    invoke("train", "--resume", str(folder), "--rounds", "4", *code)  # the same again is as good as --trust
+    report = json.loads(invoke("train", "--resume", str(folder), "--rounds", "5", "--json", "--trust"))
     assert report["rounds"] == 5
     assert report["r2"] == read_metrics(folder)[-1].score
     whole = json.loads(invoke("train", *OURS, "--metric", "own_data:r2", "--rounds", "5", "--seed", "0", "--json"))
     assert whole["r2"] == report["r2"]
-    audited = invoke("audit", str(folder), "--quick")
+    audited = invoke("audit", str(folder), "--quick", "--trust")
     assert "not attacked: pictures and labels: the loss is not the cross entropy of classes" in audited
     assert "│ old " in audited
     page = (folder / "audit.html").read_text()

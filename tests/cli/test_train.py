@@ -31,6 +31,7 @@ def test_a_run_leaves_its_folder_and_says_what_happened(invoke: Invoke) -> None:
         "model.safetensors",
         "curves.png",
         "plan.txt",
+        ".lock",
         "checkpoints",
     }
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

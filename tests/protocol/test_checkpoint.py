@@ -88,3 +88,15 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         server.save(tmp_path)
     assert path.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_save_never_deletes_what_it_wrote(server: dbcl.Server, tmp_path: Path) -> None:
+    """In a folder with later rounds of another run the new file was the oldest, and was deleted at once."""
+    played(server, tmp_path, rounds=3)
+    fresh = dbcl.Server(net())
+    with pytest.raises(ProtocolError, match="holds round 3 already, and this is round 0: of another run"):
+        fresh.save(tmp_path)
+    assert dbcl.Server.load(tmp_path, net()).round == 3
+    (tmp_path / "round-00000009.dbcl").write_bytes(b"half a file")
+    server.save(tmp_path)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["round-00000002.dbcl", "round-00000003.dbcl"]

@@ -1,11 +1,13 @@
 """The folder of a run: how it stops, where it is computed, and how much the transcripts take."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from dbcl.errors import ConfigError
+from dbcl.files import write_atomic
 from dbcl.run import RoundMetrics, Run, RunConfig, from_toml, transcript_bytes
 from dbcl.run.assemble import resolve_device
 
@@ -82,3 +84,61 @@ def test_the_estimate_of_the_transcripts_is_within_a_tenth(tmp_path: Path, parti
     taken = sum(file.stat().st_size for file in files if file.is_file() and file.stem != "round-000004")
     assert expected == pytest.approx(taken, rel=0.1)
     assert transcript_bytes(run) == 0
+
+
+def files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+def test_secrets_are_for_their_owner_alone(tmp_path: Path) -> None:
+    run = Run.start(small(transcripts=("0", "server"), rounds=1, fraction=1.0), tmp_path / "run")
+    list(run.play())
+    secret = {"checkpoints", "transcripts"}
+    for path in files(run.folder):
+        inside = path.relative_to(run.folder).parts[0]
+        expected = 0o600 if inside in secret or path.name in ("model.safetensors", ".lock") else 0o644
+        assert path.stat().st_mode & 0o777 & ~0o022 == expected & ~0o022, path
+        if inside in secret:
+            assert path.parent.stat().st_mode & 0o777 == 0o700, path.parent
+
+
+@pytest.mark.parametrize("left", ["checkpoints/round-00000400.dbcl", "notes.txt"])
+def test_a_new_run_never_moves_into_old_files(tmp_path: Path, left: str) -> None:
+    old = tmp_path / "run" / left
+    old.parent.mkdir(parents=True)
+    old.touch()
+    with pytest.raises(ConfigError, match="run exists and is not empty; choose another --out, or empty it"):
+        Run.start(small(), tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    Run.start(small(), tmp_path / "empty")
+
+
+def test_only_one_process_at_a_time_plays_a_run(tmp_path: Path) -> None:
+    run = Run.start(small(), tmp_path / "run")
+    rounds = run.play()
+    next(rounds)
+    with pytest.raises(ConfigError, match=rf"run is in use by process {os.getpid()} on .* since 2"):
+        Run.resume(tmp_path / "run")
+    rounds.close()  # type: ignore[attr-defined]
+    other = Run.resume(tmp_path / "run")
+    assert len(list(other.play())) == 2
+    with pytest.raises(ConfigError, match="at round 3 and this run at round 1: another process has gone on with it"):
+        next(run.play())
+
+
+def test_what_a_dead_process_had_half_written_is_removed(tmp_path: Path) -> None:
+    run = Run.start(small(rounds=1), tmp_path / "run")
+    list(run.play())
+    for place in (run.folder, run.folder / "checkpoints"):
+        (place / ".dbcl-half-0123").write_bytes(b"half")
+    Run.resume(tmp_path / "run", rounds=2)
+    assert not list(run.folder.rglob(".dbcl-*"))
+
+
+def test_a_link_in_the_place_of_a_scratch_file_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda size: "guessed")
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / ".dbcl-a.txt-guessed").symlink_to(tmp_path / "victim")
+    with pytest.raises(FileExistsError):
+        write_atomic(tmp_path / "a.txt", b"theirs")
+    assert (tmp_path / "victim").read_text() == "mine"

@@ -30,8 +30,7 @@ from dbcl.plan import SketchPlan
 from dbcl.protocol import blinded
 from dbcl.run.assemble import build_plan, build_server
 from dbcl.run.config import RunConfig
-from dbcl.run.folder import read_metrics
-from dbcl.run.presets import from_toml
+from dbcl.run.folder import read_config, read_metrics
 from dbcl.run.task import Task, task_of
 from dbcl.transcripts import Transcript, Truth
 
@@ -97,12 +96,14 @@ def audit(
     seed: int = 0,
     data_dir: str | None = None,
     task: Task | None = None,
+    trust: bool = False,
     tell: OnProgress = lambda text: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Audit:
     """Audit a finished run: its recorded transcripts where it has some, and rehearsals under its settings.
 
-    `task` is that of a run that `dbcl.simulate` played with objects of Python: `audit(run.folder, task=run.task)`.
+    `task` is that of a run that `dbcl.simulate` played: `audit(run.folder, task=run.task)`. Where the settings of a run
+    name code of somebody's, as module:name, it is audited only with `trust`.
 
     A rehearsal has `clients` parties, all in every round, who each take one step of SGD on one batch. `tell` is called
     with what is being done, `progress` with how many steps of the work are done, and of how many: every round, tensor,
@@ -111,14 +112,11 @@ def audit(
     >>> audit(Path("nowhere"))
     Traceback (most recent call last):
         ...
-    dbcl.errors.AuditError: nowhere holds no run: it has no config.toml
+    dbcl.errors.ConfigError: nowhere holds no run: it has no config.toml
     """
     began = perf_counter()
-    try:
-        config = from_toml((folder / "config.toml").read_text())
-    except OSError:
-        raise AuditError(f"{folder} holds no run: it has no config.toml") from None
-    task = task or task_of(config, data_dir)
+    config = read_config(folder)
+    task = task or task_of(config, data_dir, trust=trust)
     parts: dict[str, Callable[[Job], list[Finding]]] = {
         f"updates from {transcript.name}": partial(_recorded, transcript)
         for transcript in sorted((folder / "transcripts").glob("client-*"))

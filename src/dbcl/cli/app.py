@@ -1,9 +1,11 @@
 """The commands gathered into one program, and how it ends when something is wrong."""
 
 import logging
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
+import torch
 import typer
 from rich.logging import RichHandler
 
@@ -55,13 +57,31 @@ app.add_typer(datasets, name="data")
 
 
 def main() -> None:
-    """Run the command; an error of dbcl's own is one message and exit status 2, never a traceback."""
+    """Run the command; what is wrong is one message and exit status 2, never a traceback.
+
+    That holds for errors of dbcl's own and for what the system has to say: a disk that is full, a file that may not be
+    read. Any other exception is a fault of dbcl, and shows where it is.
+    """
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=errors, show_path=False)]
     )
     try:
         app()
     except DbclError as error:
-        errors.print("[bold red]error[/]", end=" ")
-        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _end(str(error))
+    except BrokenPipeError:  # whoever read our output has gone
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.exit(1)
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        _end(f"{error.strerror or error}{where}")
+    except MemoryError:
+        _end("out of memory")
+    except torch.OutOfMemoryError as error:
+        _end(f"out of the device's memory; a smaller --batch-size or --fraction takes less\n{error}")
+
+
+def _end(message: str) -> NoReturn:
+    errors.print("[bold red]error[/]", end=" ")
+    errors.print(message, markup=False, highlight=False, soft_wrap=True)
+    sys.exit(2)

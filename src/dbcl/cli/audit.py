@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dbcl.cli.console import console, print_path, table
-from dbcl.cli.options import DataDir
+from dbcl.cli.options import DataDir, Trust
 from dbcl.errors import ConfigError
 from dbcl.files import write_atomic
 
@@ -38,6 +38,7 @@ def audit(
     ] = None,
     seed: Annotated[int, typer.Option(help="Which examples and starts the attacks draw.")] = 0,
     data_dir: DataDir = None,
+    trust: Trust = False,
 ) -> None:
     """Attack a run as its clients and its server could, and say what leaks.
 
@@ -70,6 +71,7 @@ def audit(
             clients=parties,
             seed=seed,
             data_dir=data_dir,
+            trust=trust,
             tell=lambda text: progress.update(task, description=text),
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )

@@ -16,6 +16,12 @@ from dbcl.run.settings import about
 DataDir = Annotated[
     str | None, typer.Option(help="Where the datasets lie. Default: DBCL_DATA if it is set, else ~/.cache/dbcl.")
 ]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust", help="Run the code that the run's settings name (--model, --data and others as module:name)."
+    ),
+]
 Preset = Annotated[
     str,
     typer.Option(

@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from dbcl.cli.console import console, errors, print_json, print_path, sparkline
-from dbcl.cli.options import DataDir, Preset, with_settings
+from dbcl.cli.options import DataDir, Preset, Trust, with_settings
 from dbcl.errors import ConfigError
 from dbcl.plan import SketchPlan
 from dbcl.run import RESUMABLE, RoundMetrics, Run, config, message_bytes, presets, transcript_bytes
+from dbcl.run.folder import read_config
+from dbcl.run.task import CODE, code_of
 from dbcl.trackers import ProgressBar
 
 LINES = 10
@@ -44,6 +46,7 @@ def train(
             help=f"Go on with this run's folder; only {_options(RESUMABLE)} may change.", rich_help_panel=config.LONG
         ),
     ] = None,
+    trust: Trust = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Print nothing but warnings and errors.", rich_help_panel=config.LONG)
     ] = False,
@@ -66,10 +69,11 @@ def train(
       dbcl train --resume runs/001-blind-digits --rounds 400
     """
     if resume is not None:
+        code = {name: settings.pop(name) for name in CODE if name in settings}
         fixed = sorted(set(settings) - set(RESUMABLE))
         if fixed:
             raise ConfigError(f"with --resume only {_options(RESUMABLE)} may change, not {', '.join(fixed)}")
-        run = Run.resume(resume, data_dir, **settings)
+        run = Run.resume(resume, data_dir, trust=trust or _same_code(resume, code), **settings)
     else:
         chosen = presets.preset(preset, **settings)
         name = f"{Path(preset).stem}-{chosen.data.replace(':', '-')}"
@@ -83,12 +87,24 @@ def train(
         else:
             _play_with_lines(run)
     except KeyboardInterrupt:
-        errors.print(f"stopped after round {run.session.round}; go on with: dbcl train --resume {run.folder}")
+        trusted = " --trust" if code_of(run.config) else ""
+        errors.print(f"stopped after round {run.session.round}; go on with: dbcl train --resume {run.folder}{trusted}")
         raise typer.Exit(130) from None
     if as_json:
         print_json(_report(run))
     elif not quiet:
         _summarise(run)
+
+
+def _same_code(folder: Path, code: Mapping[str, str]) -> bool:
+    """Whether the caller names all the code of a run's settings again, which is as good as trusting it."""
+    if not code:
+        return False
+    before = code_of(read_config(folder))
+    for name, value in code.items():
+        if before.get(name, value) != value or name not in before:
+            raise ConfigError(f"the run in {folder} has another {name}; with --resume it cannot change")
+    return code == before
 
 
 def _play_silently(run: Run) -> None:
@@ -173,6 +189,8 @@ def _summarise(run: Run) -> None:
     print_path("picture", run.folder / "curves.png")
     print_path("model", run.folder / "model.safetensors")
     beyond = f" --target {0 if run.task.objective.lower_is_better else 1}" if config.target else ""
+    if code_of(config):
+        beyond += " --trust"
     if config.patience:
         beyond += f" --patience {2 * max(config.patience, last.round)}"
     print_path("go on", f"dbcl train --resume {run.folder} --rounds {max(config.rounds, 2 * last.round)}{beyond}")

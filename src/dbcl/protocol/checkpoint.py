@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from dbcl.errors import ProtocolError
-from dbcl.files import write_atomic
+from dbcl.files import SECRET, make_folder, write_atomic
 from dbcl.protocol.codec import CHECKPOINT, pack, unpack
 from dbcl.state import State
 
@@ -16,16 +16,24 @@ _NAME = re.compile(r"round-(\d{8})\.dbcl")
 
 
 def save(folder: Path, round: int, state: State) -> Path:
-    """Write the checkpoint of a round and delete all but the last two.
+    """Write the checkpoint of a round, and delete all but this one and the one before it.
+
+    A folder that holds a later round belongs to another run, which is refused.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as name:
     ...     save(Path(name), 7, State({}, {})).name
     'round-00000007.dbcl'
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"round-{round:08d}.dbcl"
-    write_atomic(path, pack(CHECKPOINT, state.values, state.tensors), mode=0o600)  # it holds W and the round's secrets
+    make_folder(folder, secret=True)
+    for later in [each for each in _all(folder) if each.name > path.name]:
+        if _read(later) is not None:
+            raise ProtocolError(
+                f"{folder} holds round {_round(later)} already, and this is round {round}: of another run?"
+            )
+        later.unlink()  # half a file, which `load` has passed over
+    write_atomic(path, pack(CHECKPOINT, state.values, state.tensors), mode=SECRET)  # it holds W and the round's secrets
     for old in _all(folder)[KEEP:]:
         old.unlink(missing_ok=True)
     return path
@@ -42,11 +50,31 @@ def load(folder: Path) -> State:
     State(values={'round': 7}, tensors={})
     """
     for path in _all(folder):
-        try:
-            return State(*unpack(CHECKPOINT, path.read_bytes()))
-        except ProtocolError as error:
-            log.warning("passed over %s: %s", path.name, error)
+        state = _read(path)
+        if state is not None:
+            return state
     raise ProtocolError(f"no whole checkpoint in {folder}")
+
+
+def newest(folder: Path) -> int | None:
+    """The round of the newest checkpoint of a folder, whole or not; None where there is none.
+
+    >>> newest(Path("nowhere")) is None
+    True
+    """
+    return next((_round(path) for path in _all(folder)), None)
+
+
+def _read(path: Path) -> State | None:
+    try:
+        return State(*unpack(CHECKPOINT, path.read_bytes()))
+    except ProtocolError as error:
+        log.warning("passed over %s: %s", path.name, error)
+        return None
+
+
+def _round(path: Path) -> int:
+    return int(path.stem.removeprefix("round-"))
 
 
 def _all(folder: Path) -> list[Path]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from dbcl import models
 from dbcl.data import LOADERS
 from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine, cohort_size
 from dbcl.engines.training import OptimizerFactory, Schedule
@@ -348,7 +347,7 @@ class RunConfig:
         return self.seed is not None
 
     def training(self, optimizer: OptimizerFactory | None = None, schedule: Schedule | None = None) -> LocalTraining:
-        """What a client does with its examples, by the optimiser and schedule that the settings name or by these."""
+        """What a client does with its examples; `optimizer` and `schedule` are those that a task has imported."""
         return LocalTraining(
             lr=self.lr,
             lr_decay=self.lr_decay,
@@ -362,10 +361,8 @@ class RunConfig:
         )
 
     def _optimizer(self) -> OptimizerFactory:
-        if in_python(self.optimizer):
-            return torch.optim.SGD  # what it really is, only the caller knows
-        if ":" in self.optimizer:
-            return models.imported(self.optimizer, "optimiser")
+        if _own(self.optimizer):
+            return torch.optim.SGD  # settings import nothing: what it really is, the task knows
         kinds = {name.lower(): kind for name, kind in vars(torch.optim).items() if _is_optimizer(kind)}
         if self.optimizer.lower() not in kinds:
             known = ", ".join(sorted(kind.__name__ for kind in kinds.values()))
@@ -374,12 +371,10 @@ class RunConfig:
         return found
 
     def _schedule(self) -> Schedule | None:
-        if self.lr_schedule == "constant" or in_python(self.lr_schedule):
+        if self.lr_schedule == "constant" or _own(self.lr_schedule):
             return None
         if self.lr_schedule == "cosine":
             return partial(cosine, rounds=self.rounds)
-        if ":" in self.lr_schedule:
-            return models.imported(self.lr_schedule, "schedule")
         raise ConfigError(f"lr_schedule must be constant, cosine or module:function, got {self.lr_schedule!r}")
 
     def noise(self) -> UpdateNoise | None:

@@ -14,7 +14,7 @@ from torch import nn
 from dbcl._version import __version__
 from dbcl.engines import RoundResult, evaluate
 from dbcl.errors import ConfigError, ProtocolError
-from dbcl.files import write_atomic
+from dbcl.files import LOCK, SECRET, locked, make_folder, remove_scratch, write_atomic
 from dbcl.plan import SketchPlan
 from dbcl.protocol import Server, checkpoint, encode
 from dbcl.protocol.admission import diverged
@@ -94,7 +94,7 @@ class Run:
     >>> run = Run.start(RunConfig(rounds=2, clients=10, seed=0), folder)
     >>> [metrics.round for metrics in run.play()]
     [1, 2]
-    >>> sorted(path.name for path in folder.iterdir())
+    >>> sorted(path.name for path in folder.iterdir() if path.name != LOCK)
     ['checkpoints', 'config.toml', 'curves.png', 'metrics.jsonl', 'model.safetensors', 'plan.txt']
     """
 
@@ -113,27 +113,50 @@ class Run:
     @classmethod
     def start(cls, config: RunConfig, folder: Path, data_dir: str | None = None, *, task: Task | None = None) -> "Run":
         """Make a new run, of a task that is given or that the settings name; the folder must not hold one already."""
-        if (folder / "config.toml").exists():
-            raise ConfigError(f"{folder} holds a run already; go on with --resume {folder}, or choose another --out")
+        refuse_old(folder)
         run = cls(config, folder, data_dir, seed=new_seed(config), task=task)
         if config.transcripts:
             check_parties(config.transcripts, run.config.clients)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "plan.txt", f"{run.session.plan}\n".encode())
-        write_atomic(folder / "metrics.jsonl", b"")
-        # The first round's secrets are on the disk before anything is sent: a run that dies never veils twice.
-        run._save()
-        write_atomic(folder / "config.toml", to_toml(run.config).encode())
-        run._record()
+        make_folder(folder)
+        with locked(folder):
+            refuse_old(folder)  # of two that start at once, the second
+            write_atomic(folder / "plan.txt", f"{run.session.plan}\n".encode())
+            write_atomic(folder / "metrics.jsonl", b"")
+            # The first round's secrets are on the disk before anything is sent: a run that dies never veils twice.
+            run._save()
+            write_atomic(folder / "config.toml", to_toml(run.config).encode())
+            run._record()
         return run
 
     @classmethod
-    def resume(cls, folder: Path, data_dir: str | None = None, *, task: Task | None = None, **changes: Any) -> "Run":
-        """Go on with a run from its last whole checkpoint; `changes` may set what `RESUMABLE` names."""
-        try:
-            config = from_toml((folder / "config.toml").read_text())
-        except OSError:
-            raise ConfigError(f"{folder} holds no run: it has no config.toml") from None
+    def resume(
+        cls,
+        folder: Path,
+        data_dir: str | None = None,
+        *,
+        task: Task | None = None,
+        trust: bool = False,
+        **changes: Any,
+    ) -> "Run":
+        """Go on with a run from its last whole checkpoint; `changes` may set what `RESUMABLE` names.
+
+        A run whose settings name code of somebody's, as module:name, goes on only with `trust`.
+        """
+        config = read_config(folder)
+        with locked(folder):
+            return cls._resume(config, folder, data_dir, task, trust, changes)
+
+    @classmethod
+    def _resume(
+        cls,
+        config: RunConfig,
+        folder: Path,
+        data_dir: str | None,
+        task: Task | None,
+        trust: bool,
+        changes: Mapping[str, Any],
+    ) -> "Run":
+        remove_scratch(folder)
         state = checkpoint.load(folder / "checkpoints")
         if not {"run", "session"} <= state.values.keys():
             raise ProtocolError(f"{folder} was written by an older dbcl, whose runs this one cannot go on with")
@@ -141,7 +164,8 @@ class Run:
         fixed = sorted(set(changes) - set(RESUMABLE))
         if fixed:
             raise ConfigError(f"a run that goes on may change {', '.join(RESUMABLE)}, not {', '.join(fixed)}")
-        run = cls(from_toml(to_toml(config), **changes), folder, data_dir, seed=seed, task=task)
+        config = from_toml(to_toml(config), **changes)
+        run = cls(config, folder, data_dir, seed=seed, task=task or task_of(config, data_dir, trust=trust))
         run.session.load_state(state.part("session"))
         run.history = read_metrics(folder)[: run.session.round]
         run._write_metrics()
@@ -179,7 +203,20 @@ class Run:
 
         The `trackers`, and those that the settings name, are told of every round.
         """
-        told = [*self.trackers, *trackers]
+        with locked(self.folder):
+            self._check_place()
+            yield from self._play([*self.trackers, *trackers])
+
+    def _check_place(self) -> None:
+        """Refuse to play where somebody else has gone on since this run was made or resumed."""
+        there = checkpoint.newest(self.folder / "checkpoints")
+        if there != self.session.round:
+            raise ConfigError(
+                f"{self.folder} is at round {there} and this run at round {self.session.round}: another process has "
+                "gone on with it; resume it anew"
+            )
+
+    def _play(self, told: list[Tracker]) -> Iterator[RoundMetrics]:
         try:
             for each in told:
                 each.begin(self.folder, {**asdict(self.config), "dbcl": __version__}, self.session.round)
@@ -238,7 +275,7 @@ class Run:
 
     def _write_results(self) -> None:
         weights = {name: tensor.detach().cpu().clone() for name, tensor in self.session.released.state_dict().items()}
-        write_atomic(self.folder / "model.safetensors", safetensors.torch.save(weights))
+        write_atomic(self.folder / "model.safetensors", safetensors.torch.save(weights), mode=SECRET)
         write_atomic(self.folder / "curves.png", self.picture())
 
     @property
@@ -259,6 +296,33 @@ class Run:
     def picture(self) -> bytes:
         """The run's curves as a PNG."""
         return curves([metrics.line() for metrics in self.history], self.title, self.task.objective)
+
+
+def read_config(folder: Path) -> RunConfig:
+    """The settings of a run by its folder.
+
+    >>> read_config(Path("nowhere"))
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ConfigError: nowhere holds no run: it has no config.toml
+    """
+    try:
+        return from_toml((folder / "config.toml").read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} holds no run: it has no config.toml") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{folder / 'config.toml'} cannot be read: {error}") from None
+
+
+def refuse_old(folder: Path) -> None:
+    """Refuse a folder that holds anything: a new run must not take old files for its own.
+
+    >>> refuse_old(Path("nowhere"))
+    """
+    if (folder / "config.toml").exists():
+        raise ConfigError(f"{folder} holds a run already; go on with --resume {folder}, or choose another --out")
+    if folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty; choose another --out, or empty it")
 
 
 def read_metrics(folder: Path) -> list[RoundMetrics]:

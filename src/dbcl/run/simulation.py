@@ -17,8 +17,8 @@ from dbcl.errors import ConfigError
 from dbcl.objective import Loss, Metric, Objective, name_of
 from dbcl.run.assemble import resolve_device
 from dbcl.run.config import CROSS_ENTROPY, IN_PYTHON, RunConfig
-from dbcl.run.folder import RESUMABLE, Run
-from dbcl.run.presets import PRESETS, from_toml, preset
+from dbcl.run.folder import RESUMABLE, Run, read_config
+from dbcl.run.presets import PRESETS, preset
 from dbcl.run.task import Task, given
 from dbcl.trackers import ProgressBar, Tracker
 
@@ -105,7 +105,7 @@ def simulate(
 
 
 def _go_on(place: Path, config: RunConfig, task: Task) -> Run:
-    before = asdict(from_toml((place / "config.toml").read_text()))
+    before = asdict(read_config(place))
     now = asdict(resolve_device(config))
     changed = sorted(name for name in now if now[name] != before[name] and name not in RESUMABLE)
     if changed:

@@ -22,6 +22,8 @@ from dbcl.objective import CLASSIFICATION, Objective
 from dbcl.run.config import CROSS_ENTROPY, RunConfig, in_python
 
 Flags = NDArray[np.bool_]
+CODE = ("model", "data", "loss", "metric", "optimizer", "lr_schedule")
+"""The settings that may name code of one's own, as module:name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +64,13 @@ class Task:
         return replace(config, clients=len(self.division), fraction=fraction)
 
 
-def task_of(config: RunConfig, data_dir: str | None = None) -> Task:
-    """The task that a run's settings name."""
-    for name in ("model", "data", "loss", "metric", "optimizer", "lr_schedule"):
+def task_of(config: RunConfig, data_dir: str | None = None, *, trust: bool = True) -> Task:
+    """The task that a run's settings name; without `trust` one whose settings name code of somebody's is refused."""
+    code = code_of(config)
+    if code and not trust:
+        named = ", ".join(f"{name} {value}" for name, value in code.items())
+        raise ConfigError(f"the settings name code that would be run ({named}); if you trust it, add --trust")
+    for name in CODE:
         value = getattr(config, name)
         if value is not None and in_python(value):
             raise ConfigError(
@@ -77,14 +83,28 @@ def task_of(config: RunConfig, data_dir: str | None = None) -> Task:
     else:
         metric = None if config.metric is None else models.imported(config.metric, "metric")
         objective = Objective.of(loss, metric, better=config.better)
+    own: dict[str, Any] = {
+        "optimizer": models.imported(config.optimizer, "optimiser") if ":" in config.optimizer else None,
+        "schedule": models.imported(config.lr_schedule, "schedule") if ":" in config.lr_schedule else None,
+    }
     if ":" in config.data:
         train, held_out, properties = _own_data(config.data)
         make = partial(_build, config.model)
-        return given(make, train, held_out, objective=objective, properties=properties)
-    task = of_pictures(config, data.load(config.data, data_dir), objective)
+        return given(make, train, held_out, objective=objective, properties=properties, **own)
+    task = replace(of_pictures(config, data.load(config.data, data_dir), objective), **own)
     if config.data not in PROPERTY_NAMES:
         return task
     return replace(task, holds=properties_of(config.data, data_dir), property_name=PROPERTY_NAMES[config.data])
+
+
+def code_of(config: RunConfig) -> dict[str, str]:
+    """The settings that name code of somebody's.
+
+    >>> code_of(RunConfig(model="mypackage.nets:make"))
+    {'model': 'mypackage.nets:make'}
+    """
+    named = {name: getattr(config, name) or "" for name in CODE}
+    return {name: value for name, value in named.items() if ":" in value}
 
 
 def of_pictures(config: RunConfig, dataset: Dataset, objective: Objective = CLASSIFICATION) -> Task:
