@@ -61,7 +61,9 @@ def check_module(module: nn.Module, plan: RoundPlan) -> None:
     dbcl.errors.PlanError: this model is not the one that the server trains:
       - 'bias' was not asked for
     """
-    own, frozen = {**named_tensors(module), **packed_weights(module)}, dict(plan.frozen)
+    own, frozen = named_tensors(module), dict(plan.frozen)
+    if frozen:
+        own |= packed_weights(module)
     asked = {tensor.name: tensor.shape for tensor in plan.tensors}
     expected = asked.keys() | (set(broadcast_names(module)) - frozen.keys())
     problems = mismatches(asked, {name: tensor for name, tensor in own.items() if name in expected})
@@ -72,22 +74,24 @@ def check_module(module: nn.Module, plan: RoundPlan) -> None:
             problems.append(f"{name} is frozen, and this model's copy differs from the server's: {SAME}")
     if problems:
         raise PlanError("\n  - ".join(["this model is not the one that the server trains:", *problems]))
-    problems = lost_in_a_copy(module) + _kept_elsewhere(module, plan)
+    sketched = {id(own[tensor.name]): tensor.name for tensor in plan.tensors if tensor.sketched}
+    problems = lost_in_a_copy(module) + _kept_elsewhere(module, sketched)
     if problems:
         raise PlanError("\n  - ".join(["this model cannot be copied:", *problems]))
 
 
-def _kept_elsewhere(module: nn.Module, plan: RoundPlan) -> list[str]:
+def _kept_elsewhere(module: nn.Module, sketched: Mapping[int, str]) -> list[str]:
     """A complaint for each sketched weight that a module keeps in a list as well: there it would not be replaced."""
-    sketched = {id(module.get_parameter(tensor.name)): tensor.name for tensor in plan.tensors if tensor.sketched}
-    lists = {
-        f"{path}.{name}".lstrip("."): value
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, list | tuple) and not isinstance(part, nn.RNNBase)
-    }
-    kept = [(sketched[id(each)], name) for name, value in lists.items() for each in value if id(each) in sketched]
-    return [f"{weight} is in the list {name} too, where it would stay; leave it out of cover" for weight, name in kept]
+    problems = []
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, list | tuple) and not isinstance(part, nn.RNNBase):
+                place = f"{path}.{name}".lstrip(".")
+                found = [sketched[id(each)] for each in value if id(each) in sketched]
+                problems += [
+                    f"{each} is in the list {place} too, where it would stay; take it out of cover" for each in found
+                ]
+    return problems
 
 
 def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tensor]) -> nn.Module:
