@@ -36,7 +36,7 @@ def veiled_base(frozen: Mapping[str, Tensor], base: Sequence[TensorPlan], key: b
         if tensor.veil:
             drawn = torch.from_numpy(seeds.normals(key, SCHEME, tensor.name, n=value.numel()))
             noise = drawn.reshape(value.shape) * (tensor.veil * (_rms([value]) or whole))
-            value = (value.double() + noise.to(value.device)).to(value.dtype)
+            value = value + noise.to(value)
         veiled[tensor.name] = value
     return veiled
 
