@@ -127,9 +127,7 @@ def test_a_forward_that_a_copy_would_not_have_is_refused() -> None:
 def test_a_weight_that_is_kept_in_a_list_is_refused() -> None:
     model = net()
     model.kept = [model[0].weight]
-    with pytest.raises(
-        PlanError, match=r"0.weight is in the list kept too, where it would stay"
-    ):
+    with pytest.raises(PlanError, match=r"0.weight is in the list kept too, where it would stay"):
         dbcl.blinded(model, dbcl.Server(net()).open_round())
 
 
