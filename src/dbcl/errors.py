@@ -1,4 +1,31 @@
-"""Every error that dbcl raises on purpose is a `DbclError`."""
+"""Every error that dbcl raises on purpose is a `DbclError`; and how a stranger's words are shown in one."""
+
+from typing import Any
+
+PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 _-.,:;/+*=()'")
+
+
+def shown(value: Any, limit: int = 60) -> str:
+    """A stranger's value for an error or a log: short, and without characters that a terminal or a page would obey.
+
+    >>> shown("loss"), shown("\\x1b[31m<b>" + 100 * "x", limit=12)
+    ("'loss'", "'?(31m?b?xxxx...'")
+    """
+    try:
+        text = str(value[: limit + 1] if isinstance(value, str | bytes | list | tuple) else value)
+    except Exception:  # whatever a stranger's object does
+        text = f"a {type(value).__name__}"
+    return f"'{plain(text, limit)}'"
+
+
+def plain(text: str, limit: int = 200) -> str:
+    """Text that may hold a stranger's words, made short and harmless.
+
+    >>> plain("the header is not JSON: \\x07", limit=30)
+    'the header is not JSON: ?'
+    """
+    cut = text[:limit].replace("[", "(").replace("]", ")")
+    return "".join(letter if letter in PLAIN else "?" for letter in cut) + ("..." if len(text) > limit else "")
 
 
 class DbclError(Exception):

@@ -148,7 +148,7 @@ PARTS = [["w", [2, 6], "count-v1", 3, 3]]
         ({"metrics": {"loss": "low"}}, "'metrics' cannot be"),
         ({"metrics": {"loss": 10**400}}, "'metrics' cannot be"),
         ({"plan": 7}, "'plan' cannot be '7'"),
-        ({"more": 1}, "unknown fields more"),
+        ({"more": 1}, "unknown fields 'more'"),
     ],
 )
 def test_each_field_of_an_update_is_checked(changes: dict, message: str) -> None:
@@ -171,7 +171,10 @@ def test_each_field_of_an_update_is_checked(changes: dict, message: str) -> None
         ({"parts": [["w", [6, 2], "identity-v1", 3, 3, [0]]]}, "'parts' cannot be"),
         ({"parts": [["w", [4, 6], "count-v1", 3, 3, [0]]]}, "has shape .2, 3. and must have .6, 3."),
         ({"parts": PARTS * 2}, "named twice"),
-        ({"parts": [["w", [1 << 50, 1 << 50], "count-v1", 3, 3]]}, "has shape .2, 3. and must have"),
+        ({"parts": [["w", [1 << 50, 1 << 50], "count-v1", 3, 3]]}, "'parts' cannot be"),
+        ({"parts": [["w", [1 << 20, 6], "count-v1", 3, 3]]}, "has shape .2, 3. and must have"),
+        ({"parts": [["w", [2, 6], "count-v1", 2, 3]]}, "'parts' cannot be"),
+        ({"parts": [["w" * 501, [2, 6], "count-v1", 3, 3]]}, "'parts' cannot be"),
         ({"parts": []}, "'w' was not asked for"),
     ],
 )
@@ -194,6 +197,18 @@ def test_one_kind_is_not_taken_for_another(server: dbcl.Server) -> None:
         dbcl.decode_update(dbcl.encode(broadcast))
 
 
+SPELT = json.dumps(HEADER, sort_keys=True, separators=(",", ":")).encode()
+
+
+def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def listed(entries: dict, size: int = 0) -> bytes:
+    text = json.dumps(entries).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(size)
+
+
 def raw(header: bytes, body: bytes) -> bytes:
     data = struct.pack("<4sBBI", b"DBCL", 1, UPDATE, len(header)) + header + body
     return data + hashlib.sha256(data).digest()
@@ -205,9 +220,22 @@ def raw(header: bytes, body: bytes) -> bytes:
         (b"[" * 100_000, b"", "the header is not JSON"),
         (b"\xff\xfe", b"", "the header is not JSON"),
         (b"[]", b"", "the header is not an object"),
-        (json.dumps(HEADER).encode(), b"", "the tensors cannot be read"),
-        (json.dumps(HEADER).encode(), b"\xff" * 8 + b"{}", "the tensors cannot be read"),
-        (json.dumps(HEADER).encode(), struct.pack("<Q", 1 << 40) + b"{}", "the tensors cannot be read"),
+        (json.dumps(HEADER).encode(), b"", "the header is not written as dbcl writes it"),
+        (b"[" * (5 << 20), b"", "a header of 5242880 bytes does not fit"),
+        (b'{"a":[' + b"[]," * 400_000 + b"1]}", b"", "the header has more than 400000 values"),
+        (SPELT[:-1] + b',"round":0}', b"", "a name stands twice"),
+        (SPELT, b"", "the tensors cannot be read .cut short"),
+        (SPELT, b"\xff" * 8 + b"{}", "the tensors cannot be read .cut short"),
+        (SPELT, struct.pack("<Q", 1 << 40) + b"{}", "the tensors cannot be read .cut short"),
+        (SPELT, listed({"w": entry([0, 1 << 62], 0, 0)}), "the shape of 'w' cannot be"),
+        (SPELT, listed({"w": entry([2], 0, 4)}, 4), "'w' has 4 bytes, which is not what its shape and dtype take"),
+        (SPELT, listed({"w": entry([1], 0, 4), "v": entry([1], 8, 12)}, 12), "a gap or an overlap"),
+        (SPELT, listed({"w": entry([2], 0, 8), "v": entry([1], 4, 8)}, 8), "a gap or an overlap"),
+        (SPELT, listed({"w": entry([1], 0, 4)}, 9), "5 bytes are no tensor's"),
+        (SPELT, listed({"w": entry([1], 0, 4, dtype="F3")}, 4), "the dtype of 'w' cannot be 'F3'"),
+        (SPELT, listed({"w": {}}), "the entry of 'w' is not one of a tensor"),
+        (SPELT, listed({"\x1b[31m": entry([1], 0, 4)}, 4), "a tensor cannot be called '.\\(31m'"),
+        (SPELT, listed({f"{n}": entry([0], 0, 0) for n in range(20_001)}), "20001 tensors, more than 20000"),
     ],
 )
 def test_hostile_structure_is_a_protocol_error(header: bytes, body: bytes, message: str) -> None:

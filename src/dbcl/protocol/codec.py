@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from dbcl.errors import ProtocolError
+from dbcl.errors import ProtocolError, plain, shown
+from dbcl.protocol.inspection import MAX_NUMBERS, check_tensors, is_count, is_name, is_shape, read_json
 from dbcl.protocol.messages import Base, Broadcast, Update
 from dbcl.round_plan import UNSKETCHED, RoundPlan, RoundTensor
 from dbcl.seeds import SEED_BYTES
@@ -28,10 +28,9 @@ MAGIC = b"DBCL"
 VERSION = 1
 BROADCAST, UPDATE, CHECKPOINT, BASE = 1, 2, 3, 4
 KINDS = {BROADCAST: "broadcast", UPDATE: "update", CHECKPOINT: "checkpoint", BASE: "base"}
+MAX_METRICS, MAX_METRIC_NAME, MAX_METRIC = 100, 100, 1e100
+"""How many metrics an update may report, how long their names and how large their values may be."""
 WIRE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MAX_HEADER = 16 << 20
-MAX_TENSORS = 100_000
-
 _PREFIX = struct.Struct("<4sBBI")
 _DIGEST = 32
 
@@ -77,7 +76,7 @@ def decode_broadcast(data: bytes) -> Broadcast:
     """
     header, tensors = unpack(BROADCAST, data)
     take = _Fields("broadcast", header)
-    round = take("round", _is_count)
+    round = take("round", is_count)
     seed = take("seed", lambda value: isinstance(value, str) and len(value) == 2 * SEED_BYTES and _is_hex(value))
     parts = take("parts", lambda value: isinstance(value, list) and all(map(_is_part, value)))
     frozen = take("frozen", lambda value: isinstance(value, list) and all(map(_is_frozen, value)), default=[])
@@ -115,10 +114,10 @@ def decode_update(data: bytes) -> Update:
     header, tensors = unpack(UPDATE, data)
     take = _Fields("update", header)
     update = Update(
-        round=take("round", _is_count),
+        round=take("round", is_count),
         plan=take("plan", lambda value: isinstance(value, str)),
         examples=take("examples", _is_integer),
-        metrics=take("metrics", lambda value: isinstance(value, dict) and all(map(_is_number, value.values()))),
+        metrics={name: float(value) for name, value in take("metrics", _are_metrics).items()},
         tensors=tensors,
     )
     take.end()
@@ -171,24 +170,22 @@ def unpack(kind: int, data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if found != kind:
         raise ProtocolError(f"{what}: expected, but these bytes are a {KINDS.get(found, f'message of kind {found}')}")
     end = _PREFIX.size + length
-    if length > MAX_HEADER or end > len(data) - _DIGEST:
+    if end > len(data) - _DIGEST:
         raise ProtocolError(f"{what}: a header of {length} bytes does not fit")
-    try:
-        header = json.loads(data[_PREFIX.size : end])
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"{what}: the header is not JSON ({error})") from None
-    if not isinstance(header, dict):
-        raise ProtocolError(f"{what}: the header is not an object")
-    return header, _tensors(what, data[end:-_DIGEST])
+    text = data[_PREFIX.size : end]
+    header = read_json(what, text)
+    if _header_text(header) != text:
+        raise ProtocolError(f"{what}: the header is not written as dbcl writes it")
+    body = memoryview(data)[end:-_DIGEST]
+    check_tensors(what, body)
+    return header, _tensors(what, bytes(body))
 
 
 def _tensors(what: str, body: bytes) -> dict[str, Tensor]:
     try:
         tensors = safetensors.torch.load(body)
-    except (safetensors.SafetensorError, ValueError, KeyError, RuntimeError, OverflowError) as error:
-        raise ProtocolError(f"{what}: the tensors cannot be read ({error})") from None
-    if len(tensors) > MAX_TENSORS:
-        raise ProtocolError(f"{what}: {len(tensors)} tensors, more than {MAX_TENSORS}")
+    except Exception as error:  # `check_tensors` knows what can be read; whatever is left must not end a round
+        raise ProtocolError(f"{what}: the tensors cannot be read ({plain(str(error))})") from None
     return dict(sorted(tensors.items()))  # safetensors returns them in no fixed order
 
 
@@ -205,39 +202,40 @@ class _Fields:
             raise ProtocolError(f"{self._what}: the header has no {name!r}")
         value = self._left.pop(name)
         if not valid(value):
-            raise ProtocolError(f"{self._what}: {name!r} cannot be {str(value)[:80]!r}")
+            raise ProtocolError(f"{self._what}: {name!r} cannot be {shown(value)}")
         return value
 
     def end(self) -> None:
         if self._left:
-            raise ProtocolError(f"{self._what}: unknown fields {', '.join(sorted(self._left))[:200]}")
+            raise ProtocolError(f"{self._what}: unknown fields {shown(', '.join(sorted(self._left)))}")
 
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
 
 
-def _is_count(value: Any) -> bool:
-    return _is_integer(value) and value >= 0
+def _are_metrics(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) <= MAX_METRICS
+        and all(isinstance(name, str) and len(name) <= MAX_METRIC_NAME for name in value)
+        and all(map(_is_number, value.values()))
+    )
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e308
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_METRIC
 
 
 def _is_hex(text: str) -> bool:
     return all(letter in "0123456789abcdef" for letter in text)
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
-
-
 def _is_frozen(value: Any) -> bool:
     if not (isinstance(value, list) and len(value) == 2):
         return False
     name, digest = value
-    return _is_name(name) and isinstance(digest, str) and len(digest) == 2 * _DIGEST and _is_hex(digest)
+    return is_name(name) and isinstance(digest, str) and len(digest) == 2 * _DIGEST and _is_hex(digest)
 
 
 def _part(name: str, shape: list[int], scheme: str, width: int, columns: int, inputs: Any = ()) -> RoundTensor:
@@ -249,15 +247,14 @@ def _is_part(value: Any) -> bool:
         return False
     name, shape, scheme, width, columns, *inputs = value
     return (
-        _is_name(name)
-        and isinstance(shape, list)
-        and len(shape) <= 16
-        and all(map(_is_count, shape))
+        is_name(name)
+        and is_shape(shape)
         and isinstance(scheme, str)
         and (scheme in SCHEMES or scheme in UNSKETCHED)
         and (scheme in UNSKETCHED or len(shape) >= 2)
-        and _is_count(width)
-        and _is_count(columns)
+        and is_count(width)
+        and is_count(columns)
+        and (scheme in UNSKETCHED or columns <= width <= MAX_NUMBERS)
         and all(_is_inputs(axes, len(shape)) and scheme not in UNSKETCHED for axes in inputs)
     )
 
@@ -267,7 +264,7 @@ def _is_inputs(value: Any, ndim: int) -> bool:
     return (
         isinstance(value, list)
         and 0 < len(value) < ndim
-        and all(_is_count(axis) and axis < ndim for axis in value)
+        and all(is_count(axis) and axis < ndim for axis in value)
         and value == sorted(set(value))
         and value != list(range(1, ndim))
     )

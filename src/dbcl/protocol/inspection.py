@@ -1,0 +1,142 @@
+"""Looks at the structure of bytes from a stranger before any parser is given them, so that parsing stays cheap.
+
+What a parser does with a few bytes can cost thousands of times their length: a list of empty lists, a million names, a
+tensor of no rows and 2^63 columns. Here everything is counted first.
+"""
+
+import json
+import math
+from typing import Any
+
+from dbcl.errors import ProtocolError, plain, shown
+
+MAX_HEADER = 4 << 20
+"""Bytes of a header."""
+MAX_ITEMS = 400_000
+"""Values in a header. As Python objects each takes some 60 bytes."""
+MAX_TENSORS = 20_000
+MAX_NAME = 500
+MAX_AXES = 16
+MAX_NUMBERS = 1 << 40
+"""The product of a tensor's sizes, zeros aside."""
+
+_ITEMSIZES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+    "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
+}  # fmt: skip
+
+
+def read_json(what: str, data: bytes, *, items: int = MAX_ITEMS) -> dict[str, Any]:
+    """Read a JSON object of at most so many values, none of whose names stands twice.
+
+    >>> read_json("update", b'{"round":3}')
+    {'round': 3}
+    >>> read_json("update", b'{"round":3,"round":4}')
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ProtocolError: update: the header is not JSON (a name stands twice)
+    """
+    if len(data) > MAX_HEADER:
+        raise ProtocolError(f"{what}: a header of {len(data)} bytes does not fit")
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > items:
+        raise ProtocolError(f"{what}: the header has more than {items} values")
+    try:
+        header = json.loads(data, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"{what}: the header is not JSON ({plain(str(error))})") from None
+    if not isinstance(header, dict):
+        raise ProtocolError(f"{what}: the header is not an object")
+    return header
+
+
+def check_tensors(what: str, body: memoryview) -> None:
+    """Refuse bytes that are not named tensors in the safetensors format, one after the other without a gap.
+
+    >>> import safetensors.torch, torch
+    >>> check_tensors("update", memoryview(safetensors.torch.save({"w": torch.zeros(2, 3)})))
+    >>> check_tensors("update", memoryview(bytes(8) + b"{}"))
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ProtocolError: update: the tensors cannot be read (2 bytes are no tensor's)
+    """
+    try:
+        _check(what, body)
+    except _UnreadableError as reason:
+        raise ProtocolError(f"{what}: the tensors cannot be read ({reason})") from None
+
+
+class _UnreadableError(Exception):
+    """Why tensors cannot be read."""
+
+
+def _check(what: str, body: memoryview) -> None:
+    length = int.from_bytes(body[:8], "little")
+    if len(body) < 8 or length > len(body) - 8:
+        raise _UnreadableError("cut short")
+    if length > MAX_HEADER:
+        raise _UnreadableError(f"a list of {length} bytes")
+    listed = bytes(body[8 : 8 + length])
+    entries = read_json(what, listed) if listed.strip() else {}
+    if len(entries) > MAX_TENSORS:
+        raise _UnreadableError(f"{len(entries)} tensors, more than {MAX_TENSORS}")
+    spans = sorted(_span(name, entry) for name, entry in entries.items())
+    at = 0
+    for begin, end in spans:
+        if begin != at:
+            raise _UnreadableError("a gap or an overlap between two tensors")
+        at = end
+    if at != len(body) - 8 - length:
+        raise _UnreadableError(f"{len(body) - 8 - length - at} bytes are no tensor's")
+
+
+def _span(name: str, entry: Any) -> tuple[int, int]:
+    if not is_name(name):
+        raise _UnreadableError(f"a tensor cannot be called {shown(name)}")
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _UnreadableError(f"the entry of {shown(name)} is not one of a tensor")
+    shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
+    if not is_shape(shape):
+        raise _UnreadableError(f"the shape of {shown(name)} cannot be {shown(shape)}")
+    if not isinstance(dtype, str) or dtype not in _ITEMSIZES:
+        raise _UnreadableError(f"the dtype of {shown(name)} cannot be {shown(dtype)}")
+    if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(is_count, offsets))):
+        raise _UnreadableError(f"the place of {shown(name)} cannot be {shown(offsets)}")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * _ITEMSIZES[dtype]:
+        raise _UnreadableError(f"{shown(name)} has {end - begin} bytes, which is not what its shape and dtype take")
+    return begin, end
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number from 0 on, within 63 bits.
+
+    >>> is_count(3), is_count(True), is_count(1 << 63)
+    (True, False, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def is_shape(value: Any) -> bool:
+    """Whether a value is a list of sizes that a tensor can have.
+
+    >>> is_shape([2, 3]), is_shape([0, 1 << 62])
+    (True, False)
+    """
+    fits = isinstance(value, list) and len(value) <= MAX_AXES and all(map(is_count, value))
+    return fits and math.prod(size or 1 for size in value) <= MAX_NUMBERS
+
+
+def is_name(value: Any) -> bool:
+    """Whether a value can be the name of a tensor: text of at most 500 printable characters.
+
+    >>> is_name("encoder.0.weight"), is_name(""), is_name("a\\x1b[31m")
+    (True, False, False)
+    """
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable()
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice")
+    return found
