@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -53,14 +53,30 @@ def axes(model: nn.Module, name: str, entry: Entry) -> tuple[int, ...]:
     )
 
 
+class Whole(nn.Module):
+    """A model and its loss."""
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__()
+        self.model, self.loss = entry.make(), entry.loss
+
+    def forward(self) -> Tensor:
+        return self.loss(self.model)
+
+
+def found_layers(entry: Entry) -> dict[str, tuple[int, ...]]:
+    return {name.removeprefix("model."): axes for name, axes in dbcl.find_layers(Whole(entry)).items()}
+
+
 def check(entry: Entry) -> Row:
     """Compare one step, or give the sentence that refuses the model."""
     model = entry.make()
     count = sum(parameter.numel() for parameter in model.parameters())
     try:
-        plan = dbcl.SketchPlan.of(model, veil=0, **entry.settings)
+        settings = {**entry.settings, "layers": found_layers(entry)} if entry.find else entry.settings
+        plan = dbcl.SketchPlan.of(model, veil=0, **settings)
         inputs = {tensor.name: axes(model, tensor.name, entry) for tensor in plan.tensors if tensor.sketched}
-        error = largest_error(entry.make, entry.loss, inputs, **entry.settings)
+        error = largest_error(entry.make, entry.loss, inputs, **settings)
     except DbclError as refusal:
         return Row(entry, "refused: " + str(refusal).splitlines()[-1].strip(" -"), 0.0, count, True)
     good = error < EXACT[entry.dtype]

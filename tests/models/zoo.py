@@ -29,6 +29,8 @@ class Entry:
     settings: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """On which axes the inputs of a weight lie, by the end of its name, where its layer is none of PyTorch's."""
+    find: bool = False
+    """Whether `dbcl.find_layers` tells the server of the layers."""
     dtype: torch.dtype | None = F64
 
     def make(self) -> nn.Module:
@@ -97,7 +99,7 @@ def squares(*arguments: Tensor, **named: Tensor) -> Callable[[nn.Module], Tensor
 
 def _tensors(value: Any) -> Any:
     if isinstance(value, Tensor):
-        if value.is_floating_point() and value.requires_grad:
+        if value.is_floating_point():
             yield value
     elif isinstance(value, Mapping):
         for each in value.values():
@@ -201,6 +203,14 @@ TRANSFORMERS = [
         own_loss(**TEXT),
         {"layers": {"*.experts.*_proj": -1}},
         {"experts.gate_up_proj": (2,), "experts.down_proj": (2,)},
+    ),
+    Entry(
+        "transformers",
+        "Mixtral, its experts found by find_layers",
+        hugging("MixtralConfig", "MixtralForCausalLM", **EXPERTS),
+        own_loss(**TEXT),
+        inputs={"mlp.gate.weight": (1,), "experts.gate_up_proj": (2,), "experts.down_proj": (2,)},
+        find=True,
     ),
     Entry("transformers", "ViT", hugging("ViTConfig", "ViTForImageClassification", **VIT), own_loss(**PICTURES)),
     Entry(
@@ -318,6 +328,34 @@ def segmentation(name: str, **settings: Any) -> Callable[[], nn.Module]:
 
     return build
 
+
+class Relations(nn.Module):
+    """A graph with two kinds of edges and two kinds of nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = importlib.import_module("torch_geometric.nn")
+        self.nodes = layers.HeteroLinear(8, 12, num_types=2)
+        self.edges = layers.RGCNConv(12, 10, num_relations=2)
+        self.out = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kinds = torch.tensor([0, 0, 0, 1, 1, 1])
+        hidden = self.edges(self.nodes(x, kinds).tanh(), EDGES, torch.arange(8) % 2)
+        made: Tensor = self.out(hidden.tanh())
+        return made
+
+
+GEOMETRIC.append(
+    Entry(
+        "torch-geometric",
+        "HeteroLinear and RGCN, found by find_layers",
+        Relations,
+        squares(fixed(6, 8)),
+        inputs={"nodes.weight": (1,), "edges.weight": (1,), "edges.root": (0,)},
+        find=True,
+    )
+)
 
 SEGMENTATION = [
     Entry("segmentation-models-pytorch", "U-Net", segmentation("Unet"), squares(fixed(2, 3, 32, 32))),
