@@ -141,3 +141,23 @@ def test_server_plan_and_client_take_a_wrapped_model(wrap) -> None:
             [dbcl.update(dbcl.blinded(module, server.open_round()), server.open_round(), examples=1)]
         )
     assert type(dbcl.blinded(wrap(net()), broadcast)) is nn.Sequential
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(50), nn.ReLU(), nn.Linear(50, 4)), "0.weight: has no shape yet; run one"),
+        (lambda: net().to("meta"), r"0.weight: has no numbers .device meta.; use model.to_empty"),
+        (
+            lambda: torch.jit.script(net()),
+            "a TorchScript model cannot be sketched; give the module that it was made of",
+        ),
+    ],
+    ids=["lazy", "meta", "script"],
+)
+@pytest.mark.filterwarnings("ignore")  # lazy layers and scripts warn of themselves
+def test_a_model_without_numbers_is_refused_on_both_sides(make, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        dbcl.blinded(make(), dbcl.Server(net()).open_round())
+    with pytest.raises(PlanError, match=message):
+        SketchPlan.of(make())

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from dbcl._torch import unwrapped
-from dbcl.cover import broadcast_names, fingerprint, lost_in_a_copy, named_tensors, owner, packed_weights, recompute
+from dbcl.cover import (
+    broadcast_names,
+    fingerprint,
+    lost_in_a_copy,
+    named_tensors,
+    owner,
+    packed_weights,
+    recompute,
+    without_values,
+)
 from dbcl.errors import PlanError
 from dbcl.nn import compact_parameter, share_class, sketch_parameter
 from dbcl.round_plan import RoundPlan, mismatches
@@ -61,6 +70,9 @@ def check_module(module: nn.Module, plan: RoundPlan) -> None:
     dbcl.errors.PlanError: this model is not the one that the server trains:
       - 'bias' was not asked for
     """
+    problems = without_values(module)
+    if problems:
+        raise PlanError("\n  - ".join(["this model is not ready:", *problems]))
     own, frozen = named_tensors(module), dict(plan.frozen)
     if frozen:
         own |= packed_weights(module)

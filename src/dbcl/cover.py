@@ -263,14 +263,21 @@ def covered_names(model: nn.Module, cover: Cover, layers: Layers | None = None) 
     return Covered(chosen, chosen.keys() - matched, left_out, problems)
 
 
-def without_shape(model: nn.Module) -> list[str]:
-    """A complaint for each lazy parameter, which has no shape to plan for.
+def without_values(model: nn.Module) -> list[str]:
+    """A complaint for each parameter that has no shape or no numbers yet, and for a compiled script, which hides them.
 
-    >>> without_shape(nn.LazyLinear(3))
+    >>> without_values(nn.LazyLinear(3, bias=False))
     ['weight: has no shape yet; run one batch through the model first']
     """
-    lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter) and "weight" in name]
-    return [f"{name}: has no shape yet; run one batch through the model first" for name in lazy]
+    if isinstance(model, torch.jit.ScriptModule):
+        return ["a TorchScript model cannot be sketched; give the module that it was made of"]
+    complaints = []
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            complaints.append(f"{name}: has no shape yet; run one batch through the model first")
+        elif parameter.is_meta:
+            complaints.append(f"{name}: has no numbers (device meta); use model.to_empty and load its weights")
+    return complaints
 
 
 def _by_word(model: nn.Module, word: str, inputs: Mapping[str, tuple[int, ...]]) -> tuple[set[str], list[str]]:

@@ -23,7 +23,7 @@ from dbcl.cover import (
     named_tensors,
     nothing_left,
     plain_numbers,
-    without_shape,
+    without_values,
 )
 from dbcl.errors import PlanError
 from dbcl.layout import Layout
@@ -176,7 +176,7 @@ class SketchPlan:
         ('0.weight', '8x4', 'count-v1', '4 of 8 inputs (axis 0)', '0.2')
         """
         model = unwrapped(model)
-        _refuse([*without_shape(model), *cannot_be_sent(model)])
+        _refuse([*without_values(model), *cannot_be_sent(model)])
         own = named_tensors(model)
         sent = broadcast_names(model, buffers)
         covered = Covered({}, set(), {}, []) if sketch == CLEAR else covered_names(model, cover, layers)
