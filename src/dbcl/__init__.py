@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Base,
         Broadcast,
         Door,
+        Policy,
         RoundReport,
         Server,
         Update,
@@ -37,7 +38,7 @@ HOMES = {
     "plan": "SketchPlan",
     "privacy": "UpdateNoise Veil WhiteVeil",
     "products": "find_layers",
-    "protocol": "Aggregate Base Broadcast Door RoundReport Server Update blinded decode_base decode_broadcast "
+    "protocol": "Aggregate Base Broadcast Door Policy RoundReport Server Update blinded decode_base decode_broadcast "
     "decode_update encode load_base update",
     "run": "simulate",
     "sketch": "CountSketch Identity Sketch UniformSampling",
@@ -72,6 +73,7 @@ __all__ = [
     "Door",
     "Identity",
     "PlanError",
+    "Policy",
     "ProtocolError",
     "RoundReport",
     "Server",

@@ -244,6 +244,11 @@ class SketchPlan:
         return {tensor.name: tensor.veil for tensor in self.tensors}
 
     @property
+    def least_veil(self) -> float:
+        """The smallest veil of any tensor that is sent; 0 where one has none."""
+        return float(min((tensor.veil for tensor in self.tensors), default=0.0))
+
+    @property
     def in_clear(self) -> tuple[str, ...]:
         """The tensors that every client receives exactly."""
         return tuple(tensor.name for tensor in (*self.tensors, *self.base) if tensor.in_clear)

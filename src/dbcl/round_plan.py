@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from dbcl.errors import SketchError
+from dbcl.errors import SketchError, shown
 from dbcl.layout import Layout
 from dbcl.sketch import Sketch, draw
 
@@ -112,7 +112,7 @@ def mismatches(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tens
     ['a is missing', "'c' was not asked for", 'b has shape (4, 3) and must have (3, 4)']
     """
     problems = [f"{name} is missing" for name in expected if name not in found]
-    problems += [f"{name!r} was not asked for" for name in found if name not in expected]
+    problems += [f"{shown(name)} was not asked for" for name in found if name not in expected]
     for name, shape in expected.items():
         if name in found and tuple(found[name].shape) != shape:
             problems.append(f"{name} has shape {tuple(found[name].shape)} and must have {shape}")

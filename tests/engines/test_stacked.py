@@ -370,7 +370,7 @@ def test_a_client_whose_frozen_copy_differs_is_refused() -> None:
     template = Masked()
     template.base.weight[0, 0] += 1
     for kind in (LocalEngine, StackedEngine):
-        engine = kind(dbcl.Server(Masked()), template, x, y, [np.arange(20)], LocalTraining(), seed=SEED)
+        engine = kind(dbcl.Server(Masked()), template, [(x, y)], LocalTraining(), seed=SEED)
         with pytest.raises(dbcl.PlanError, match=r"base.weight is frozen, and this model's copy differs"):
             engine.play_round()
 

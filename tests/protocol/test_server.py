@@ -97,7 +97,7 @@ BAD = {
     "absurd": (lambda u: dataclasses.replace(u, examples=10**12), "examples must be between 1 and 10000000"),
     "fraction": (lambda u: dataclasses.replace(u, examples=0.5), "examples must be a whole number, got 0.5"),
     "truth": (lambda u: dataclasses.replace(u, examples=True), "examples must be a whole number, got True"),
-    "metric": (lambda u: dataclasses.replace(u, metrics={"loss": math.nan}), "metric loss is nan"),
+    "metric": (lambda u: dataclasses.replace(u, metrics={"loss": math.nan}), "metric 'loss' is nan"),
     "truncated": (lambda u: dbcl.encode(u)[:-7], "update: damaged or cut short"),
     "stub": (lambda u: dbcl.encode(u)[:20], "update: cut short, only 20 bytes long"),
     "corrupted": (lambda u: flip(dbcl.encode(u), 300), "damaged or cut short, its SHA-256 does not fit"),
@@ -136,11 +136,11 @@ def test_too_few_updates_change_nothing_and_leave_the_round_open() -> None:
     broadcast = server.open_round()
     before = weights(server)
     with pytest.raises(ProtocolError, match="round 0 has 2 updates and needs 3"):
-        server.close_round([answer(broadcast)] * 2)
+        server.close_round([answer(broadcast, 1.0), answer(broadcast, 1.1)])
     assert same(before, weights(server))
     again = server.open_round()
     assert dbcl.encode(again) == dbcl.encode(broadcast)
-    assert server.close_round([answer(broadcast)] * 3).accepted == 3
+    assert server.close_round([answer(broadcast, scale) for scale in (1.0, 1.1, 1.2)]).accepted == 3
 
 
 @pytest.mark.parametrize("clip", [True, False])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dbcl import seeds
 from dbcl.engines import LocalTraining, StackedEngine
+from dbcl.protocol import Door
 from dbcl.run.assemble import build_server
 from dbcl.run.config import RunConfig
 from dbcl.run.task import Task
@@ -99,7 +100,8 @@ def rehearse(
     model, template = (task.make_model(weight_seed + number) for number in range(2))
     if weights is not None:
         model.load_state_dict(weights)
-    server = build_server(config, model, insecure_seed=seed)
+    # Single examples pull as hard as they like: bounding them would make the attackers' work harder.
+    server = build_server(config, model, insecure_seed=seed, door=Door(max_influence=None))
     noise = config.noise()
     training = LocalTraining(lr=config.lr, batch_size=batch, steps=1)
     shape, outputs = (task.pictures.shape, task.pictures.outputs) if task.pictures else ((), 0)

@@ -47,6 +47,7 @@ def plan(
         return
     console.print(table(f"what a client of {model} sees", made.header(), made.rows()))
     console.print(f"in clear: {', '.join(made.in_clear) or 'nothing'}")
+    console.print(f"the door: {chosen.door()}", highlight=False)
     console.print(f"one message, each way and client: {size:,} bytes, {size / clear:.3f} of a plain one in float32")
     if any(tensor.sketched and not tensor.veil for tensor in made.tensors):
         console.print("[yellow]no veil: a client that remembers can undo the sketch (docs/threat-model.md)")
@@ -55,6 +56,8 @@ def plan(
 def _shape(text: str) -> models.Shape:
     try:
         channels, height, width = (int(part) for part in text.split(","))
+        if min(channels, height, width) < 1:
+            raise ValueError
     except ValueError:
         raise ConfigError(f"shape is channels,height,width, for example 3,32,32; got {text!r}") from None
     return channels, height, width

@@ -1,12 +1,17 @@
 """`dbcl train`: play a run, show its progress, and say at the end what it reached and what a client saw."""
 
+import contextlib
 import math
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
@@ -14,9 +19,9 @@ from dbcl.cli.console import console, errors, print_json, print_path, sparkline
 from dbcl.cli.options import DataDir, Preset, Trust, with_settings
 from dbcl.errors import ConfigError
 from dbcl.plan import SketchPlan
-from dbcl.run import RESUMABLE, RoundMetrics, Run, config, message_bytes, presets, transcript_bytes
+from dbcl.run import RESUMABLE, RoundMetrics, Run, RunConfig, config, message_bytes, presets, transcript_bytes
 from dbcl.run.folder import read_config
-from dbcl.run.task import CODE, code_of
+from dbcl.run.task import CODE, code_of, own_code
 from dbcl.trackers import ProgressBar
 
 LINES = 10
@@ -68,27 +73,29 @@ def train(
       dbcl train --model mypackage.nets:make --cover 'encoder.*' --ratio 2-4 --veil 0.5
       dbcl train --resume runs/001-blind-digits --rounds 400
     """
+    context = click.get_current_context()
     if resume is not None:
+        for name in ("out", "preset"):
+            if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+                raise ConfigError(f"--{name} is for a new run, and --resume goes on with the one in {resume}")
         code = {name: settings.pop(name) for name in CODE if name in settings}
         fixed = sorted(set(settings) - set(RESUMABLE))
         if fixed:
             raise ConfigError(f"with --resume only {_options(RESUMABLE)} may change, not {', '.join(fixed)}")
-        run = Run.resume(resume, data_dir, trust=trust or _same_code(resume, code), **settings)
+        trust = trust or _same_code(resume, code)
+        with _own_code(read_config(resume), as_json):
+            run = Run.resume(resume, data_dir, trust=trust, **settings)
     else:
         chosen = presets.preset(preset, **settings)
-        name = f"{Path(preset).stem}-{chosen.data.replace(':', '-')}"
-        run = Run.start(chosen, out or _next_folder(name), data_dir)
+        with _own_code(chosen, as_json):
+            run = Run.start(chosen, out, data_dir) if out else _start(chosen, preset, data_dir)
     _warn_of_transcripts(run)
+    go_on = f"dbcl train --resume {run.folder}{' --trust' if code_of(run.config) else ''}"
     try:
-        if quiet or as_json:
-            _play_silently(run)
-        elif console.is_terminal:
-            _play_with_bar(run)
-        else:
-            _play_with_lines(run)
+        with _own_code(run.config, as_json, then=f"; mend it and go on with: {go_on}"):
+            _play(run, quiet=quiet or as_json)
     except KeyboardInterrupt:
-        trusted = " --trust" if code_of(run.config) else ""
-        errors.print(f"stopped after round {run.session.round}; go on with: dbcl train --resume {run.folder}{trusted}")
+        errors.print(f"stopped after round {run.session.round}; go on with: {go_on}", soft_wrap=True)
         raise typer.Exit(130) from None
     if as_json:
         print_json(_report(run))
@@ -105,6 +112,34 @@ def _same_code(folder: Path, code: Mapping[str, str]) -> bool:
         if before.get(name, value) != value or name not in before:
             raise ConfigError(f"the run in {folder} has another {name}; with --resume it cannot change")
     return code == before
+
+
+@contextlib.contextmanager
+def _own_code(config: RunConfig, as_json: bool, then: str = "") -> Iterator[None]:
+    """Explain what fails in code of the user's own; what it prints is no part of the JSON."""
+    with own_code(config, then), contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+        yield
+
+
+def _start(config: RunConfig, preset: str, data_dir: str | None) -> Run:
+    """Begin a run in the next free folder; where another process takes that at the same moment, in the one after."""
+    name = f"{Path(preset).stem}-{config.data.replace(':', '-')}"
+    while True:
+        folder = _next_folder(name)
+        try:
+            return Run.start(config, folder, data_dir)
+        except ConfigError:
+            if not folder.exists():  # or else it is taken
+                raise
+
+
+def _play(run: Run, *, quiet: bool) -> None:
+    if quiet:
+        _play_silently(run)
+    elif console.is_terminal:
+        _play_with_bar(run)
+    else:
+        _play_with_lines(run)
 
 
 def _play_silently(run: Run) -> None:
@@ -215,6 +250,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("a client saw", _seen(plan)),
         ("veil", _veil(plan)),
         ("in clear", ", ".join(plan.in_clear) or "nothing"),
+        ("the door", str(config.door())),
         ("secrets", "fixed by --seed, for experiments" if config.insecure else "fresh in every round"),
         (f"{last.metric} by round", sparkline(scores, lambda score: shown(score, 1))),
     ]
@@ -244,5 +280,6 @@ def _veil(plan: SketchPlan) -> str:
 
 def _next_folder(name: str) -> Path:
     root = Path("runs")
-    taken = [int(path.name[:3]) for path in root.glob("[0-9][0-9][0-9]-*")]
+    numbers = (re.match(r"([0-9]{3,9})-", path.name) for path in root.glob("*-*"))
+    taken = [int(number[1]) for number in numbers if number]
     return root / f"{max(taken, default=0) + 1:03d}-{name}"

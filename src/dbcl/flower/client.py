@@ -10,13 +10,14 @@ from dbcl import protocol
 from dbcl.errors import ProtocolError
 from dbcl.flower.records import EXAMPLES, RECORD, message_bytes
 from dbcl.privacy import UpdateNoise
-from dbcl.protocol import Broadcast, decode_broadcast, encode
+from dbcl.protocol import Broadcast, Policy, decode_broadcast, encode
+from dbcl.protocol.client import as_number
 
 
-def blinded(module: nn.Module, message: Message) -> nn.Module:
+def blinded(module: nn.Module, message: Message, *, require: Policy | None = None) -> nn.Module:
     """Make a client's model from a message of `DoubleBlind`: a copy of `module` with the compact weights in it.
 
-    Train it with any loop and any optimiser; see `dbcl.blinded` for learning rates.
+    Train it with any loop and any optimiser; see `dbcl.blinded` for learning rates and for `require`.
 
     >>> import dbcl
     >>> from dbcl.flower import LocalGrid
@@ -27,7 +28,7 @@ def blinded(module: nn.Module, message: Message) -> nn.Module:
     >>> {name: tuple(parameter.shape) for name, parameter in blinded(nn.Linear(6, 2), message).named_parameters()}
     {'bias': (2,), 'parametrizations.weight.original': (2, 3)}
     """
-    return protocol.blinded(module, received(message))
+    return protocol.blinded(module, received(message), require=require)
 
 
 def reply(
@@ -52,7 +53,7 @@ def reply(
     >>> dbcl.decode_update(answer.content["dbcl"]["update"]).examples
     600
     """
-    numbers = {name: float(value) for name, value in (metrics or {}).items()}
+    numbers = {name: as_number(value) for name, value in (metrics or {}).items()}
     if message.metadata.message_type.split(".")[0] != "train":
         return Message(RecordDict({"metrics": MetricRecord({EXAMPLES: examples, **numbers})}), reply_to=message)
     if model is None:

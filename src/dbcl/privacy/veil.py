@@ -72,7 +72,14 @@ class WhiteVeil(Veil):
         self._begun: tuple[int, bytes, dict[str, float]] | None = None
 
     def begin(self, round: int, key: bytes, model: nn.Module) -> None:
-        self._begun = round, key, veil_sizes(model, self.sizes)
+        taus = veil_sizes(model, self.sizes)
+        for name, tau in taus.items():
+            if self.sizes[name] > 0 and not (math.isfinite(tau) and tau > 0):
+                raise ProtocolError(
+                    f"{name} must be veiled, and the size of its veil would be {tau}: the weights are "
+                    f"{'all 0' if tau == 0 else 'not finite'}, so nothing leaves the server"
+                )
+        self._begun = round, key, taus
 
     def noise(self, round: int, name: str, shape: tuple[int, ...]) -> Tensor | None:
         if self._begun is None or self._begun[0] != round:

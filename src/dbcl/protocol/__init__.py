@@ -6,6 +6,7 @@ from dbcl.protocol.base import load_base
 from dbcl.protocol.client import blinded, update
 from dbcl.protocol.codec import decode_base, decode_broadcast, decode_update, encode, encoded_size
 from dbcl.protocol.messages import Base, Broadcast, RoundReport, Tally, Update
+from dbcl.protocol.policy import Policy
 from dbcl.protocol.server import Server
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Base",
     "Broadcast",
     "Door",
+    "Policy",
     "RoundReport",
     "Server",
     "Tally",

@@ -2,19 +2,22 @@
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dbcl.errors import ProtocolError
+from dbcl.errors import ProtocolError, shown
 from dbcl.privacy import clip_factor, norm
 from dbcl.protocol.aggregation import Aggregate, Weighted, mean_metrics
-from dbcl.protocol.codec import decode_update
+from dbcl.protocol.codec import MAX_METRIC, MAX_METRICS, decode_update
 from dbcl.protocol.messages import Broadcast, Tally, Update
 from dbcl.round_plan import mismatches
 
+ENOUGH = 3
+"""Of so many clients, or of so many rounds, the median cannot be what one of them wants."""
 MAX_LENGTH = 1e18
 """An update this long would carry float32 weights out of their range, and every other client's with them."""
 
@@ -26,6 +29,11 @@ class Door:
     `norm_bound` limits the length of an update, all its tensors together (the lift keeps lengths, so it is the length
     of the change of W too); a longer one is shortened to it, or refused where `clip` is False.
 
+    `max_influence` bounds what one client can do in a round, whatever it sends: its examples count for no more than so
+    many times the round's median, and it pulls on the average (its weight times its length) no more than so many times
+    the median client, or where there are fewer than three clients, the median of the last rounds. None takes every
+    update as it is.
+
     >>> Door(min_updates=0)
     Traceback (most recent call last):
         ...
@@ -36,6 +44,7 @@ class Door:
     norm_bound: float | None = None
     clip: bool = True
     max_examples: int = 10_000_000
+    max_influence: float | None = 4.0
 
     def __post_init__(self) -> None:
         if self.min_updates < 1:
@@ -44,6 +53,17 @@ class Door:
             raise ProtocolError(f"norm_bound must be above 0, got {self.norm_bound}")
         if self.max_examples < 1:
             raise ProtocolError(f"max_examples must be 1 or more, got {self.max_examples}")
+        if self.max_influence is not None and not self.max_influence >= 1:
+            raise ProtocolError(f"max_influence must be 1 or more, got {self.max_influence}")
+
+    def __str__(self) -> str:
+        """What the door does, in a sentence."""
+        said = [f"{self.min_updates} update{'s' * (self.min_updates > 1)} or more"]
+        if self.norm_bound is not None:
+            said.append(f"updates {'shortened to' if self.clip else 'at most'} {self.norm_bound:g} long")
+        if self.max_influence is not None:
+            said.append(f"no client counts or pulls more than {self.max_influence:g} times the median one")
+        return "; ".join(said)
 
     def admit(self, message: Update | bytes, broadcast: Broadcast) -> "Admitted":
         """Check one update to a broadcast; raises `ProtocolError` with the reason where it must be refused."""
@@ -58,14 +78,16 @@ class Door:
             raise ProtocolError(f"examples must be a whole number, got {update.examples!r}")
         if not 1 <= update.examples <= self.max_examples:
             raise ProtocolError(f"examples must be between 1 and {self.max_examples}, got {update.examples}")
+        if len(update.metrics) > MAX_METRICS:
+            raise ProtocolError(f"has {len(update.metrics)} metrics, and {MAX_METRICS} are the most")
         for name, value in update.metrics.items():
-            if not math.isfinite(value):
-                raise ProtocolError(f"metric {name} is {value}")
-        statistics = {tensor.name for tensor in broadcast.plan.tensors if tensor.measured}
+            if not abs(value) < MAX_METRIC:
+                raise ProtocolError(f"metric {shown(name)} is {value:.4g}")
+        measured = {tensor.name for tensor in broadcast.plan.tensors if tensor.measured}
         asked = {
             name: tuple(sent.shape)
             for name, sent in broadcast.tensors.items()
-            if name in update.tensors or name not in statistics
+            if name in update.tensors or name not in measured
         }
         problems = mismatches(asked, update.tensors)
         if problems:
@@ -73,17 +95,49 @@ class Door:
         for name, tensor in update.tensors.items():
             if tensor.dtype != broadcast.tensors[name].dtype:
                 raise ProtocolError(f"{name} is {tensor.dtype}, and {broadcast.tensors[name].dtype} was sent")
-        length = norm({name: tensor for name, tensor in update.tensors.items() if name not in statistics})
+        length = norm({name: tensor for name, tensor in update.tensors.items() if name not in measured})
         for name, tensor in update.tensors.items():
-            if (name in statistics or not math.isfinite(length)) and not torch.isfinite(tensor).all():
+            if (name in measured or not math.isfinite(length)) and not torch.isfinite(tensor).all():
                 raise ProtocolError(f"{name} holds {'NaN' if tensor.isnan().any() else 'infinity'}")
-            if name in statistics and name.endswith("running_var") and (tensor < 0).any():
+            if name in measured and name.endswith("running_var") and (tensor < 0).any():
                 raise ProtocolError(f"{name} holds a negative variance")
         if length > MAX_LENGTH:
             raise ProtocolError(f"its length {length:.4g} is absurd (above {MAX_LENGTH:g})")
         if self.norm_bound is not None and length > self.norm_bound and not self.clip:
             raise ProtocolError(f"its length {length:.4g} is above the bound {self.norm_bound:g}")
-        return Admitted(update, clip_factor(length, self.norm_bound))
+        factor = clip_factor(length, self.norm_bound)
+        return Admitted(update, factor, float(update.examples), length * factor)
+
+    def balance(
+        self, accepted: Mapping[str, "Admitted"], recent: Sequence[float]
+    ) -> "tuple[dict[str, Admitted], float]":
+        """Bound every client's influence; `recent` are the pulls of the last rounds. Also gives the pull of this one.
+
+        A pull is the median over the clients of weight times length, with the median weight as 1.
+
+        >>> import torch
+        >>> def sent(size, examples):
+        ...     return Admitted(Update(0, "ab", {"b": torch.tensor([size])}, examples), 1.0, float(examples), abs(size))
+        >>> honest = {f"client {number}": sent(1.0, 10) for number in range(3)}
+        >>> made, pull = Door().balance({**honest, "greedy": sent(-1e6, 10**6)}, [])
+        >>> made["greedy"].weight, made["greedy"].factor, pull
+        (40.0, 1e-06, 1.0)
+        """
+        if not accepted or self.max_influence is None:
+            return dict(accepted), 0.0
+        middle = statistics.median(each.weight for each in accepted.values())
+        most = self.max_influence * middle
+        capped = {who: replace(each, weight=min(each.weight, most)) for who, each in accepted.items()}
+        pull = statistics.median(each.weight / middle * each.length for each in capped.values())
+        usual = pull if len(capped) >= ENOUGH else statistics.median(recent) if len(recent) >= ENOUGH else 0.0
+        if usual <= 0:  # nobody moves, or nothing is known yet
+            return capped, pull
+        made = {}
+        for who, each in capped.items():
+            bound = self.max_influence * usual * middle / each.weight
+            factor = clip_factor(each.length, bound)
+            made[who] = replace(each, factor=each.factor * factor, length=each.length * factor)
+        return made, pull
 
     def problems(self, aggregate: Aggregate, changes: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> list[str]:
         """What is wrong with an aggregate, as far as that can be told without any single update.
@@ -100,12 +154,39 @@ class Door:
         return problems
 
 
+def copies(accepted: Mapping[str, "Admitted"]) -> dict[str, str]:
+    """Those updates that are number for number the same as an earlier one, and which; one that changes nothing is none.
+
+    >>> import torch
+    >>> same = Admitted(Update(0, "ab", {"b": torch.ones(1)}, examples=5), 1.0, 5.0, 1.0)
+    >>> copies({"update 0": same, "update 1": same})
+    {'update 1': 'is a copy of update 0'}
+    """
+    first: dict[float, list[tuple[str, Update]]] = {}
+    found = {}
+    for who, each in accepted.items():
+        alike = first.setdefault(each.length, [])
+        origin = next((other for other, update in alike if _equal(each.update, update)), None)
+        if origin is not None and each.length > 0:
+            found[who] = f"is a copy of {origin}"
+        alike.append((who, each.update))
+    return found
+
+
+def _equal(one: Update, other: Update) -> bool:
+    return one.tensors.keys() == other.tensors.keys() and all(
+        tensor.equal(other.tensors[name]) for name, tensor in one.tensors.items()
+    )
+
+
 @dataclass(frozen=True)
 class Admitted:
-    """An update that passed the door, and the factor that clips it (1 where it was short enough)."""
+    """An update that passed the door, the factor that shortens it, what it counts for, and its length with that."""
 
     update: Update
     factor: float
+    weight: float
+    length: float
 
 
 @dataclass(frozen=True)
@@ -122,6 +203,8 @@ class Admission:
     round: int
     accepted: Mapping[str, Admitted]
     refused: Mapping[str, str]
+    pull: float = 0.0
+    """The median client's pull on the average: what later rounds are measured by."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -138,17 +221,18 @@ class Admission:
             raise ProtocolError("\n  - ".join([needed, *self.reasons]))
 
     def weighted(self) -> list[Weighted]:
-        """The accepted updates, clipped, each with its number of examples as its weight."""
-        return [Weighted(each.update.tensors, each.update.examples, each.factor) for each in self.accepted.values()]
+        """The accepted updates, each with its weight and the factor that shortens it."""
+        return [Weighted(each.update.tensors, each.weight, each.factor) for each in self.accepted.values()]
 
     def tally(self) -> Tally:
         """What the round's report says of these updates."""
-        updates = [each.update for each in self.accepted.values()]
+        accepted = self.accepted.values()
         return Tally(
             refused=self.reasons,
-            clipped=sum(each.factor != 1.0 for each in self.accepted.values()),
-            examples=sum(update.examples for update in updates),
-            metrics=mean_metrics([(update.metrics, update.examples) for update in updates]),
+            clipped=sum(each.factor != 1.0 or each.weight < each.update.examples for each in accepted),
+            examples=sum(each.update.examples for each in accepted),
+            metrics=mean_metrics([(each.update.metrics, each.weight) for each in accepted]),
+            pull=self.pull,
         )
 
 

@@ -89,8 +89,8 @@ def replacement(new: Mapping[str, Tensor], old: Mapping[str, Tensor], count: int
     return Aggregate(changes, weight=1.0, count=count, lifted=True)
 
 
-def mean_metrics(reported: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
-    """The mean of clients' metrics, weighted by examples; one that only some clients report is the mean over those.
+def mean_metrics(reported: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    """The mean of clients' metrics by their weights; one that only some clients report is the mean over those.
 
     >>> mean_metrics([({"loss": 1.0}, 1), ({"loss": 4.0, "accuracy": 0.5}, 3)])
     {'loss': 3.25, 'accuracy': 0.5}

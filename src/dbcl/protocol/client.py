@@ -3,21 +3,23 @@
 from collections.abc import Mapping
 from typing import SupportsFloat
 
-from torch import nn
+from torch import Tensor, nn
 
 from dbcl._torch import unwrapped
 from dbcl.blind import build_client, client_tensors
 from dbcl.cover import owner
 from dbcl.privacy import UpdateNoise
 from dbcl.protocol.messages import Broadcast, Update
+from dbcl.protocol.policy import Policy
 from dbcl.statistics import measured
 
 
-def blinded(module: nn.Module, broadcast: Broadcast) -> nn.Module:
+def blinded(module: nn.Module, broadcast: Broadcast, *, require: Policy | None = None) -> nn.Module:
     """Make a client's model: a copy of `module` with the compact weights in it. W is nowhere in it.
 
     Train it with any loop and any optimiser. Plain SGD and momentum take the learning rate that the plain model would
-    take; optimisers that normalise the gradient, such as Adam, take sqrt(ratio) times it.
+    take; optimisers that normalise the gradient, such as Adam, take sqrt(ratio) times it. A broadcast that hides less
+    than `require` says is refused.
 
     >>> import torch, dbcl
     >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round()
@@ -25,6 +27,8 @@ def blinded(module: nn.Module, broadcast: Broadcast) -> nn.Module:
     >>> {name: tuple(parameter.shape) for name, parameter in local.named_parameters()}
     {'bias': (2,), 'parametrizations.weight.original': (2, 3)}
     """
+    if require is not None:
+        require.check(unwrapped(module), broadcast)
     return build_client(module, broadcast.plan, broadcast.tensors)
 
 
@@ -62,5 +66,15 @@ def update(
             changes[tensor.name] = (now - sent.to(now)).to(sent)
     if noise is not None:
         changes, statistics = noise(changes, round=broadcast.round), {}
-    numbers = {name: float(value) for name, value in (metrics or {}).items()}
+    numbers = {name: as_number(value) for name, value in (metrics or {}).items()}
     return Update(broadcast.round, broadcast.plan.digest, {**changes, **statistics}, examples, numbers)
+
+
+def as_number(value: SupportsFloat) -> float:
+    """A metric as a plain number, also where it is a tensor that autograd follows.
+
+    >>> import torch
+    >>> as_number(torch.ones((), requires_grad=True))
+    1.0
+    """
+    return float(value.detach() if isinstance(value, Tensor) else value)

@@ -80,6 +80,7 @@ def decode_broadcast(data: bytes) -> Broadcast:
     seed = take("seed", lambda value: isinstance(value, str) and len(value) == 2 * SEED_BYTES and _is_hex(value))
     parts = take("parts", lambda value: isinstance(value, list) and all(map(_is_part, value)))
     frozen = take("frozen", lambda value: isinstance(value, list) and all(map(_is_frozen, value)), default=[])
+    veil = take("veil", lambda value: isinstance(value, float) and 0 < value < MAX_METRIC, default=0.0)
     take.end()
     plan = RoundPlan(
         round,
@@ -89,7 +90,7 @@ def decode_broadcast(data: bytes) -> Broadcast:
     )
     if len({part.name for part in plan.tensors}) != len(plan.tensors):
         raise ProtocolError("broadcast: a tensor is named twice in the plan")
-    return Broadcast(plan, tensors)
+    return Broadcast(plan, tensors, veil)
 
 
 def decode_base(data: bytes) -> Base:
@@ -129,8 +130,10 @@ def _header(message: Broadcast | Update | Base) -> dict[str, Any]:
         return {}
     if isinstance(message, Broadcast):
         parts = [tensor.fields() for tensor in message.plan.tensors]
-        header = {"round": message.plan.round, "seed": message.plan.seed.hex(), "parts": parts}
-        return {**header, "frozen": [list(each) for each in message.plan.frozen]} if message.plan.frozen else header
+        header: dict[str, Any] = {"round": message.plan.round, "seed": message.plan.seed.hex(), "parts": parts}
+        if message.plan.frozen:
+            header["frozen"] = [list(each) for each in message.plan.frozen]
+        return {**header, "veil": message.veil} if message.veil else header
     return {
         "round": message.round,
         "plan": message.plan,

@@ -24,6 +24,8 @@ class Broadcast:
 
     plan: RoundPlan
     tensors: Mapping[str, Tensor]
+    veil: float = 0.0
+    """The least noise that the server says it has put on any of the tensors, relative to the weights."""
 
     def __post_init__(self) -> None:
         problems = mismatches({tensor.name: tensor.sent_shape for tensor in self.plan.tensors}, self.tensors)
@@ -87,6 +89,8 @@ class Tally:
     examples: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The clients' metrics, averaged over examples."""
+    pull: float = 0.0
+    """The median client's pull on the average, with which later rounds bound each client's."""
 
 
 @dataclass(frozen=True)

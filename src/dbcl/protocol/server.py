@@ -1,5 +1,6 @@
 """The server: the only place that holds the true weights."""
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from dbcl import seeds
-from dbcl._torch import unwrapped
+from dbcl._torch import unwrapped, version
 from dbcl.blind import blind, lift
 from dbcl.cover import Cover, Layers, fingerprint, fixed_tensors, frozen_parameters, named_tensors, recompute
-from dbcl.errors import PlanError, ProtocolError
+from dbcl.data.trees import Tree
+from dbcl.errors import PlanError, ProtocolError, plain
 from dbcl.optim import ServerOptimizer, fedavg
 from dbcl.plan import Ratio, SketchPlan
 from dbcl.privacy import Veil, WhiteVeil, norm
 from dbcl.protocol import checkpoint
-from dbcl.protocol.admission import Admission, Door
+from dbcl.protocol.admission import Admission, Admitted, Door, copies
 from dbcl.protocol.aggregation import Aggregate, average
 from dbcl.protocol.base import veiled_base
 from dbcl.protocol.codec import WIRE_DTYPES
@@ -27,6 +29,11 @@ from dbcl.protocol.state import restore_server, server_state
 from dbcl.round_plan import MEASURED, mismatches
 from dbcl.state import State
 from dbcl.statistics import calibrate
+
+log = logging.getLogger(__name__)
+
+RECENT = 5
+"""So many rounds are remembered to tell how far clients usually pull."""
 
 
 class Server:
@@ -68,7 +75,7 @@ class Server:
         optimizer: ServerOptimizer | None = None,
         door: Door | None = None,
         wire: str | None = None,
-        calibration: Tensor | None = None,
+        calibration: Tree | None = None,
         insecure_seed: int | None = None,
     ) -> None:
         given = {
@@ -98,7 +105,8 @@ class Server:
         self.statistics = {tensor.name for tensor in self.plan.tensors if tensor.scheme == MEASURED}
         self._wire = WIRE_DTYPES[wire] if wire is not None else None
         self._insecure = None if insecure_seed is None else seeds.derive(bytes(32), "experiment", insecure_seed)
-        self._key = self._new_key()
+        self._pulls: list[float] = []
+        self._renew_key()
         self._base_key = seeds.fresh() if self._insecure is None else seeds.derive(self._insecure, "base")
         self._frozen: tuple[tuple[str, str], ...] | None = None
         self._open: Broadcast | None = None
@@ -117,10 +125,14 @@ class Server:
         if self._open is None:
             if self._frozen is None:
                 self._frozen = self._fingerprints()
+            if self._key_of != self._versions():
+                self._renew_key()  # somebody has changed the weights, and a key veils one W only
             plan = self.plan.draw(seeds.derive(self._key, "sketch"), self.round, self._frozen)
             self.veil.begin(self.round, seeds.derive(self._key, "veil"), self.model)
             sent, own = blind(self.weights(), plan, partial(self.veil.noise, self.round)), named_tensors(self.model)
-            self._open = Broadcast(plan, {name: V.to(self._wire or own[name].dtype) for name, V in sent.items()})
+            leaving = {name: V.to(self._wire or own[name].dtype) for name, V in sent.items()}
+            self._check_finite(leaving, "what would leave the server has")
+            self._open = Broadcast(plan, leaving, self.plan.least_veil)
         return self._open
 
     def base(self) -> Base:
@@ -148,16 +160,27 @@ class Server:
     def admit(self, updates: Iterable[tuple[str, Update | bytes]]) -> Admission:
         """Let the updates to the open round through the door, each with the name of its sender; nothing changes yet.
 
+        A sender counts once, and so does an update: what is number for number the same as another one is refused.
+
         With an `Aggregate` of your own making and `close` this is `close_round` with another aggregation.
         """
         broadcast = self._opened()
-        accepted, refused = {}, {}
+        accepted: dict[str, Admitted] = {}
+        refused: dict[str, str] = {}
         for who, update in updates:
+            if who in accepted or who in refused:
+                log.warning("round %s: a further answer of %s is left out", broadcast.round, who)
+                continue
             try:
                 accepted[who] = self.door.admit(update, broadcast)
             except ProtocolError as error:
-                refused[who] = str(error)
-        return Admission(broadcast.round, accepted, refused)
+                refused[who] = plain(str(error))
+            except Exception as error:  # whatever one client sent, the others' round goes on
+                log.debug("round %s: %s", broadcast.round, who, exc_info=True)
+                refused[who] = f"cannot be read ({type(error).__name__})"
+        refused |= copies(accepted)
+        balanced, pull = self.door.balance({w: a for w, a in accepted.items() if w not in refused}, self._pulls)
+        return Admission(broadcast.round, balanced, refused, pull)
 
     def average(self, admission: Admission) -> Aggregate:
         """The mean of what was admitted, weighted by examples."""
@@ -215,21 +238,30 @@ class Server:
         if problems:
             raise ProtocolError("\n  - ".join([f"round {self.round}: the aggregate is refused", *problems]))
         tally = tally or Tally()
+        length = norm({name: change for name, change in changes.items() if name not in self.statistics})
         report = RoundReport(
             round=self.round,
             accepted=aggregate.count,
             refused=tally.refused,
             clipped=tally.clipped,
             examples=tally.examples,
-            norm=norm({name: change for name, change in changes.items() if name not in self.statistics}),
+            norm=length,
             metrics=tally.metrics,
         )
-        self._step(weights, changes)
-        if self.calibration is not None and self.statistics:
-            calibrate(self.model, self.calibration)
+        before = server_state(self)
+        try:
+            self._step(weights, changes)
+            if self.calibration is not None and self.statistics:
+                calibrate(self.model, self.calibration)
+            self._check_finite(named_tensors(self.model), "the optimiser made")
+        except BaseException:
+            restore_server(self, before, keep_open=True)
+            raise
         self.veil.end(self.round)
         self.round += 1
-        self._key = self._new_key()
+        if tally.pull > 0:
+            self._pulls = [*self._pulls, tally.pull][-RECENT:]
+        self._renew_key()
         self._open = None
         return report
 
@@ -299,8 +331,19 @@ class Server:
         held = {name: base[name].to(tensor.dtype) if name in base else tensor for name, tensor in fixed.items()}
         return tuple((name, fingerprint(tensor)) for name, tensor in held.items())
 
-    def _new_key(self) -> bytes:
-        return seeds.fresh() if self._insecure is None else seeds.derive(self._insecure, "round", self.round)
+    def _renew_key(self) -> None:
+        """Draw the round's secret, for the weights as they are now."""
+        self._key = seeds.fresh() if self._insecure is None else seeds.derive(self._insecure, "round", self.round)
+        self._key_of = self._versions()
+
+    def _versions(self) -> list[object]:
+        """What changes when anybody writes to the weights."""
+        return [version(tensor) for tensor in named_tensors(self.model).values()]
+
+    def _check_finite(self, tensors: Mapping[str, Tensor], what: str) -> None:
+        wrong = [name for name, each in tensors.items() if each.is_floating_point() and not each.isfinite().all()]
+        if wrong:
+            raise ProtocolError(f"round {self.round}: {what} numbers that are not finite in {', '.join(wrong[:5])}")
 
     @torch.no_grad()
     def _step(self, weights: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> None:

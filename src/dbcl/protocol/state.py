@@ -23,7 +23,8 @@ def server_state(server: "Server") -> State:
     >>> sorted(state.values), sorted(state.tensors)
     (['model', 'optimizer', 'round', 'veil'], ['model.bias', 'model.weight'])
     """
-    own = {"number": server.round, "key": server._key.hex(), "plan": server.plan.digest}
+    own: dict[str, Any] = {"number": server.round, "key": server._key.hex(), "plan": server.plan.digest}
+    own["pulls"] = server._pulls
     if server.plan.base:
         own["base_key"] = server._base_key.hex()
     parts = {
@@ -43,8 +44,11 @@ def server_state(server: "Server") -> State:
     return join(**parts)
 
 
-def restore_server(server: "Server", state: State) -> None:
-    """Put a server back to a state; one of another model or plan is refused before anything changes."""
+def restore_server(server: "Server", state: State, *, keep_open: bool = False) -> None:
+    """Put a server back to a state; one of another model or plan is refused before anything changes.
+
+    With `keep_open` the broadcast of its open round stays what it is: the state is of that very round.
+    """
     missing = {"round", "model", "veil", "optimizer"} - state.values.keys()
     if missing:
         raise ProtocolError(f"the checkpoint is of an older dbcl or of something else: it has no {min(missing)!r}")
@@ -60,7 +64,10 @@ def restore_server(server: "Server", state: State) -> None:
         server._masters.load(state.part("masters").tensors)
     load_optimizer(server._optimizer, state.part("optimizer"))
     server.veil.load_state(state.part("veil"))
-    server.round, server._key, server._open = own["number"], bytes.fromhex(own["key"]), None
+    server.round, server._key = own["number"], bytes.fromhex(own["key"])
+    server._pulls, server._key_of = list(own.get("pulls", [])), server._versions()
+    if not keep_open:
+        server._open = None
     if server.plan.base:
         server._base_key, server._frozen = bytes.fromhex(own["base_key"]), None
 

@@ -111,8 +111,21 @@ def _own(text: str | None) -> bool:
     return text is not None and (":" in text or in_python(text))
 
 
+MAX_ROUNDS = 99_999_999
+"""A checkpoint's name has room for so many."""
+
+
 def _is_optimizer(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    """Refuse what is no number, and what fits into no machine's."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ConfigError(f"{name} must be a finite number, got {number}")
+        if isinstance(number, int) and abs(number) >= 2**63:
+            raise ConfigError(f"{name} must be between -2^63 and 2^63, got {number}")
 
 
 def _unexplained(names: Iterable[str]) -> dict[str, str]:
@@ -236,6 +249,13 @@ class RunConfig:
         0.0, "Evaluate and keep a running mean of W that decays so; 0.95 is a mean over about 20 rounds", SERVER
     )
     min_updates: int = described(1, "A round with fewer accepted updates is an error", SERVER)
+    max_examples: int = described(10_000_000, "An update that counts for more examples is refused", SERVER)
+    max_influence: float | None = described(
+        4.0,
+        "No client counts for more examples, or pulls on the average harder, than so many times the median client; "
+        "0 takes every update as it is",
+        SERVER,
+    )
     norm_bound: float | None = described(
         None, "The server scales longer updates down to this norm", SERVER, unset="it does not"
     )
@@ -292,9 +312,14 @@ class RunConfig:
             value, allowed = getattr(self, field.name), about(field).choices
             if allowed and value not in allowed:
                 raise ConfigError(f"{field.name} must be one of {', '.join(allowed)}, got {value!r}")
+            _check_numbers(field.name, value)
         for name in ("clients", "rounds"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.rounds > MAX_ROUNDS:
+            raise ConfigError(f"rounds must be at most {MAX_ROUNDS}, got {self.rounds}")
+        if not self.alpha > 0:
+            raise ConfigError(f"alpha must be above 0, got {self.alpha}")
         if self.data not in LOADERS and not _own(self.data):
             raise ConfigError(f"data must be one of {', '.join(LOADERS)} or module:factory, got {self.data!r}")
         if self.loss != CROSS_ENTROPY and not _own(self.loss):
@@ -313,7 +338,7 @@ class RunConfig:
             raise ConfigError(f"server_momentum must be between 0 and 1, got {self.server_momentum}")
         if self.patience is not None and self.patience < 1:
             raise ConfigError(f"patience must be 1 round or more, got {self.patience}")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             raise ConfigError(f"device must be auto, cpu, cuda or, of several, cuda:1; got {self.device!r}")
         for place in self.track:
             check_place(place)
@@ -399,4 +424,9 @@ class RunConfig:
 
     def door(self) -> Door:
         """What an update must be to get in."""
-        return Door(min_updates=self.min_updates, norm_bound=self.norm_bound)
+        return Door(
+            min_updates=self.min_updates,
+            norm_bound=self.norm_bound,
+            max_examples=self.max_examples,
+            max_influence=self.max_influence or None,
+        )

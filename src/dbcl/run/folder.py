@@ -1,7 +1,9 @@
 """A training run: a folder with its configuration, its metrics, its checkpoints and its picture."""
 
+import contextlib
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -22,7 +24,7 @@ from dbcl.run.assemble import build_engine, build_session, new_seed, public_sett
 from dbcl.run.config import IN_PYTHON, RunConfig
 from dbcl.run.divergence import divergence
 from dbcl.run.plots import curves
-from dbcl.run.presets import from_toml, to_toml
+from dbcl.run.presets import from_toml, read_toml, to_toml
 from dbcl.run.task import Task, task_of
 from dbcl.state import State, join
 from dbcl.trackers import Tracker, tracker
@@ -108,6 +110,7 @@ class Run:
         self.session = build_session(config, self.task, seed=seed)
         self.engine = build_engine(config, self.task, self.session, seed=seed)
         self._held_out = self.task.held_out.to(config.device)
+        self.task.check(config, self.session.released, self._held_out)
         self.history: list[RoundMetrics] = []
 
     @classmethod
@@ -117,10 +120,8 @@ class Run:
         run = cls(config, folder, data_dir, seed=new_seed(config), task=task)
         if config.transcripts:
             check_parties(config.transcripts, run.config.clients)
-        make_folder(folder)
-        with locked(folder):
-            refuse_old(folder)  # of two that start at once, the second
-            write_atomic(folder / "plan.txt", f"{run.session.plan}\n".encode())
+        with _beginning(folder):
+            write_atomic(folder / "plan.txt", f"{run.session.plan}\nthe door: {config.door()}\n".encode())
             write_atomic(folder / "metrics.jsonl", b"")
             # The first round's secrets are on the disk before anything is sent: a run that dies never veils twice.
             run._save()
@@ -307,11 +308,11 @@ def read_config(folder: Path) -> RunConfig:
     dbcl.errors.ConfigError: nowhere holds no run: it has no config.toml
     """
     try:
-        return from_toml((folder / "config.toml").read_text())
+        return read_toml(folder / "config.toml")
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no run: it has no config.toml") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{folder / 'config.toml'} cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{folder / 'config.toml'} cannot be read: {error.strerror}") from None
 
 
 def refuse_old(folder: Path) -> None:
@@ -323,6 +324,27 @@ def refuse_old(folder: Path) -> None:
         raise ConfigError(f"{folder} holds a run already; go on with --resume {folder}, or choose another --out")
     if folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty; choose another --out, or empty it")
+
+
+@contextlib.contextmanager
+def _beginning(folder: Path) -> Iterator[None]:
+    """Hold a new folder while a run begins in it; where it does not begin, nothing that was made stays."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    ours = False
+    try:
+        make_folder(folder)
+        with locked(folder):
+            refuse_old(folder)  # of two that start at once, the second
+            ours = True
+            yield
+    except BaseException as error:
+        if ours or isinstance(error, OSError):
+            for path in (*folder.glob("*"), folder / LOCK):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            for each in made:
+                with contextlib.suppress(OSError):  # somebody else has put something there
+                    each.rmdir()
+        raise
 
 
 def read_metrics(folder: Path) -> list[RoundMetrics]:

@@ -1,0 +1,227 @@
+"""A door that one client cannot own: weights, lengths, copies, metrics, and a step that is undone where it fails."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dbcl
+from dbcl.errors import ConfigError, PlanError, ProtocolError
+from dbcl.protocol import Policy
+from protocol.conftest import answer, net, same, weights
+
+HONEST = (1.0, 1.01, 1.02, 1.03, 0.97, 0.98, 0.99, 1.04, 0.96)
+
+
+def pull(hostile: dbcl.Update | None, **settings: Any) -> float:
+    """How far the average moves W where nine honest clients move it by about 1."""
+    torch.manual_seed(0)
+    server = dbcl.Server(net(), insecure_seed=0, veil=0, sketch="identity-v1", **settings)
+    before = weights(server)
+    broadcast = server.open_round()
+    updates = [answer(broadcast, scale) for scale in HONEST]
+    if hostile is not None:
+        updates.append(
+            dbcl.Update(0, broadcast.plan.digest, dict(hostile.tensors), hostile.examples, dict(hostile.metrics))
+        )
+    server.close_round(updates)
+    return float((weights(server)["0.bias"] - before["0.bias"]).mean())
+
+
+def hostile(scale: float, examples: int = 10) -> dbcl.Update:
+    torch.manual_seed(0)
+    server = dbcl.Server(net(), insecure_seed=0, veil=0, sketch="identity-v1")
+    return answer(server.open_round(), scale, examples)
+
+
+@pytest.mark.parametrize(
+    ("update", "least"),
+    [
+        (hostile(1e6), 1.0),  # (9 + 4) / 10
+        (hostile(-10), 0.49),  # (9 - 4) / 10
+        (hostile(-1e6), 0.49),
+        (hostile(0.0, examples=10_000_000), 0.68),  # 9 / 13: it counts for four
+        (hostile(-10, examples=10_000_000), 0.38),  # four times the weight, a fourth of the length: (9 - 4) / 13
+    ],
+)
+def test_one_client_in_ten_does_not_own_the_round(update: dbcl.Update, least: float) -> None:
+    assert least <= pull(update) <= 1.31
+    wild = pull(update, door=dbcl.Door(max_influence=None))
+    assert not 0.1 < wild < 10
+
+
+def test_honest_updates_are_left_as_they_are() -> None:
+    assert pull(None) == pull(None, door=dbcl.Door(max_influence=None))
+    server = dbcl.Server(net(), insecure_seed=0)
+    broadcast = server.open_round()
+    report = server.close_round([answer(broadcast, scale, examples=n) for scale, n in ((1.0, 10), (2.0, 20), (1.5, 5))])
+    assert report.clipped == 0
+
+
+def test_copies_count_once() -> None:
+    server = dbcl.Server(net(), insecure_seed=0)
+    broadcast = server.open_round()
+    update = answer(broadcast)
+    report = server.close_round([update, dbcl.encode(update), answer(broadcast, 2.0), update])
+    assert report.accepted == 2
+    assert report.refused == ("update 1: is a copy of update 0", "update 3: is a copy of update 0")
+
+
+def test_clients_that_change_nothing_are_no_copies() -> None:
+    server = dbcl.Server(net(), insecure_seed=0)
+    broadcast = server.open_round()
+    still = dbcl.update(dbcl.blinded(net(), broadcast), broadcast, examples=3)
+    assert server.close_round([still, still, answer(broadcast)]).accepted == 3
+
+
+def test_a_sender_counts_once(caplog: pytest.LogCaptureFixture) -> None:
+    server = dbcl.Server(net(), insecure_seed=0)
+    broadcast = server.open_round()
+    admission = server.admit([("anna", answer(broadcast, 1.0)), ("anna", answer(broadcast, 9.0))])
+    assert admission.accepted["anna"].update.metrics == {"loss": 1.0}
+    assert "a further answer of anna is left out" in caplog.text
+
+
+def test_two_clients_are_measured_by_the_last_rounds_and_a_restored_server_remembers_them() -> None:
+    server = dbcl.Server(net(), insecure_seed=0, veil=0, sketch="identity-v1")
+    for round in range(4):
+        broadcast = server.open_round()
+        server.close_round([answer(broadcast, 1.0 + round / 100), answer(broadcast, 1.1)])
+    other = dbcl.Server(net(), insecure_seed=0, veil=0, sketch="identity-v1")
+    other.load_state_dict(copy.deepcopy(server.state_dict()))
+    for each in (server, other):
+        before = weights(each)
+        broadcast = each.open_round()
+        report = each.close_round([answer(broadcast, 1.0), answer(broadcast, -100.0)])
+        assert report.clipped == 1
+        assert float((weights(each)["0.bias"] - before["0.bias"]).mean()) > -1.65  # (1 - 4 x about 1.05) / 2
+    assert same(weights(server), weights(other))
+
+
+class Strange:
+    def __getattr__(self, name: str) -> Any:
+        raise ZeroDivisionError(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"metrics": {f"m{number}": 1.0 for number in range(101)}}, "has 101 metrics, and 100 are the most"),
+        ({"metrics": {"loss": 1e101}}, "metric 'loss' is 1e"),
+        ({"metrics": {"\x1b[31m": float("nan")}}, r"metric '.\(31m' is nan"),
+        ({"metrics": {"loss": "low"}}, "cannot be read .TypeError"),
+        ({"metrics": 3}, "cannot be read .TypeError"),
+        ({"tensors": None}, "cannot be read"),
+        ({"tensors": {"0.bias": "text"}}, "cannot be read"),
+        ({"examples": Strange()}, "examples must be a whole number|cannot be read"),
+        ({"round": Strange()}, "cannot be read|answers round"),
+    ],
+)
+def test_whatever_one_client_sends_the_others_round_goes_on(change: dict[str, Any], reason: str) -> None:
+    server = dbcl.Server(net(), insecure_seed=0)
+    broadcast = server.open_round()
+    honest = answer(broadcast)
+    fields = {"round": 0, "plan": broadcast.plan.digest, "tensors": honest.tensors, "examples": 5, "metrics": {}}
+    report = server.close_round([dbcl.Update(**{**fields, **change}), honest])
+    assert report.accepted == 1
+    (said,) = report.refused
+    assert re.search(reason, said), said
+    assert len(said) < 300
+    assert said.isprintable()
+
+
+@pytest.mark.parametrize("fails", ["raises", "not finite", "interrupted"])
+def test_a_step_that_fails_is_undone(fails: str) -> None:
+    class Optimizer(torch.optim.SGD):
+        wrong = False
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            if self.wrong:
+                if fails == "raises":
+                    raise RuntimeError("no more memory")
+                if fails == "interrupted":
+                    raise KeyboardInterrupt
+                self.param_groups[0]["params"][0].data[0] = float("inf")
+
+    server = dbcl.Server(net(), insecure_seed=0, optimizer=lambda params: Optimizer(params, lr=1.0, momentum=0.5))
+    server.close_round([answer(server.open_round())])
+    before, broadcast = copy.deepcopy(server.state_dict()), server.open_round()
+    Optimizer.wrong = True
+    with pytest.raises((RuntimeError, KeyboardInterrupt, ProtocolError)):
+        server.close_round([answer(broadcast)])
+    Optimizer.wrong = False
+    after = server.state_dict()
+    assert repr(after["values"]) == repr(before["values"])
+    assert same(after["tensors"], before["tensors"])
+    assert server.open_round() is broadcast
+    assert server.close_round([answer(broadcast)]).accepted == 1
+
+
+def test_weights_that_are_not_finite_never_leave() -> None:
+    """In 0.2 one NaN made a tensor's veil NaN, which switched it off."""
+    server = dbcl.Server(net())
+    with torch.no_grad():
+        server.model[0].weight[0, 0] = float("nan")
+    with pytest.raises(ProtocolError, match=r"0.weight must be veiled, and the size of its veil would be nan"):
+        server.open_round()
+    clear = dbcl.Server(net(), veil=0)
+    with torch.no_grad():
+        clear.model[0].weight[0, 0] = float("inf")
+    with pytest.raises(ProtocolError, match=r"what would leave the server has numbers that are not finite in 0.weight"):
+        clear.open_round()
+    narrow = dbcl.Server(net(), wire="float16")
+    with torch.no_grad():
+        narrow.model[0].weight.mul_(1e6)
+    with pytest.raises(ProtocolError, match=r"not finite in 0.weight"):
+        narrow.open_round()
+    empty = dbcl.Server(nn.Linear(6, 2), cover="all")
+    for parameter in empty.model.parameters():
+        nn.init.zeros_(parameter)
+    with pytest.raises(ProtocolError, match="the weights are all 0, so nothing leaves"):
+        empty.open_round()
+
+
+def test_a_key_veils_one_set_of_weights() -> None:
+    server = dbcl.Server(net())
+    state = copy.deepcopy(server.state_dict())
+    first = server.open_round()
+    server.load_state_dict(state)
+    assert dbcl.encode(server.open_round()) == dbcl.encode(first)  # after a crash the very same bytes
+    server.load_state_dict(state)
+    with torch.no_grad():
+        server.model[0].bias.add_(1)
+    assert server.open_round().plan.seed != first.plan.seed
+
+
+def test_clients_can_insist() -> None:
+    def sent(**settings: Any) -> dbcl.Broadcast:
+        return dbcl.decode_broadcast(dbcl.encode(dbcl.Server(net(), **settings).open_round()))
+
+    dbcl.blinded(net(), sent(), require=Policy())
+    for settings, message in (
+        ({"veil": 0.1}, "the veil is 0.1, and 0.2 is required"),
+        ({"veil": 0}, "the veil is 0, and 0.2 is required"),
+        ({"sketch": "identity-v1"}, "0.weight is not sketched"),
+        ({"ratio": 1.2}, "0.weight is sketched from 8 to 6, a ratio below 2"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            dbcl.blinded(net(), sent(**settings), require=Policy())
+    dbcl.blinded(net(), sent(sketch="identity-v1"), require=Policy(sketched=None))
+    dbcl.blinded(net(), sent(veil=0.1), require=Policy(veil=0.05))
+    with pytest.raises(PlanError, match="a ratio above 3"):
+        dbcl.blinded(net(), sent(ratio=8), require=Policy(max_ratio=3))
+    with pytest.raises(PlanError, match=r"2.weight is not sketched"):
+        dbcl.blinded(net(), sent(), require=Policy(sketched="all"))
+    for wrong in ({"veil": float("nan")}, {"min_ratio": 0.5}, {"min_ratio": 3, "max_ratio": 2}):
+        with pytest.raises(ConfigError):
+            Policy(**wrong)
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan"), -1])
+def test_a_limit_below_the_median_is_refused(value: float) -> None:
+    with pytest.raises(ProtocolError, match="max_influence must be 1 or more"):
+        dbcl.Door(max_influence=value)
