@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from dbcl.errors import ConfigError
 
 Shape = tuple[int, int, int]
+SHORT = 300
+"""So many characters of somebody else's error are shown."""
 
 
 def build(name: str, *, shape: Shape = (1, 28, 28), outputs: int = 10, seed: int = 0) -> nn.Module:
@@ -35,7 +37,14 @@ def build(name: str, *, shape: Shape = (1, 28, 28), outputs: int = 10, seed: int
             return _imported(name)
         if name not in NETWORKS:
             raise ConfigError(f"no model {name!r}; choose {', '.join(NETWORKS)} or module:factory of your own")
-        return NETWORKS[name](shape, outputs)
+        if min(*shape, outputs) < 1:
+            raise ConfigError(f"shape and outputs must be 1 or more, got {shape} and {outputs}")
+        try:
+            return NETWORKS[name](shape, outputs)
+        except (RuntimeError, OverflowError, TypeError) as error:  # of sizes that PyTorch or the memory does not have
+            raise ConfigError(
+                f"{name} cannot be made for examples of shape {shape} and {outputs} outputs: {short(error)}"
+            ) from error
 
 
 def mnist_mlp(shape: Shape, outputs: int) -> nn.Module:
@@ -180,10 +189,11 @@ def made(name: str, what: str) -> Any:
     Identity()
     """
     factory = imported(name, what)
-    needed = _needed(factory)
-    if needed:
+    if isinstance(factory, nn.Module):
+        raise ConfigError(f"the {what} {name!r} is a network, and must be a function that makes one")
+    if missing := needed(factory):
         raise ConfigError(
-            f"the factory {name!r} needs arguments ({', '.join(needed)}); write a function that needs none"
+            f"the factory {name!r} needs arguments ({', '.join(missing)}); write a function that needs none"
         )
     with _own_folder(), _explained(f"the factory {name!r} failed"):
         return factory()
@@ -214,16 +224,30 @@ def _explained(what: str) -> Iterator[None]:
     """Whatever code that is not ours raises becomes one sentence, with the place where it was raised."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         own = place.filename in (__file__, importlib.__file__) or place.filename.startswith("<frozen")
         where = "" if own else f" ({place.filename}, line {place.lineno})"
         kind = "" if own else f"{type(error).__name__}: "
-        raise ConfigError(f"{what}: {kind}{error}{where}") from error
+        raise ConfigError(f"{what}: {kind}{short(error)}{where}") from error
 
 
-def _needed(factory: Callable[..., object]) -> list[str]:
-    """The arguments without which a factory cannot be called; none where Python cannot tell."""
+def short(error: object) -> str:
+    """What an error says, on one line and no longer than a person reads; PyTorch's may hold a stack of C++.
+
+    >>> short(ValueError("one\\n  two"))
+    'one two'
+    """
+    said = " ".join(str(error).split(" Exception raised from")[0].split())
+    return said if len(said) <= SHORT else f"{said[:SHORT]}..."
+
+
+def needed(factory: Callable[..., object]) -> list[str]:
+    """The arguments without which a factory cannot be called; none where Python cannot tell.
+
+    >>> needed(nn.Linear)
+    ['in_features', 'out_features']
+    """
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (ValueError, TypeError):
@@ -244,7 +268,7 @@ def _size(features: nn.Module, shape: Shape) -> int:
     try:
         return int(features(torch.zeros(1, *shape)).numel())
     except RuntimeError as error:
-        raise ConfigError(f"this network cannot take examples of shape {shape}: {error}") from error
+        raise ConfigError(f"this network cannot take examples of shape {shape}: {short(error)}") from error
 
 
 def _uniform(model: nn.Module) -> nn.Module:

@@ -53,6 +53,9 @@ class TensorBoard:
 
     def __init__(self, folder: str = "") -> None:
         _needs("tensorboard", "TensorBoard")
+        for each in (Path(folder), *Path(folder).parents):
+            if each.exists() and not each.is_dir():
+                raise ConfigError(f"TensorBoard cannot write into {folder}: {each} is a file")
         self.folder = folder
         self.writer: Any = None
 

@@ -56,7 +56,7 @@ def test_options_win_over_a_file_of_ones_own(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("lr = ", "not a TOML file"),
-        ("learning_rate = 1.0", "unknown settings: learning_rate; known are data, model"),
+        ("learning_rate = 1.0", "unknown settings: learning_rate; `dbcl train --help`"),
         ("rounds = 1.5", "rounds must be a whole number, got 1.5"),
         ("rounds = true", "rounds must be a whole number, got True"),
         ("lr = '0.1'", "lr must be a number, got '0.1'"),

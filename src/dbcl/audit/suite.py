@@ -283,7 +283,10 @@ def _membership(job: Job) -> list[Finding]:
         return job.task.make_model(number)
 
     model = make(0)
-    model.load_state_dict(safetensors.torch.load_file(path))
+    try:
+        model.load_state_dict(safetensors.torch.load_file(path))
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        raise AuditError(f"{path} cannot be read: {error}") from None
     view = blinded(make(1), build_server(config, model, insecure_seed=job.seed).open_round())
     task = replace(job.task, make_model=make)
     training = replace(task.training(config), batch_size=20, epochs=10, steps=None, lr_decay=1.0, proximal=0.0)

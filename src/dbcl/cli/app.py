@@ -1,5 +1,6 @@
 """The commands gathered into one program, and how it ends when something is wrong."""
 
+import io
 import logging
 import os
 import sys
@@ -7,6 +8,8 @@ from typing import Annotated, NoReturn
 
 import torch
 import typer
+from click import ClickException, UsageError
+from click.exceptions import NoArgsIsHelpError
 from rich.logging import RichHandler
 
 from dbcl import __version__
@@ -59,29 +62,74 @@ app.add_typer(datasets, name="data")
 def main() -> None:
     """Run the command; what is wrong is one message and exit status 2, never a traceback.
 
-    That holds for errors of dbcl's own and for what the system has to say: a disk that is full, a file that may not be
-    read. Any other exception is a fault of dbcl, and shows where it is.
+    That holds for errors of dbcl's own, for what was typed, and for what the system has to say: a disk that is full, a
+    file that may not be read. Any other exception is a fault of dbcl, and shows where it is.
     """
+    _print_anything()
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=errors, show_path=False)]
     )
     try:
-        app()
+        status = app(standalone_mode=False)
+        _flush()  # here, where an error of it is still ours
+        sys.exit(status)
+    except NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        sys.exit(2)
+    except ClickException as error:
+        _end(f"{error.format_message().strip()}{_help(error)}")
     except DbclError as error:
         _end(str(error))
     except BrokenPipeError:  # whoever read our output has gone
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        _drop_output()
         sys.exit(1)
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        _end(f"{error.strerror or error}{where}")
+        _drop_output()
+        _end(_system_error(error))
     except MemoryError:
         _end("out of memory")
     except torch.OutOfMemoryError as error:
         _end(f"out of the device's memory; a smaller --batch-size or --fraction takes less\n{error}")
 
 
+def _print_anything() -> None:
+    """Let a stream whose encoding lacks a character, such as that of a table's edge, show a ? in its place."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _help(error: ClickException) -> str:
+    context = error.ctx if isinstance(error, UsageError) else None
+    return f" (see {context.command_path} --help)" if context else ""
+
+
+def _system_error(error: OSError) -> str:
+    try:
+        os.getcwd()
+    except OSError:
+        return "the current folder is gone; change into another one"
+    paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
+    return ": ".join([error.strerror or str(error) or type(error).__name__, *paths])
+
+
+def _drop_output() -> None:
+    """Give up on what standard output cannot take, which Python would try to write once more at its end."""
+    try:
+        _flush()
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # as it is where it was closed
+        sys.stdout.flush()
+
+
 def _end(message: str) -> NoReturn:
+    first, *more = message.splitlines() or [""]
+    if len(more) == 1:  # a list of one problem is no list
+        message = f"{first} {more[0].strip().removeprefix('- ')}"
     errors.print("[bold red]error[/]", end=" ")
     errors.print(message, markup=False, highlight=False, soft_wrap=True)
     sys.exit(2)

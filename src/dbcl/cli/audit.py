@@ -8,16 +8,20 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dbcl.cli.console import console, print_path, table
+from dbcl.cli.console import check_place, console, print_path, table
 from dbcl.cli.options import DataDir, Trust
 from dbcl.errors import ConfigError
 from dbcl.files import write_atomic
+from dbcl.run.folder import read_config
+from dbcl.run.task import own_code
 
 if TYPE_CHECKING:
     from dbcl.audit.findings import Audit, Finding
 
 SHOWN = ("cosine", "psnr", "accuracy", "auc", "tpr at 1 % fpr")
 """The measures that the terminal shows; the page shows all."""
+MANY = 1000
+"""More parties than that would only take longer."""
 
 
 def audit(
@@ -59,11 +63,16 @@ def audit(
         raise ConfigError(
             f"an audit needs more packages ({error.name} is missing): pip install '.[audit]' in a clone of dbcl"
         ) from None
-    limits = rating.parse_limits(fail_above) if fail_above else {}
-    if parties < 2:
-        raise ConfigError(f"parties must be 2 or more, an attacker and a victim, got {parties}")
+    limits = {} if fail_above is None else rating.parse_limits(fail_above)
+    if not 2 <= parties <= MANY:
+        raise ConfigError(f"parties must be 2 or more, an attacker and a victim, and at most {MANY}; got {parties}")
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"seed must be 0 or more, and below 2^32; got {seed}")
+    settings = read_config(run)
+    page = out or run / "audit.html"
+    check_place(page)
     columns = (TextColumn("[bold]auditing"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console) as progress:
+    with own_code(settings), Progress(*columns, console=console) as progress:
         task = progress.add_task("")
         found = suite.audit(
             run,
@@ -75,7 +84,6 @@ def audit(
             tell=lambda text: progress.update(task, description=text),
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    page = out or run / "audit.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(page, report.page(found).encode())
     write_atomic(page.with_suffix(".json"), found.json().encode())

@@ -1,5 +1,7 @@
 """`dbcl compare`: several audits side by side."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,9 +9,10 @@ import typer
 from rich import box
 from rich.table import Table
 
-from dbcl.cli.console import console, print_path
+from dbcl.cli.console import check_place, console, print_path
 from dbcl.errors import ConfigError
 from dbcl.files import write_atomic
+from dbcl.run.settings import fits
 
 if TYPE_CHECKING:
     from dbcl.audit.findings import Audit
@@ -29,6 +32,7 @@ def compare(
     from dbcl.audit.report import page as report
     from dbcl.audit.report.measures import guessing_text
 
+    check_place(out)
     audits = [_read(run) for run in runs]
     table = Table(
         title="audits side by side: the worst that any attack reached", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
@@ -62,8 +66,13 @@ def _read(run: Path) -> "Audit":
 
     path = run if run.suffix == ".json" else run / "audit.json"
     try:
-        return Audit.from_json(path.read_text())
-    except OSError:
+        audit = Audit.from_json(path.read_text("utf-8"))
+    except FileNotFoundError:
         raise ConfigError(f"{path} is missing: run `dbcl audit {run}` first") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is no audit: {error}") from None
+    measured = [audit.run.get(name) for name in ("accuracy", "bytes")] if isinstance(audit.run, Mapping) else []
+    shown = replace(audit, findings=tuple(replace(each, curves=()) for each in audit.findings))  # a curve may have gaps
+    if not fits(shown, Audit) or not all(fits(number, float | None) for number in measured):
+        raise ConfigError(f"{path} is no audit: some of its values are of the wrong kind")
+    return audit

@@ -3,11 +3,14 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from dbcl.errors import ConfigError
 
 console = Console()
 errors = Console(stderr=True)
@@ -47,6 +50,21 @@ def print_path(label: str, path: object) -> None:
     page     runs/1/audit.html
     """
     console.print(f"{label:<8} {path}", soft_wrap=True)
+
+
+def check_place(path: Path) -> None:
+    """Refuse a place for a page where there can be none, before the work that fills it.
+
+    >>> check_place(Path("."))
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ConfigError: --out is a folder, and must be a file: .
+    """
+    if path.is_dir():
+        raise ConfigError(f"--out is a folder, and must be a file: {path}")
+    for parent in path.parents:
+        if parent.exists() and not parent.is_dir():
+            raise ConfigError(f"--out cannot be {path}: {parent} is a file")
 
 
 def sparkline(values: Sequence[float], shown: Callable[[float], str], width: int = 32) -> str:

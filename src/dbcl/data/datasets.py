@@ -63,7 +63,13 @@ def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
     >>> data_root("/data").as_posix()
     '/data'
     """
-    return Path(data_dir or os.environ.get("DBCL_DATA") or Path.home() / ".cache" / "dbcl")
+    named = data_dir or os.environ.get("DBCL_DATA")
+    if named:
+        return Path(named)
+    try:
+        return Path.home() / ".cache" / "dbcl"
+    except RuntimeError:
+        raise DataError("you have no home folder here: say by --data-dir or DBCL_DATA where datasets lie") from None
 
 
 def _digits(root: Path) -> Dataset:

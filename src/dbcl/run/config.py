@@ -318,6 +318,11 @@ class RunConfig:
                 raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.rounds > MAX_ROUNDS:
             raise ConfigError(f"rounds must be at most {MAX_ROUNDS}, got {self.rounds}")
+        if self.veil < 0:
+            raise ConfigError(f"veil must be 0 or more, got {self.veil}")
+        low, high = self.ratio if isinstance(self.ratio, tuple) else (self.ratio, self.ratio)
+        if self.sketch != "identity-v1" and not 1 < low <= high:
+            raise ConfigError(f"ratio must be above 1, and a range must rise, got {low:g} to {high:g}")
         if not self.alpha > 0:
             raise ConfigError(f"alpha must be above 0, got {self.alpha}")
         if self.data not in LOADERS and not _own(self.data):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import shutil
 import time
@@ -25,10 +26,13 @@ from dbcl.run.config import IN_PYTHON, RunConfig
 from dbcl.run.divergence import divergence
 from dbcl.run.plots import curves
 from dbcl.run.presets import from_toml, read_toml, to_toml
+from dbcl.run.settings import fits
 from dbcl.run.task import Task, task_of
 from dbcl.state import State, join
 from dbcl.trackers import Tracker, tracker
 from dbcl.transcripts import Recorder, check_parties
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -108,9 +112,9 @@ class Run:
         self.config, self.folder, self.seed = config, folder, seed
         self.trackers = [tracker(place) for place in config.track]
         self.session = build_session(config, self.task, seed=seed)
-        self.engine = build_engine(config, self.task, self.session, seed=seed)
         self._held_out = self.task.held_out.to(config.device)
         self.task.check(config, self.session.released, self._held_out)
+        self.engine = build_engine(config, self.task, self.session, seed=seed)
         self.history: list[RoundMetrics] = []
 
     @classmethod
@@ -169,6 +173,11 @@ class Run:
         run = cls(config, folder, data_dir, seed=seed, task=task or task_of(config, data_dir, trust=trust))
         run.session.load_state(state.part("session"))
         run.history = read_metrics(folder)[: run.session.round]
+        if len(run.history) < run.session.round:
+            said = f"{folder / 'metrics.jsonl'} is whole for {len(run.history)} of {run.session.round} rounds"
+            if not run.history and run.finished:
+                raise ConfigError(f"{said}, and no round is left to play: raise --rounds")
+            log.warning("%s", said)
         run._write_metrics()
         write_atomic(folder / "config.toml", to_toml(run.config).encode())
         run._record()
@@ -311,6 +320,8 @@ def read_config(folder: Path) -> RunConfig:
         return read_toml(folder / "config.toml")
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no run: it has no config.toml") from None
+    except NotADirectoryError:
+        raise ConfigError(f"{folder} is a file, and the run is its folder") from None
     except OSError as error:
         raise ConfigError(f"{folder / 'config.toml'} cannot be read: {error.strerror}") from None
 
@@ -339,8 +350,9 @@ def _beginning(folder: Path) -> Iterator[None]:
             yield
     except BaseException as error:
         if ours or isinstance(error, OSError):
-            for path in (*folder.glob("*"), folder / LOCK):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                for path in (*folder.glob("*"), folder / LOCK):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             for each in made:
                 with contextlib.suppress(OSError):  # somebody else has put something there
                     each.rmdir()
@@ -348,13 +360,16 @@ def _beginning(folder: Path) -> Iterator[None]:
 
 
 def read_metrics(folder: Path) -> list[RoundMetrics]:
-    """Read metrics.jsonl; a last line that a crash cut off is left out."""
+    """Read metrics.jsonl up to the first line that is damaged, as the last one is after a crash."""
     history = []
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
+    for line in (folder / "metrics.jsonl").read_text("utf-8", errors="replace").splitlines():
         try:
-            history.append(RoundMetrics.of_line(json.loads(line)))
-        except (ValueError, TypeError, KeyError):
+            metrics = RoundMetrics.of_line(json.loads(line))
+            if not fits(metrics, RoundMetrics):
+                break
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             break
+        history.append(metrics)
     return history
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -39,22 +41,25 @@ def from_toml(text: str, **overrides: Any) -> RunConfig:
     >>> from_toml('lr = 0.1', rounds=7, ratio="2-4").ratio
     (2.0, 4.0)
     """
-    values = {**_parsed(text), **overrides}
-    fields = {field.name: field for field in dataclasses.fields(RunConfig)}
-    unknown = sorted(set(values) - set(fields))
-    if "fixed_secrets" in unknown:
-        raise ConfigError("fixed_secrets is gone since dbcl 0.2: with a seed all is fixed, without one nothing is")
-    if unknown:
-        raise ConfigError(f"unknown settings: {', '.join(unknown)}; known are {', '.join(fields)}")
-    hints = get_type_hints(RunConfig)
-    for name, value in values.items():
-        read = about(fields[name]).read
-        if isinstance(value, list):
-            values[name] = tuple(value)
-        elif isinstance(value, str) and read is not None:
-            values[name] = read(value)
-        check_type(name, values[name], hints[name])
-    return RunConfig(**values)
+    return RunConfig(**{**_values(_parsed(text)), **_values(overrides)})
+
+
+def read_toml(path: Path, **overrides: Any) -> RunConfig:
+    """Read a configuration from a file, whose name stands before what is wrong in it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as name:
+    ...     _ = Path(name, "mine.toml").write_text("lr = 0.1")
+    ...     read_toml(Path(name, "mine.toml"), rounds=7).lr
+    0.1
+    """
+    try:
+        values = _values(_parsed(path.read_text("utf-8")))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: no text in UTF-8: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return RunConfig(**{**values, **_values(overrides)})
 
 
 def preset(name: str, **overrides: Any) -> RunConfig:
@@ -63,7 +68,14 @@ def preset(name: str, **overrides: Any) -> RunConfig:
     >>> preset("paper").veil, preset("plain").sketch
     (0.0, 'identity-v1')
     """
-    return from_toml(_preset_text(name), **overrides)
+    if name in PRESETS:
+        return from_toml(_preset_text(name), **overrides)
+    try:
+        return read_toml(Path(name), **overrides)
+    except OSError as error:
+        raise ConfigError(
+            f"no preset {name!r}: neither one of {', '.join(PRESETS)} nor a file ({error.strerror})"
+        ) from None
 
 
 def explain(name: str) -> str:
@@ -86,12 +98,28 @@ def explain(name: str) -> str:
 
 
 def _preset_text(name: str) -> str:
-    if name in PRESETS:
-        return (resources.files("dbcl") / "presets" / f"{name}.toml").read_text()
-    try:
-        return Path(name).read_text()
-    except OSError:
-        raise ConfigError(f"no preset {name!r}: neither one of {', '.join(PRESETS)} nor a file") from None
+    return (resources.files("dbcl") / "presets" / f"{name}.toml").read_text("utf-8")
+
+
+def _values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with their texts read and their types checked."""
+    fields = {field.name: field for field in dataclasses.fields(RunConfig)}
+    unknown = sorted(set(given) - set(fields))
+    if "fixed_secrets" in unknown:
+        raise ConfigError("fixed_secrets is gone since dbcl 0.2: with a seed all is fixed, without one nothing is")
+    if unknown:
+        near = [each for name in unknown for each in get_close_matches(name, fields, 1)]
+        remedy = f"did you mean {', '.join(near)}?" if near else "`dbcl train --help` explains those that there are"
+        raise ConfigError(f"unknown settings: {', '.join(unknown)}; {remedy}")
+    hints, values = get_type_hints(RunConfig), dict(given)
+    for name, value in given.items():
+        read = about(fields[name]).read
+        if isinstance(value, list):
+            values[name] = tuple(value)
+        elif isinstance(value, str) and read is not None:
+            values[name] = read(value)
+        check_type(name, values[name], hints[name])
+    return values
 
 
 def _parsed(text: str) -> dict[str, Any]:

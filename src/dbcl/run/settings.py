@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, get_args, get_origin, get_type_hints
 
 from dbcl.errors import ConfigError
 
@@ -92,17 +92,31 @@ def check_type(name: str, value: Any, hint: Any) -> None:
         ...
     dbcl.errors.ConfigError: rounds must be a whole number, got 1.5
     """
-    if not _fits(value, hint):
+    if not fits(value, hint):
         raise ConfigError(f"{name} must be {_expected(hint)}, got {value!r}")
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    parts = get_args(hint)
-    if get_origin(hint) is UnionType:
-        return any(_fits(value, part) for part in parts)
-    if get_origin(hint) is tuple:
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type, and so is all that it holds; a whole number is a number.
+
+    >>> fits(("0", "server"), tuple[str, ...]), fits({"lr": "fast"}, Mapping[str, float]), fits(None, int | None)
+    (True, False, True)
+    """
+    parts, kind = get_args(hint), get_origin(hint)
+    if hint is Any:
+        return True
+    if kind is UnionType:
+        return any(fits(value, part) for part in parts)
+    if kind is tuple:
         hints = parts[:1] * len(value) if isinstance(value, tuple) and parts[-1] is ... else parts
-        return isinstance(value, tuple) and len(value) == len(hints) and all(map(_fits, value, hints))
+        return isinstance(value, tuple) and len(value) == len(hints) and all(map(fits, value, hints))
+    if kind is list:
+        return isinstance(value, list) and all(fits(each, parts[0]) for each in value)
+    if kind is Mapping:
+        return isinstance(value, Mapping) and all(fits(each, parts[1]) for each in value.values())
+    if dataclasses.is_dataclass(hint):
+        hints_of = get_type_hints(hint)
+        return type(value) is hint and all(fits(getattr(value, name), each) for name, each in hints_of.items())
     return type(value) is hint or (hint is float and type(value) is int)
 
 

@@ -1,11 +1,14 @@
 """What a run trains: a network, examples, a loss and a metric, made of its settings or given in Python."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
@@ -14,16 +17,19 @@ from dbcl import data, models
 from dbcl.data import Dataset, DatasetExamples, Examples, TensorExamples, examples_of
 from dbcl.data.examples import Rows
 from dbcl.data.traits import PROPERTY_NAMES, properties_of
-from dbcl.data.trees import join
+from dbcl.data.trees import call, join
 from dbcl.engines import LocalTraining
+from dbcl.engines.engine import check_fit
 from dbcl.engines.training import OptimizerFactory, Schedule
-from dbcl.errors import ConfigError, DataError
-from dbcl.objective import CLASSIFICATION, Objective
+from dbcl.errors import ConfigError, DataError, DbclError
+from dbcl.objective import CLASSIFICATION, Objective, name_of
 from dbcl.run.config import CROSS_ENTROPY, RunConfig, in_python
 
 Flags = NDArray[np.bool_]
 CODE = ("model", "data", "loss", "metric", "optimizer", "lr_schedule")
 """The settings that may name code of one's own, as module:name."""
+IGNORED = -100
+"""The class that PyTorch's cross entropy leaves out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +69,35 @@ class Task:
         fraction = 1.0 if config.fraction is None else config.fraction
         return replace(config, clients=len(self.division), fraction=fraction)
 
+    def check(self, config: RunConfig, model: nn.Module, held_out: Examples) -> None:
+        """Refuse, before a run begins, what would end it in its first round; `held_out` are on the model's device.
+
+        >>> config = RunConfig(clients=2, min_updates=3)
+        >>> task_of(config).check(config, nn.Linear(3, 2), task_of(config).held_out)
+        Traceback (most recent call last):
+            ...
+        dbcl.errors.ConfigError: min_updates is 3, and a round has 1 of 2 clients; lower it, or raise --fraction
+        """
+        if config.min_updates > config.cohort:
+            raise ConfigError(
+                f"min_updates is {config.min_updates}, and a round has {config.cohort} of {config.clients} clients; "
+                "lower it, or raise --fraction"
+            )
+        for name, parameter in model.named_parameters():
+            if not parameter.isfinite().all():
+                raise ConfigError(f"the network's initial weights are not all finite: {name}")
+        outputs = _outputs(model, held_out) if self.objective.classifies else 0
+        _check_classes("the training examples", self.train, outputs)
+        _check_classes("the held-out examples", self.held_out, outputs)
+        try:
+            check_fit(model, held_out, self.objective)
+        except DbclError as error:
+            raise type(error)(f"the held-out examples: {error}") from error
+        training = self.training(config)
+        if not training.is_sgd:
+            _check_optimizer(training.optimizer, model, config.lr)
+        training.rate(0)
+
 
 def task_of(config: RunConfig, data_dir: str | None = None, *, trust: bool = True) -> Task:
     """The task that a run's settings name; without `trust` one whose settings name code of somebody's is refused."""
@@ -82,10 +117,10 @@ def task_of(config: RunConfig, data_dir: str | None = None, *, trust: bool = Tru
         objective = replace(Objective.of(loss), metric=None, name="loss", lower_is_better=True)
     else:
         metric = None if config.metric is None else models.imported(config.metric, "metric")
-        objective = Objective.of(loss, metric, better=config.better)
+        objective = _with_own(loss, metric, config)
     own: dict[str, Any] = {
         "optimizer": models.imported(config.optimizer, "optimiser") if ":" in config.optimizer else None,
-        "schedule": models.imported(config.lr_schedule, "schedule") if ":" in config.lr_schedule else None,
+        "schedule": _schedule(config.lr_schedule),
     }
     if ":" in config.data:
         train, held_out, properties = _own_data(config.data)
@@ -105,6 +140,113 @@ def code_of(config: RunConfig) -> dict[str, str]:
     """
     named = {name: getattr(config, name) or "" for name in CODE}
     return {name: value for name, value in named.items() if ":" in value}
+
+
+@contextlib.contextmanager
+def own_code(config: RunConfig, then: str = "") -> Iterator[None]:
+    """Whatever the code that the settings name raises becomes one sentence, with its function and line, and `then`.
+
+    Errors of dbcl and of the system pass, and so does everything where the settings name no code.
+
+    >>> with own_code(RunConfig(loss="torch.nn.functional:mse_loss"), then="; mend it"):
+    ...     torch.nn.functional.mse_loss(None, None)
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ConfigError: torch.nn.functional:mse_loss failed: AttributeError: ... line ...; mend it
+    """
+    code = code_of(config)
+    try:
+        yield
+    except (DbclError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        if not code:
+            raise
+        raise ConfigError(f"{_blame(error, code)}{then}") from error
+
+
+def _blame(error: BaseException, code: Mapping[str, str]) -> str:
+    modules = {value.partition(":")[0] for value in code.values()}
+    steps = list(traceback.walk_tb(error.__traceback__))
+    own = [step for step in steps if step[0].f_globals.get("__name__") in modules]
+    frame, line = (own or steps)[-1]
+    what = f"{type(error).__name__}: {models.short(error)} ({frame.f_code.co_filename}, line {line})"
+    if not own:
+        return f"the run's own code ({', '.join(code.values())}) does not do what it must: {what}"
+    first = own[0][0]
+    return f"{first.f_globals['__name__']}:{first.f_code.co_qualname} failed: {what}"
+
+
+def _with_own(loss: Any, metric: Any, config: RunConfig) -> Objective:
+    for what, found, name in (("loss", loss, config.loss), ("metric", metric, config.metric)):
+        needed = models.needed(found) if isinstance(found, type) else []
+        if needed:
+            raise ConfigError(
+                f"the {what} {name!r} is a class that needs arguments ({', '.join(needed)}); write a function"
+            )
+    if metric is not None and not isinstance(metric, type) and not hasattr(metric, "update"):
+        metric = _one_number(metric, "metric", config.metric)
+    return Objective.of(loss, metric, better=config.better)
+
+
+def _schedule(name: str) -> Schedule | None:
+    return _one_number(models.imported(name, "schedule"), "schedule", name) if ":" in name else None
+
+
+def _one_number(function: Callable[..., Any], what: str, name: str | None) -> Callable[..., float]:
+    """A function of the user's own that must give one number."""
+
+    @wraps(function)
+    def called(*arguments: Any) -> float:
+        value = function(*arguments)
+        try:
+            return float(value.item() if isinstance(value, Tensor) else value)
+        except (TypeError, ValueError, RuntimeError):
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else models.short(repr(value))
+            raise ConfigError(f"the {what} {name!r} must give one number, and gave {got}") from None
+
+    called.__name__ = name_of(function)
+    return called
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, examples: Examples) -> int:
+    """How many classes a network tells apart; 0 where its outputs do not say."""
+    mode = model.training
+    model.eval()
+    try:
+        logits = call(model, examples.first(1).inputs)
+    except (RuntimeError, TypeError, ValueError, LookupError):
+        return 0  # `check_fit` says what is wrong
+    finally:
+        model.train(mode)
+    return int(logits.shape[1]) if isinstance(logits, Tensor) and logits.ndim > 1 else 0
+
+
+def _check_classes(who: str, examples: Examples, outputs: int) -> None:
+    labels = examples.targets if isinstance(examples, TensorExamples) else None
+    if not outputs or not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.numel():
+        return
+    counted = labels[labels != IGNORED] if outputs > 1 else labels
+    for label in (int(counted.min()), int(counted.max())) if counted.numel() else ():
+        if not 0 <= label < max(outputs, 2):
+            raise DataError(f"{who} hold the class {label}, and the network has {outputs} outputs, from class 0 on")
+
+
+def _check_optimizer(make: OptimizerFactory, model: nn.Module, lr: float) -> None:
+    """Let an optimiser take one step with gradients of 0, on small parameters with as many axes as the model's."""
+    stand_ins = [nn.Parameter(torch.zeros([2] * each.ndim)) for each in model.parameters() if each.requires_grad]
+    for each in stand_ins:
+        each.grad = torch.zeros_like(each)
+    made: Any = make(stand_ins, lr=lr)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"{name_of(make)} made a {type(made).__name__}, and must make a torch.optim.Optimizer")
+    try:
+        made.step()
+    except (TypeError, RuntimeError, ValueError) as error:  # LBFGS, which wants a closure; SparseAdam
+        raise ConfigError(
+            f"the optimiser {type(made).__name__} cannot train this model: {models.short(error)}"
+        ) from error
 
 
 def of_pictures(config: RunConfig, dataset: Dataset, objective: Objective = CLASSIFICATION) -> Task:
@@ -200,7 +342,10 @@ def _own_data(name: str) -> tuple[Any, Any, Mapping[str, Any]]:
             f"third; it gave a {type(made).__name__}" + (f" of {len(made)}" if isinstance(made, tuple) else "")
         )
     train, held_out, *more = made
-    return train, held_out, more[0] if more else {}
+    properties = more[0] if more else {}
+    if not isinstance(properties, Mapping):
+        raise DataError(f"the third that {name!r} gives is a {type(properties).__name__}, and must be a dictionary")
+    return train, held_out, properties
 
 
 def _named(who: str, source: Any) -> Examples:
