@@ -45,7 +45,8 @@ def test_checkpoints_go_to_an_absolute_folder_that_is_said(
     with caplog.at_level(logging.INFO, logger="flwr.dbcl"):
         strategy.start(LocalGrid(app, 2), num_rounds=1)
     assert f"checkpoints are in {tmp_path / 'kept'}" in caplog.text
-    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["round-00000000.dbcl", "round-00000001.dbcl"]
+    kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    assert kept == [".lock", "round-00000000.dbcl", "round-00000001.dbcl"]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert DoubleBlind(FedAvg(), net(), checkpoint="~/other").folder == tmp_path / "other"
 

@@ -108,7 +108,8 @@ def by_hand(inner: flower.Strategy, rounds: int, **settings: Any) -> nn.Module:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_three_rounds_give_what_the_strategy_gives_when_fed_by_hand(name: str) -> None:
-    strategy = DoubleBlind(STRATEGIES[name](), net(), veil=0.1, insecure_seed=0)
+    door = dbcl.Door(max_influence=None)  # by hand nobody is held back
+    strategy = DoubleBlind(STRATEGIES[name](), net(), veil=0.1, insecure_seed=0, door=door)
     result = strategy.start(LocalGrid(clients(), NODES), num_rounds=3)
     expected = by_hand(STRATEGIES[name](), 3, veil=0.1)
     for key, tensor in expected.state_dict().items():
@@ -225,12 +226,14 @@ def test_a_robust_strategy_withstands_poison_through_sketch_and_veil(inner: Call
     assert blind > clear - MARGIN
 
 
-def test_the_same_poison_ruins_a_plain_average() -> None:
+def test_the_same_poison_ruins_a_plain_average_and_the_door_holds_it_back() -> None:
     digits = Digits()
     honest = digits.accuracy(flower.FedAvg(**QUIET), poisoned=False)
-    ruined = digits.accuracy(flower.FedAvg(**QUIET), rounds=5)
+    ruined = digits.accuracy(flower.FedAvg(**QUIET), rounds=5, door=dbcl.Door(max_influence=None))
+    held = digits.accuracy(flower.FedAvg(**QUIET))
     assert honest > 0.8
     assert ruined < 0.5
+    assert held > honest - MARGIN
 
 
 def wrapped(kind: type[flower.Strategy]) -> flower.Strategy:

@@ -122,7 +122,7 @@ def audit(
         for transcript in sorted((folder / "transcripts").glob("client-*"))
     }
     parts |= {"properties": _properties, "pictures": _pictures, "membership": _membership}
-    plan = build_plan(config, task.make_model(0))
+    plan = build_plan(config, task.make_model(0), task.layers)
     steps = Steps(_expected(budget, len(plan.tensors), len(parts) - 3), progress)
     progress(0, steps.ends[-1])
 
@@ -287,7 +287,7 @@ def _membership(job: Job) -> list[Finding]:
         model.load_state_dict(safetensors.torch.load_file(path))
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         raise AuditError(f"{path} cannot be read: {error}") from None
-    view = blinded(make(1), build_server(config, model, insecure_seed=job.seed).open_round())
+    view = blinded(make(1), build_server(config, model, layers=job.task.layers, insecure_seed=job.seed).open_round())
     task = replace(job.task, make_model=make)
     training = replace(task.training(config), batch_size=20, epochs=10, steps=None, lr_decay=1.0, proximal=0.0)
     shadow_models = job.budget.shadow_models

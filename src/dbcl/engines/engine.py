@@ -64,7 +64,8 @@ class Engine(ABC):
         broadcast = self.session.open()
         cohort = draw_cohort(len(self.clients), self.fraction, seed=self.seed, round=broadcast.round)
         updates = self.train_cohort(broadcast, cohort)
-        report = self.session.close(updates)
+        by_client = {f"client {client}": update for client, update in zip(cohort, updates, strict=True)}
+        report = self.session.close(by_client)
         if self.observer is not None:
             self.observer(broadcast, cohort, updates)
         return RoundResult(report, len(cohort) * encoded_size(broadcast), sum(map(encoded_size, updates)))

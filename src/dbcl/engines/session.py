@@ -1,7 +1,7 @@
 """What an engine and a run need of whoever holds the model; `ServerSession` is a server behind that contract."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +14,9 @@ from dbcl.protocol import Broadcast, RoundReport, Server, Update
 from dbcl.protocol.state import load_model, model_state, restore_server, server_state
 from dbcl.state import State, join
 from dbcl.statistics import calibrate
+
+Updates = Sequence[Update | bytes] | Mapping[str, Update | bytes]
+"""The answers of a round: by who sent them, where that is known."""
 
 
 class Session(Protocol):
@@ -42,7 +45,7 @@ class Session(Protocol):
 
     def open(self) -> Broadcast: ...
 
-    def close(self, updates: Sequence[Update | bytes]) -> RoundReport: ...
+    def close(self, updates: Updates) -> RoundReport: ...
 
     def state(self) -> State: ...
 
@@ -88,7 +91,7 @@ class ServerSession:
         """The broadcast of the round."""
         return self.server.open_round()
 
-    def close(self, updates: Sequence[Update | bytes]) -> RoundReport:
+    def close(self, updates: Updates) -> RoundReport:
         """Step on the updates, and take the new weights into the average."""
         report = self.server.close_round(updates)
         self._average()

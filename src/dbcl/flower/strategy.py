@@ -4,7 +4,8 @@ import contextlib
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,18 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
 from dbcl import seeds
-from dbcl.cover import Cover
+from dbcl.cover import Cover, Layers
 from dbcl.engines.engine import RoundObserver
 from dbcl.errors import ConfigError, ProtocolError
+from dbcl.files import locked, make_folder, remove_scratch
 from dbcl.flower.checks import refuse
 from dbcl.flower.grid import TimeoutGrid
 from dbcl.flower.records import EXAMPLES, from_record, holds_only, to_record, update_of, with_broadcast
-from dbcl.flower.replies import metrics_of, same_metrics, with_content
+from dbcl.flower.replies import common_names, filled, metrics_of, with_content
 from dbcl.flower.state import StrategyState
 from dbcl.plan import Ratio, SketchPlan
 from dbcl.protocol import Admission, Broadcast, Door, RoundReport, Server, checkpoint, encode
-from dbcl.protocol.aggregation import Aggregate, replacement
+from dbcl.protocol.aggregation import Aggregate, mean_metrics, replacement
 from dbcl.protocol.state import restore_server, server_state
 from dbcl.state import State, join
 
@@ -43,7 +45,7 @@ class DoubleBlind(Strategy):
     each answer is checked at the `door` and lifted to W + dV R^T before it sees it. (FedAvg and FedProx see the metrics
     alone: the server averages first and lifts once, which is the same.) Nodes get the round's broadcast, to train and
     to evaluate; the true weights stay here, in `server.model`, which is `model`. `plan`, `ratio`, `cover`, `veil`,
-    `sketch`, `wire`, `calibration` and `insecure_seed` are those of `dbcl.Server`.
+    `sketch`, `layers`, `wire`, `calibration` and `insecure_seed` are those of `dbcl.Server`.
 
     With a folder as `checkpoint` every finished round is kept there, the strategy's own memory too, and the same
     program started again goes on after the last of them. No wait is longer than `round_timeout` seconds, for answers or
@@ -77,6 +79,7 @@ class DoubleBlind(Strategy):
         cover: Cover | None = None,
         veil: float | None = None,
         sketch: str | None = None,
+        layers: Layers | None = None,
         wire: str | None = None,
         door: Door | None = None,
         calibration: Tensor | None = None,
@@ -96,6 +99,7 @@ class DoubleBlind(Strategy):
             cover=cover,
             veil=veil,
             sketch=sketch,
+            layers=layers,
             wire=wire,
             door=door,
             calibration=calibration,
@@ -138,9 +142,36 @@ class DoubleBlind(Strategy):
             self.server.model.load_state_dict(initial_arrays.to_torch_state_dict())
         self._started = True
         self.summary()
-        self._save()  # the first round's secrets are on the disk before anything is sent
-        if self.folder is not None:
+        with self._held():
+            return self._play(grid, num_rounds, train_config, evaluate_config, evaluate_fn)
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold the folder of the checkpoints, where there is one."""
+        if self.folder is None:
+            yield
+            return
+        make_folder(self.folder, secret=True)
+        with locked(self.folder):
+            remove_scratch(self.folder)
+            there = checkpoint.newest(self.folder)
+            if there is not None and there != self.server.round:
+                raise ProtocolError(
+                    f"{self.folder} is at round {there} and this strategy at round {self.server.round}: another "
+                    "process has gone on with the run; make the strategy anew"
+                )
             log.info("checkpoints are in %s", self.folder)
+            yield
+
+    def _play(
+        self,
+        grid: Grid,
+        num_rounds: int,
+        train_config: ConfigRecord | None,
+        evaluate_config: ConfigRecord | None,
+        evaluate_fn: EvaluateFn | None,
+    ) -> Result:
+        self._save()  # the first round's secrets are on the disk before anything is sent
         if self._evaluated and self.server.round >= num_rounds:
             log.info("all %s rounds are done; nothing to train. %s", num_rounds, self._how_to_go_on())
         if evaluate_fn is not None and self.server.round == 0:
@@ -242,17 +273,22 @@ class DoubleBlind(Strategy):
         """Check the nodes' metrics, which are those of the blinded model, and let the inner strategy aggregate them."""
         came = self._by_node(replies)
         refused = self._failures(came)
-        good: dict[str, tuple[Message, set[str]]] = {}
+        good: dict[int, dict[str, float]] = {}
         for node, message in came.items():
             with _noting(refused, node):
-                metrics = metrics_of(message, self.server.door.max_examples)
-                names, count = set(metrics), metrics.pop(EXAMPLES)
-                content = RecordDict({"metrics": MetricRecord({self._weight_key: count, **metrics})})
-                good[_name(node)] = with_content(message, content), names
-        messages, odd = same_metrics(good)
-        for who, reason in {**refused, **odd}.items():
+                good[node] = metrics_of(message, self.server.door.max_examples)
+        for who, reason in refused.items():
             log.warning("round %s: no evaluation by %s: %s", server_round, who, reason)
-        return self.strategy.aggregate_evaluate(server_round, list(messages.values())) if messages else None
+        if not good:
+            return None
+        counts = self._bounded([metrics.pop(EXAMPLES) for metrics in good.values()])
+        names = common_names(good.values())
+        known = mean_metrics([(metrics, count) for metrics, count in zip(good.values(), counts, strict=True)])
+        messages = []
+        for (node, metrics), count in zip(good.items(), counts, strict=True):
+            record = MetricRecord({**filled(metrics, names, known), self._weight_key: count})
+            messages.append(with_content(came[node], RecordDict({"metrics": record})))
+        return self.strategy.aggregate_evaluate(server_round, messages)
 
     # Their parts
 
@@ -289,21 +325,31 @@ class DoubleBlind(Strategy):
             with _noting(refused, node):
                 answers[_name(node)] = update_of(message)
         admission = self.server.admit(answers.items())
-        names = {who: (each, set(each.update.metrics)) for who, each in admission.accepted.items()}
-        accepted, odd = same_metrics(names)
-        return replace(admission, accepted=accepted, refused={**refused, **admission.refused, **odd}), answers
+        return replace(admission, refused={**refused, **admission.refused}), answers
 
     def _lifted(self, admission: Admission, senders: Mapping[str, Message]) -> list[Message]:
         """The updates as the inner strategy expects them: full-size weights, metrics with the number of examples."""
         empty: dict[str, Tensor] = {}
         weights = ((who, empty) for who in admission.accepted) if self._averages else self.server.lifted(admission)
+        accepted = admission.accepted
+        names, known = common_names(each.update.metrics for each in accepted.values()), admission.tally().metrics
+        own = [each.update.metrics.get(self._weight_key, each.weight) for each in accepted.values()]
+        counts = dict(zip(accepted, self._bounded(own), strict=True))
         messages = []
         for who, tensors in weights:
-            update = admission.accepted[who].update
-            metrics: dict[str, Any] = {self._weight_key: update.examples, **update.metrics, EXAMPLES: update.examples}
+            metrics: dict[str, Any] = filled(accepted[who].update.metrics, names, known)
+            metrics |= {EXAMPLES: round(accepted[who].weight), self._weight_key: counts[who]}
             content = RecordDict({self._array_key: to_record(tensors), "metrics": MetricRecord(metrics)})
             messages.append(with_content(senders[who], content))
         return messages
+
+    def _bounded(self, weights: Sequence[float]) -> list[int | float]:
+        """What answers count for in the inner strategy: at least 0, and bounded by the door as examples are."""
+        limit = self.server.door.max_influence
+        positive = [max(0.0, weight) for weight in weights]
+        middle = statistics.median(positive)
+        capped = [min(weight, limit * middle) if limit and middle > 0 else weight for weight in positive]
+        return [int(weight) if float(weight).is_integer() else weight for weight in capped]
 
     def _replaced(self, admission: Admission, new: Mapping[str, Tensor]) -> Aggregate:
         """The strategy's new weights; statistics are no weights, so they are averaged whatever the strategy does."""

@@ -125,8 +125,7 @@ class Server:
         if self._open is None:
             if self._frozen is None:
                 self._frozen = self._fingerprints()
-            if self._key_of != self._versions():
-                self._renew_key()  # somebody has changed the weights, and a key veils one W only
+            self.settle_key()
             plan = self.plan.draw(seeds.derive(self._key, "sketch"), self.round, self._frozen)
             self.veil.begin(self.round, seeds.derive(self._key, "veil"), self.model)
             sent, own = blind(self.weights(), plan, partial(self.veil.noise, self.round)), named_tensors(self.model)
@@ -146,21 +145,28 @@ class Server:
         veiled = veiled_base(frozen_parameters(self.model), self.plan.base, self._base_key)
         return Base({name: tensor.to(self._wire) for name, tensor in veiled.items()})
 
-    def close_round(self, updates: Iterable[Update | bytes]) -> RoundReport:
+    def close_round(self, updates: Iterable[Update | bytes] | Mapping[str, Update | bytes]) -> RoundReport:
         """Check the updates, average those that pass, lift the average, and step.
 
         An update may come as an `Update` or as bytes. One that does not pass is refused with a reason in the report.
+        Give a dictionary of them by their senders where those are known. In a list nobody knows who sent what, so of
+        updates that are number for number the same only the first counts.
         Where fewer than `min_updates` are left, that is a `ProtocolError`, nothing has changed and the round stays
         open.
         """
-        admission = self.admit((f"update {number}", update) for number, update in enumerate(updates))
+        if isinstance(updates, Mapping):
+            admission = self.admit(updates.items())
+        else:
+            admission = self.admit(
+                ((f"update {number}", each) for number, each in enumerate(updates)), refuse_copies=True
+            )
         admission.require(self.door.min_updates)
         return self.close(self.average(admission), admission.tally())
 
-    def admit(self, updates: Iterable[tuple[str, Update | bytes]]) -> Admission:
+    def admit(self, updates: Iterable[tuple[str, Update | bytes]], *, refuse_copies: bool = False) -> Admission:
         """Let the updates to the open round through the door, each with the name of its sender; nothing changes yet.
 
-        A sender counts once, and so does an update: what is number for number the same as another one is refused.
+        A sender counts once. With `refuse_copies` an update counts once, too, whoever sends it.
 
         With an `Aggregate` of your own making and `close` this is `close_round` with another aggregation.
         """
@@ -178,7 +184,8 @@ class Server:
             except Exception as error:  # whatever one client sent, the others' round goes on
                 log.debug("round %s: %s", broadcast.round, who, exc_info=True)
                 refused[who] = f"cannot be read ({type(error).__name__})"
-        refused |= copies(accepted)
+        if refuse_copies:
+            refused |= copies(accepted)
         balanced, pull = self.door.balance({w: a for w, a in accepted.items() if w not in refused}, self._pulls)
         return Admission(broadcast.round, balanced, refused, pull)
 
@@ -331,6 +338,14 @@ class Server:
         base = self.base().tensors if self.plan.base else {}
         held = {name: base[name].to(tensor.dtype) if name in base else tensor for name, tensor in fixed.items()}
         return tuple((name, fingerprint(tensor)) for name, tensor in held.items())
+
+    def settle_key(self) -> None:
+        """Draw another secret for the round where somebody has changed the weights: a key veils one W only.
+
+        Not in an open round, whose broadcast is made. Whoever writes a checkpoint settles the key first.
+        """
+        if self._open is None and self._key_of != self._versions():
+            self._renew_key()
 
     def _renew_key(self) -> None:
         """Draw the round's secret, for the weights as they are now."""

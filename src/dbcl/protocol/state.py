@@ -23,6 +23,7 @@ def server_state(server: "Server") -> State:
     >>> sorted(state.values), sorted(state.tensors)
     (['model', 'optimizer', 'round', 'veil'], ['model.bias', 'model.weight'])
     """
+    server.settle_key()
     own: dict[str, Any] = {"number": server.round, "key": server._key.hex(), "plan": server.plan.digest}
     own["pulls"] = server._pulls
     if server.plan.base:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dbcl import data, seeds
+from dbcl.cover import Layers
 from dbcl.data import TensorExamples
 from dbcl.data.examples import Rows
 from dbcl.engines import Engine, ServerSession, StackedEngine
@@ -31,24 +32,33 @@ def new_seed(config: RunConfig) -> bytes:
     return seeds.fresh() if config.seed is None else seeds.derive(bytes(seeds.SEED_BYTES), "run", config.seed)
 
 
-def build_plan(config: RunConfig, model: nn.Module) -> SketchPlan:
-    """What is sketched and veiled, and how.
+def build_plan(config: RunConfig, model: nn.Module, layers: Layers | None = None) -> SketchPlan:
+    """What is sketched and veiled, and how; `layers` are those of `SketchPlan.of`.
 
     >>> from dbcl.run.task import task_of
     >>> build_plan(RunConfig(veil=0.0), task_of(RunConfig()).make_model(0)).in_clear
     ('1.bias', '3.bias', '5.weight', '5.bias')
     """
-    return SketchPlan.of(model, ratio=config.ratio, cover=config.cover, veil=config.veil, sketch=config.sketch)
+    return SketchPlan.of(
+        model, ratio=config.ratio, cover=config.cover, veil=config.veil, sketch=config.sketch, layers=layers
+    )
 
 
-def build_server(config: RunConfig, model: nn.Module, *, insecure_seed: int | None = None, **changes: Any) -> Server:
+def build_server(
+    config: RunConfig,
+    model: nn.Module,
+    *,
+    layers: Layers | None = None,
+    insecure_seed: int | None = None,
+    **changes: Any,
+) -> Server:
     """A server for a model under a configuration's plan and wire; `changes` are more arguments of `Server`.
 
     >>> from dbcl.run.task import task_of
     >>> build_server(RunConfig(), task_of(RunConfig()).make_model(0)).round
     0
     """
-    return Server(model, build_plan(config, model), wire=config.wire, insecure_seed=insecure_seed, **changes)
+    return Server(model, build_plan(config, model, layers), wire=config.wire, insecure_seed=insecure_seed, **changes)
 
 
 def divide(config: RunConfig, task: Task, *, seed: bytes) -> list[Rows]:
@@ -79,6 +89,7 @@ def build_session(config: RunConfig, task: Task, *, seed: bytes) -> ServerSessio
     server = build_server(
         config,
         model,
+        layers=task.layers,
         insecure_seed=config.seed,
         optimizer=config.server_step(),
         door=config.door(),

@@ -5,13 +5,14 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from dbcl.cover import Layers
 from dbcl.engines.training import OptimizerFactory, Schedule
 from dbcl.errors import ConfigError
 from dbcl.objective import Loss, Metric, Objective, name_of
@@ -35,6 +36,7 @@ def simulate(
     optimizer: str | OptimizerFactory = "SGD",
     lr_schedule: str | Schedule = "constant",
     properties: Mapping[str, Any] | None = None,
+    layers: Layers | None = None,
     settings: str | Path = PRESETS[0],
     folder: str | Path | None = None,
     resume: bool = False,
@@ -48,7 +50,8 @@ def simulate(
     is a pair (inputs, targets) of tensors, a dataset or a DataLoader. Inputs and targets may be tuples and dictionaries
     of tensors: the model is called with a tuple by position and with a dictionary by keywords. `held_out` is what the
     server measures on. `loss` and `metric` take a batch's outputs and targets; without them it is cross entropy and
-    accuracy. `properties` are yes-or-no facts about the training examples that an audit looks for.
+    accuracy. `properties` are yes-or-no facts about the training examples that an audit looks for, and `layers` says
+    what the inputs of layers of your own are, as `dbcl.SketchPlan.of` takes it.
 
     `settings` is a preset or a TOML file, and `more` are fields of `dbcl.run.RunConfig`, as `dbcl train` has options.
     All clients take part in every round unless `fraction` says otherwise. The run's folder is `folder`, or a temporary
@@ -79,6 +82,7 @@ def simulate(
         optimizer=None if isinstance(optimizer, str) else optimizer,
         schedule=None if isinstance(lr_schedule, str) else lr_schedule,
     )
+    task = replace(task, layers=layers)
     named = {
         "model": _label(model),
         "data": "data" + IN_PYTHON,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
 
 from dbcl import data, models
+from dbcl.cover import Layers
 from dbcl.data import Dataset, DatasetExamples, Examples, TensorExamples, examples_of
 from dbcl.data.examples import Rows
 from dbcl.data.traits import PROPERTY_NAMES, properties_of
@@ -57,6 +58,8 @@ class Task:
     property_name: str = ""
     optimizer: OptimizerFactory | None = None
     schedule: Schedule | None = None
+    layers: Layers | None = None
+    """Which axes of the weights of one's own layers are inputs, as `SketchPlan.of` takes it."""
 
     def training(self, config: RunConfig) -> LocalTraining:
         """What a client does with its examples."""
