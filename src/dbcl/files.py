@@ -59,6 +59,15 @@ def make_folder(path: Path, *, secret: bool = False) -> None:
         path.chmod(0o700)
 
 
+def file_in_the_way(folder: Path) -> Path | None:
+    """The file that stands where a folder or one of its parents would have to be; None where there is none.
+
+    >>> file_in_the_way(Path("nowhere")) is None
+    True
+    """
+    return next((each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()), None)
+
+
 def remove_scratch(folder: Path) -> None:
     """Remove what a process that died had half written in a folder and below; only while one holds its lock.
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dbcl.errors import ConfigError
+from dbcl.files import file_in_the_way
 
 
 class Tracker(Protocol):
@@ -53,9 +54,8 @@ class TensorBoard:
 
     def __init__(self, folder: str = "") -> None:
         _needs("tensorboard", "TensorBoard")
-        for each in (Path(folder), *Path(folder).parents):
-            if each.exists() and not each.is_dir():
-                raise ConfigError(f"TensorBoard cannot write into {folder}: {each} is a file")
+        if taken := file_in_the_way(Path(folder)):
+            raise ConfigError(f"TensorBoard cannot write into {folder}: {taken} is a file")
         self.folder = folder
         self.writer: Any = None
 

@@ -95,6 +95,7 @@ class Transcript:
         try:
             read = json.loads((folder / "setting.json").read_text())
             self.setting = Setting(**{**read, "shape": tuple(read["shape"])})
+            _check_kinds(self.setting)
         except OSError:
             raise AuditError(f"{folder} holds no transcript: it has no setting.json") from None
         except (ValueError, KeyError, TypeError) as error:
@@ -242,6 +243,13 @@ def check_parties(parties: Sequence[str], clients: int) -> None:
             f"no such party: {', '.join(unknown) or 'none was named'}; transcripts can be of server, server-sum "
             f"and of clients 0 to {clients - 1}"
         )
+
+
+def _check_kinds(setting: Setting) -> None:
+    if not isinstance(setting.model, str) or not all(isinstance(size, int) for size in setting.shape):
+        raise TypeError("its model or shape is of the wrong kind")
+    if not setting.local or not all(isinstance(each, int) for each in (setting.clients, setting.cohort)):
+        raise TypeError("its numbers of clients are of the wrong kind")
 
 
 def _rounds(folder: Path) -> list[int]:

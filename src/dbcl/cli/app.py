@@ -105,10 +105,6 @@ def _help(error: ClickException) -> str:
 
 
 def _system_error(error: OSError) -> str:
-    try:
-        os.getcwd()
-    except OSError:
-        return "the current folder is gone; change into another one"
     paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
     return ": ".join([error.strerror or str(error) or type(error).__name__, *paths])
 

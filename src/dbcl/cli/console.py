@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dbcl.errors import ConfigError
+from dbcl.files import file_in_the_way
 
 console = Console()
 errors = Console(stderr=True)
@@ -62,9 +63,8 @@ def check_place(path: Path) -> None:
     """
     if path.is_dir():
         raise ConfigError(f"--out is a folder, and must be a file: {path}")
-    for parent in path.parents:
-        if parent.exists() and not parent.is_dir():
-            raise ConfigError(f"--out cannot be {path}: {parent} is a file")
+    if taken := file_in_the_way(path.parent):
+        raise ConfigError(f"--out cannot be {path}: {taken} is a file")
 
 
 def sparkline(values: Sequence[float], shown: Callable[[float], str], width: int = 32) -> str:

@@ -1,17 +1,17 @@
 """Downloads, only ever on request, each checked before it is kept."""
 
 import hashlib
+import http.client
 import io
 import shutil
 import tarfile
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dbcl.errors import DataError
-from dbcl.files import write_atomic
+from dbcl.files import file_in_the_way, write_atomic
 
 Progress = Callable[[str, int, int], None]
 """Called with a file's name, the bytes so far and the bytes in all (0 where unknown)."""
@@ -66,6 +66,8 @@ def fetch(name: str, root: Path, *, progress: Progress = lambda *_: None) -> lis
         raise DataError(_LFW)
     if name not in SOURCES:
         raise DataError(f"no dataset {name!r}; choose {', '.join(SOURCES)}")
+    if taken := file_in_the_way(root):
+        raise DataError(f"datasets cannot lie under {root}: {taken} is a file")
     written = []
     for remote in SOURCES[name]:
         path = root / remote.to
@@ -85,12 +87,13 @@ def download(remote: Remote, progress: Progress) -> bytes:
     name = remote.url.rsplit("/", 1)[-1]
     try:
         with urllib.request.urlopen(remote.url, timeout=30) as answer:
-            size = int(answer.headers.get("Content-Length") or 0)
+            told = answer.headers.get("Content-Length") or ""
+            size = int(told) if told.isdecimal() else 0
             data = bytearray()
             while chunk := answer.read(1 << 18):
                 data += chunk
                 progress(name, len(data), size)
-    except (urllib.error.URLError, OSError) as error:
+    except (OSError, http.client.HTTPException) as error:  # the first is also what urllib raises
         raise DataError(
             f"cannot download {remote.url} ({error}); without a network, put the file at {remote.to}"
             " under --data-dir or DBCL_DATA by hand"
