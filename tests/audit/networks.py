@@ -21,3 +21,9 @@ def without_bias() -> nn.Module:
 
 def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
+
+
+def upwards() -> nn.Module:
+    """The inputs of the second layer's weight are its first axis and its kernel."""
+    down = nn.Conv2d(1, 3, 8, stride=4)
+    return nn.Sequential(down, nn.ConvTranspose2d(3, 2, 2), nn.Flatten(), nn.Linear(98, 10))

@@ -103,3 +103,16 @@ def test_no_attack_of_a_rehearsal_opens_the_truth(tmp_path: Path) -> None:
     )
     with pytest.raises(AuditError, match="truth: round 0 cannot be read"):
         update_findings(rehearsal.attacker, rehearsal.truth, made, quiet)
+
+
+def test_weights_whose_inputs_come_first_are_attacked_as_the_matrices_they_are(tmp_path: Path) -> None:
+    """A transposed convolution: without a defence every update is seen exactly, sketched or not."""
+    chosen = presets.preset("paper", model="audit.networks:upwards", seed=0, cover="all")
+    task = of_pictures(chosen, DIGITS)
+    rehearsal = rehearse(chosen, task, draw_batches(np.arange(400), (40, 2, 4), seed=3), tmp_path)
+    found = estimates(rehearsal.attacker, ["rewind"])
+    findings = update_findings(rehearsal.attacker, rehearsal.truth, found, quiet, min_lag=20)
+    assert cosines(findings)["rewind"] > 0.95
+    assert any("1.weight" in finding.budget.get("tensors", "") for finding in findings)
+    holds, own = np.arange(len(DIGITS.y_train)) % 2 == 0, np.arange(400, 800)
+    assert property_findings(rehearsal, task, holds, own, found, batches=2, examples=8, seed=0, tell=quiet)

@@ -44,3 +44,20 @@ def test_without_an_average_the_weights_themselves_are_released() -> None:
     session = ServerSession(dbcl.Server(net()))
     assert session.released is session.model
     assert list(session.state().values) == ["server"]
+
+
+def test_the_average_of_a_half_precision_model_moves() -> None:
+    """A step of 0.001 of a bfloat16 weight is below its resolution; averaged in float32 it counts."""
+    model = nn.Linear(6, 2).bfloat16()
+    nn.init.ones_(model.weight)
+    session = ServerSession(dbcl.Server(model, cover="all", veil=0), ema_decay=0.9)
+    for _ in range(40):
+        broadcast = session.open()
+        step = {name: torch.full_like(tensor, 0.001) for name, tensor in broadcast.tensors.items()}
+        session.close([dbcl.Update(broadcast.round, broadcast.plan.digest, step, examples=1)])
+    master = session.server.weights()["bias"]
+    mean = session.released.bias.detach().float()  # type: ignore[union-attr]
+    assert (master - mean).abs().max() < 0.02
+    other = ServerSession(dbcl.Server(nn.Linear(6, 2).bfloat16(), cover="all", veil=0), ema_decay=0.9)
+    other.load_state(session.state())
+    assert all(torch.equal(one, other._means[name]) for name, one in session._means.items())

@@ -64,7 +64,7 @@ def true_change(truth: Truth, view: View, index: int) -> Tensor:
     change = truth.change(start, end)[view.name].double()
     if view.momentum and start > 0:
         change = change - view.momentum * truth.change(start - 1, end - 1)[view.name].double()
-    return change.reshape(-1, view.dim) - view.lr * view.sketches[index].lift(view.own[index])
+    return view.matrix(change) - view.lr * view.sketches[index].lift(view.own[index])
 
 
 def score(truth: Truth, view: View, changes: Iterable[Tensor]) -> Scores:

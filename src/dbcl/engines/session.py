@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dbcl.cover import named_tensors
 from dbcl.errors import ConfigError, ProtocolError
@@ -70,6 +70,7 @@ class ServerSession:
         self.server = server
         self.ema_decay = ema_decay
         self.ema_model = copy.deepcopy(server.model) if ema_decay else None
+        self._means = {name: mean.detach().clone() for name, mean in self._float32().items()} if ema_decay else {}
 
     @property
     def round(self) -> int:
@@ -102,6 +103,8 @@ class ServerSession:
         parts = {"server": server_state(self.server)}
         if self.ema_model is not None:
             parts["ema"] = model_state(self.ema_model)
+        if self._means:
+            parts["means"] = State({}, {name: mean.clone() for name, mean in self._means.items()})
         return join(**parts)
 
     def load_state(self, state: State) -> None:
@@ -115,6 +118,13 @@ class ServerSession:
         restore_server(self.server, state.part("server"))
         if self.ema_model is not None:
             load_model(self.ema_model, state.part("ema"))
+        if self._means and "means" in state.values:
+            self._means = {name: mean.clone() for name, mean in state.part("means").tensors.items()}
+
+    def _float32(self) -> dict[str, Tensor]:
+        """The server's float32 weights of half-precision tensors, in which a slow average would not move."""
+        own = named_tensors(self.server.model)
+        return {name: W for name, W in self.server.weights().items() if W.dtype != own[name].dtype}
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -122,9 +132,11 @@ class ServerSession:
             return
         # The decay rises from 0: an average of few rounds should not remember the initial weights.
         decay = min(self.ema_decay, self.round / (self.round + 10))
-        current = named_tensors(self.model)
+        current, masters = named_tensors(self.model), self._float32()
         for name, mean in named_tensors(self.ema_model).items():
-            if mean.is_floating_point():
+            if name in masters:
+                mean.copy_(self._means[name].lerp_(masters[name], 1 - decay))
+            elif mean.is_floating_point():
                 mean.lerp_(current[name], 1 - decay)
             else:
                 mean.copy_(current[name])

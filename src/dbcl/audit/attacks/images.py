@@ -164,6 +164,8 @@ def _client_attacks(
         kind = ESTIMATORS[name][0]
         if kind == "naive":  # takes every V lifted for W
             update = others_update_lifted(changes, index, setting.cohort)
+            parts = {part.name: part for part in broadcast.plan.tensors}
+            update = {n: parts[n].layout.weight(c) if parts[n].sketched else c for n, c in update.items()}
             shapes = {part.name: part.shape for part in broadcast.plan.tensors}
             model = _plain_model(template, lift(broadcast.plan, broadcast.tensors))
         else:

@@ -97,9 +97,11 @@ def over_weights(broadcast: Broadcast, gradient: Gradients) -> Gradients:
     >>> over_weights(broadcast, {"weight": torch.ones(2, 3)})["weight"].shape
     torch.Size([2, 6])
     """
-    sketches, shapes = broadcast.sketches(), {part.name: part.shape for part in broadcast.plan.tensors}
+    sketches, parts = broadcast.sketches(), {part.name: part for part in broadcast.plan.tensors}
     lifted = {}
     for name, tensor in gradient.items():
-        matrix = sketches[name].lift(tensor.reshape(shapes[name][0], -1)) if name in sketches else tensor
-        lifted[name] = matrix.reshape(shapes[name]).float()
+        if name in sketches:
+            layout = parts[name].layout
+            tensor = layout.weight(sketches[name].lift(tensor.reshape(layout.rows, -1)))
+        lifted[name] = tensor.reshape(parts[name].shape).float()
     return lifted

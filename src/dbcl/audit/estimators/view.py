@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from dbcl.errors import AuditError
+from dbcl.layout import Layout
 from dbcl.sketch import Identity, Sketch
 from dbcl.transcripts import Transcript
 
@@ -31,6 +32,12 @@ class View:
     own: tuple[Tensor, ...]
     momentum: float = 0.0
     lr: float = 1.0
+    layout: Layout | None = None
+    """How the tensor is a matrix, where it is sketched."""
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """A change of the tensor as the matrix that the view is of."""
+        return weight.reshape(-1, self.dim) if self.layout is None else self.layout.matrix(weight)
 
     @property
     def dim(self) -> int:
@@ -80,9 +87,11 @@ def views(transcript: Transcript, names: Sequence[str] | None = None) -> dict[st
             "the server's optimiser is Adam: its steps are no sums of updates, and no attack here undoes it"
         )
     gathered: dict[str, list[tuple[Sketch, Tensor, Tensor]]] = {}
+    layouts: dict[str, Layout] = {}
     for each in transcript:
         sketches = each.broadcast.sketches()
         measured = {tensor.name for tensor in each.broadcast.plan.tensors if tensor.measured}
+        layouts |= {tensor.name: tensor.layout for tensor in each.broadcast.plan.tensors if tensor.sketched}
         for name, tensor in each.broadcast.tensors.items():
             # Statistics do not move by updates: clients report values of their own.
             if name not in measured and (names is None or name in names):
@@ -96,5 +105,7 @@ def views(transcript: Transcript, names: Sequence[str] | None = None) -> dict[st
     found = {}
     for name, entries in gathered.items():
         maps, matrices, parts = zip(*entries, strict=True)
-        found[name] = View(name, rounds, gaps, maps, matrices, parts, setting.momentum, setting.server_lr)
+        found[name] = View(
+            name, rounds, gaps, maps, matrices, parts, setting.momentum, setting.server_lr, layouts.get(name)
+        )
     return found
