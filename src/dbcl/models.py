@@ -228,7 +228,8 @@ def _explained(what: str) -> Iterator[None]:
         place = traceback.extract_tb(error.__traceback__)[-1]
         own = place.filename in (__file__, importlib.__file__) or place.filename.startswith("<frozen")
         where = "" if own else f" ({place.filename}, line {place.lineno})"
-        kind = "" if own else f"{type(error).__name__}: "
+        spoken = own and isinstance(error, ImportError | AttributeError | ValueError)  # they say themselves what it is
+        kind = "" if spoken else f"{type(error).__name__}: "
         raise ConfigError(f"{what}: {kind}{short(error)}{where}") from error
 
 

@@ -103,7 +103,7 @@ def test_one_set_is_divided_by_the_settings(invoke: Invoke) -> None:
         (("--loss", "mse"), "loss must be cross-entropy or module:function, got 'mse'"),
         (("--metric", "r2"), "metric must be loss or module:function, got 'r2'"),
         (("--optimizer", "Adamm"), "optimizer must be one of"),
-        (("--target", "nan"), "target must be a finite number, got nan"),
+        (("--target", "nan"), "target must be a finite number"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(invoke: Invoke, settings: tuple[str, ...], message: str) -> None:

@@ -226,7 +226,7 @@ NUMBERS = [
         "update-clip": ("0", "-1", "nan", "x", "inf"),
         "update-noise": ("-1", "nan", "x", "inf"),
         "veil": ("-1", "nan", "x", "inf", "1e400"),
-        "server-lr": ("0", "-1", "nan", "inf", "x"),
+        "server-lr": ("0", "-1", "nan", "inf", "x", "1e300"),
         "server-momentum": ("1", "-1", "nan", "x"),
         "ema-decay": ("1", "-0.1", "nan", "x"),
         "min-updates": ("0", "-1", "x", "1.5", HUGE, "200"),
@@ -260,7 +260,7 @@ CHOICES = [
         ("loss", "loss must be cross-entropy or", ("", "mse", "cross_entropy")),
         ("metric", "metric must be loss or", ("", "accuracy", "r2")),
         ("optimizer", "optimizer must be one of", ("", "Adamm", "Optimizer")),
-        ("optimizer", "LBFGS|SparseAdam|go together|closure", ("LBFGS",)),
+        ("optimizer", "the optimiser .* cannot train this model", ("LBFGS", "SparseAdam", "Muon", "torch.optim:LBFGS")),
         ("lr-schedule", "lr_schedule must be constant, cosine or", ("", "linear")),
         ("cover", "matches no parameter", ("", "nothing", "!", "*.weights", "hidden,", "\u00fc")),
         ("cover", "nothing to cover", ("!*",)),
@@ -405,6 +405,8 @@ PLAN = [
         ("no weights|no parameters|nothing|no tensor", "torch.nn:ReLU"),
         ("function or a class", "math:pi"),
         ("must make a torch.nn.Module", "builtins:dict"),
+        ("SystemExit", "builtins:exit"),
+        ("EOFError|OSError", "builtins:input"),
         *[
             ("shape is channels,height,width", "mnist-mlp", "--shape", shape)
             for shape in ("", "28", "1,28", "1,28,28,1", "a,b,c", "1.5,28,28", "1;28;28", "0,28,28", "-1,28,28")
@@ -456,7 +458,7 @@ MODELS = [
     for name, match, prepare in (
         (
             "broken:net",
-            "cannot import the model 'broken:net': invalid syntax .*line 1",
+            "cannot import the model 'broken:net': SyntaxError: invalid syntax .*line 1",
             file("broken.py", "def net(:\n"),
         ),
         ("broken:net", "SyntaxError|null|source", file("broken.py", b"\x00\xff")),

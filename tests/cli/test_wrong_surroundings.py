@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dbcl import cli
 from dbcl.audit import suite
 from dbcl.audit.findings import Audit, Finding
 from dbcl.cli.train import _next_folder
+from dbcl.engines import Engine
 from dbcl.errors import AuditError
 from dbcl.files import locked
 from dbcl.run import Run, RunConfig, read_metrics
@@ -138,6 +140,29 @@ def test_a_metric_that_fails_in_round_3_is_named_and_the_run_goes_on(run: Invoke
     assert run(*RUN, "--quiet", "--metric", "own:third", "--out", "whole")[0] == 0
     assert read_metrics(folder)[-1].score == read_metrics(Path("whole"))[-1].score
     assert (folder / "model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("settings", [("--batch-size", str(10**18)), ("--patience", str(10**18)), ("--lr", "1e-300")])
+def test_a_number_that_is_large_or_small_but_means_something(settings: tuple[str, ...], run: Invoke) -> None:
+    assert run(*RUN, "--quiet", *settings) == (0, "a word of one's own\n" * 2, "")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    ],
+)
+def test_no_memory(error: Exception, run: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def play_round(self: Engine) -> None:
+        raise error
+
+    monkeypatch.setattr(Engine, "play_round", play_round)
+    status, _, said = run(*RUN, "--quiet")
+    assert status == 2
+    assert said.startswith("error out of memory; a smaller --batch-size")
 
 
 def test_what_own_code_prints_is_no_part_of_the_json(run: Invoke) -> None:

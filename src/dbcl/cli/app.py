@@ -6,7 +6,6 @@ import os
 import sys
 from typing import Annotated, NoReturn
 
-import torch
 import typer
 from click import ClickException, UsageError
 from click.exceptions import NoArgsIsHelpError
@@ -21,6 +20,13 @@ from dbcl.cli.env import env
 from dbcl.cli.plan import plan
 from dbcl.cli.train import train
 from dbcl.errors import DbclError
+from dbcl.models import short
+from dbcl.run.task import out_of_memory
+
+LOUD = ("flwr", "ray")
+"""These print pages where a client fails; what matters is in the errors that we raise."""
+MOST = 30
+"""An error of more lines is shortened."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -69,6 +75,8 @@ def main() -> None:
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=errors, show_path=False)]
     )
+    for name in LOUD:
+        logging.getLogger(name).disabled = True
     try:
         status = app(standalone_mode=False)
         _flush()  # here, where an error of it is still ours
@@ -86,10 +94,10 @@ def main() -> None:
     except OSError as error:
         _drop_output()
         _end(_system_error(error))
-    except MemoryError:
-        _end("out of memory")
-    except torch.OutOfMemoryError as error:
-        _end(f"out of the device's memory; a smaller --batch-size or --fraction takes less\n{error}")
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        _end(f"out of memory; a smaller --batch-size, --fraction or model takes less: {short(error)}")
 
 
 def _print_anything() -> None:
@@ -126,6 +134,8 @@ def _end(message: str) -> NoReturn:
     first, *more = message.splitlines() or [""]
     if len(more) == 1:  # a list of one problem is no list
         message = f"{first} {more[0].strip().removeprefix('- ')}"
+    elif len(more) > MOST:  # somebody else's traceback, which says at its end what happened
+        message = "\n".join([first, "...", *more[-3:]])
     errors.print("[bold red]error[/]", end=" ")
     errors.print(message, markup=False, highlight=False, soft_wrap=True)
     sys.exit(2)

@@ -111,6 +111,7 @@ def _own(text: str | None) -> bool:
     return text is not None and (":" in text or in_python(text))
 
 
+LARGEST = torch.finfo(torch.float32).max
 MAX_ROUNDS = 99_999_999
 """A checkpoint's name has room for so many."""
 
@@ -122,8 +123,8 @@ def _is_optimizer(kind: Any) -> bool:
 def _check_numbers(name: str, value: Any) -> None:
     """Refuse what is no number, and what fits into no machine's."""
     for number in value if isinstance(value, tuple) else (value,):
-        if isinstance(number, float) and not math.isfinite(number):
-            raise ConfigError(f"{name} must be a finite number, got {number}")
+        if isinstance(number, float) and not abs(number) <= LARGEST:
+            raise ConfigError(f"{name} must be a finite number, at most {LARGEST:.3g}, got {number}")
         if isinstance(number, int) and abs(number) >= 2**63:
             raise ConfigError(f"{name} must be between -2^63 and 2^63, got {number}")
 

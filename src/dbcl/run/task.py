@@ -63,7 +63,8 @@ class Task:
 
     def training(self, config: RunConfig) -> LocalTraining:
         """What a client does with its examples."""
-        return config.training(self.optimizer, self.schedule)
+        training = config.training(self.optimizer, self.schedule)
+        return replace(training, batch_size=min(training.batch_size, len(self.train)))  # engines make room for a batch
 
     def adapt(self, config: RunConfig) -> RunConfig:
         """The settings with the number of clients that the data have, where they come divided."""
@@ -145,6 +146,15 @@ def code_of(config: RunConfig) -> dict[str, str]:
     return {name: value for name, value in named.items() if ":" in value}
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no more memory, in Python's words, in CUDA's or in PyTorch's on a CPU.
+
+    >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), out_of_memory(MemoryError())
+    (True, True)
+    """
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 @contextlib.contextmanager
 def own_code(config: RunConfig, then: str = "") -> Iterator[None]:
     """Whatever the code that the settings name raises becomes one sentence, with its function and line, and `then`.
@@ -160,10 +170,10 @@ def own_code(config: RunConfig, then: str = "") -> Iterator[None]:
     code = code_of(config)
     try:
         yield
-    except (DbclError, OSError, MemoryError, torch.OutOfMemoryError):
+    except (DbclError, OSError):
         raise
     except (Exception, SystemExit) as error:
-        if not code:
+        if not code or out_of_memory(error):
             raise
         raise ConfigError(f"{_blame(error, code)}{then}") from error
 
@@ -241,15 +251,16 @@ def _check_optimizer(make: OptimizerFactory, model: nn.Module, lr: float) -> Non
     stand_ins = [nn.Parameter(torch.zeros([2] * each.ndim)) for each in model.parameters() if each.requires_grad]
     for each in stand_ins:
         each.grad = torch.zeros_like(each)
-    made: Any = make(stand_ins, lr=lr)
+    try:
+        made: Any = make(stand_ins, lr=lr)
+        if isinstance(made, torch.optim.Optimizer):
+            made.step()
+    except (TypeError, RuntimeError, ValueError) as error:  # LBFGS wants a closure, SparseAdam and Muon other gradients
+        if not isinstance(make, type):
+            raise
+        raise ConfigError(f"the optimiser {name_of(make)} cannot train this model: {models.short(error)}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"{name_of(make)} made a {type(made).__name__}, and must make a torch.optim.Optimizer")
-    try:
-        made.step()
-    except (TypeError, RuntimeError, ValueError) as error:  # LBFGS, which wants a closure; SparseAdam
-        raise ConfigError(
-            f"the optimiser {type(made).__name__} cannot train this model: {models.short(error)}"
-        ) from error
 
 
 def of_pictures(config: RunConfig, dataset: Dataset, objective: Objective = CLASSIFICATION) -> Task:
