@@ -139,19 +139,24 @@ class Door:
             made[who] = replace(each, factor=each.factor * factor, length=each.length * factor)
         return made, pull
 
-    def problems(self, aggregate: Aggregate, changes: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> list[str]:
+    def problems(self, aggregate: Aggregate, changes: Mapping[str, Tensor]) -> list[str]:
         """What is wrong with an aggregate, as far as that can be told without any single update.
 
-        `changes` is its mean as a change of the weights, and `made` the weights with it: they must stay finite.
+        `changes` is its mean as a change of the weights.
         """
-        problems = []
+        problems = [f"{name} is not finite" for name in not_finite(changes)]
         if aggregate.count < self.min_updates:
             problems.append(f"it is made of {aggregate.count} updates and {self.min_updates} are needed")
-        for name, change in changes.items():
-            if not torch.isfinite(made[name]).all():
-                reason = "is not finite" if not change.isfinite().all() else "leaves the range of the weights' dtype"
-                problems.append(f"{name} {reason}")
         return problems
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of those tensors that hold NaN or infinity.
+
+    >>> not_finite({"a": torch.zeros(2), "b": torch.tensor([math.inf])})
+    ['b']
+    """
+    return [name for name, each in tensors.items() if each.is_floating_point() and not each.isfinite().all()]
 
 
 def copies(accepted: Mapping[str, "Admitted"]) -> dict[str, str]:

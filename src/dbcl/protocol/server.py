@@ -19,7 +19,7 @@ from dbcl.optim import ServerOptimizer, fedavg
 from dbcl.plan import Ratio, SketchPlan
 from dbcl.privacy import Veil, WhiteVeil, norm
 from dbcl.protocol import checkpoint
-from dbcl.protocol.admission import Admission, Admitted, Door, copies
+from dbcl.protocol.admission import Admission, Admitted, Door, copies, not_finite
 from dbcl.protocol.aggregation import Aggregate, average
 from dbcl.protocol.base import veiled_base
 from dbcl.protocol.codec import WIRE_DTYPES
@@ -130,7 +130,9 @@ class Server:
             self.veil.begin(self.round, seeds.derive(self._key, "veil"), self.model)
             sent, own = blind(self.weights(), plan, partial(self.veil.noise, self.round)), named_tensors(self.model)
             leaving = {name: V.to(self._wire or own[name].dtype) for name, V in sent.items()}
-            self._check_finite(leaving, "what would leave the server has")
+            wrong = not_finite(leaving)
+            if wrong:
+                raise ProtocolError(f"round {self.round}: nothing leaves the server, {wrong[0]} holds NaN or infinity")
             self._open = Broadcast(plan, leaving, self.plan.least_veil)
         return self._open
 
@@ -239,9 +241,7 @@ class Server:
             changes = dict(mean) if aggregate.lifted else lift(plan, mean)
             for name in self.statistics & changes.keys():
                 changes[name] = (changes[name].to(weights[name]) - weights[name]) * self._fresh_share
-            own = named_tensors(self.model)
-            made = {name: (weights[name] + change).to(own[name].dtype) for name, change in changes.items()}
-            problems = self.door.problems(aggregate, changes, made)
+            problems = self.door.problems(aggregate, changes)
         if problems:
             raise ProtocolError("\n  - ".join([f"round {self.round}: the aggregate is refused", *problems]))
         tally = tally or Tally()
@@ -261,7 +261,10 @@ class Server:
             if self.calibration is not None and self.statistics:
                 calibrate(self.model, self.calibration)
             own = named_tensors(self.model)  # only what is sent: a mask of minus infinity stays at home
-            self._check_finite({tensor.name: own[tensor.name] for tensor in self.plan.tensors}, "the optimiser made")
+            wrong = not_finite({tensor.name: own[tensor.name] for tensor in self.plan.tensors})
+            if wrong:
+                reasons = [f"{name} leaves the range of the weights' dtype" for name in wrong]
+                raise ProtocolError("\n  - ".join([f"round {self.round}: the step is undone", *reasons]))
         except BaseException:
             restore_server(self, before, keep_open=True)
             raise
@@ -355,11 +358,6 @@ class Server:
     def _versions(self) -> list[object]:
         """What changes when anybody writes to the weights."""
         return [version(tensor) for tensor in named_tensors(self.model).values()]
-
-    def _check_finite(self, tensors: Mapping[str, Tensor], what: str) -> None:
-        wrong = [name for name, each in tensors.items() if each.is_floating_point() and not each.isfinite().all()]
-        if wrong:
-            raise ProtocolError(f"round {self.round}: {what} numbers that are not finite in {', '.join(wrong[:5])}")
 
     @torch.no_grad()
     def _step(self, weights: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> None:
