@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -253,7 +254,7 @@ class SketchPlan:
         """The tensors that every client receives exactly."""
         return tuple(tensor.name for tensor in (*self.tensors, *self.base) if tensor.in_clear)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A name for this plan, to recognise it in a checkpoint."""
         parts = [dataclasses.astuple(tensor) for tensor in self.tensors]

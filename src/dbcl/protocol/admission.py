@@ -156,7 +156,10 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     >>> not_finite({"a": torch.zeros(2), "b": torch.tensor([math.inf])})
     ['b']
     """
-    return [name for name, each in tensors.items() if each.is_floating_point() and not each.isfinite().all()]
+    # A sum is cheap, and finite only where all numbers are; where it is not, it may just have grown too large.
+    numbers = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    doubtful = [name for name, tensor in numbers.items() if not math.isfinite(float(tensor.detach().sum()))]
+    return [name for name in doubtful if not numbers[name].isfinite().all()]
 
 
 def copies(accepted: Mapping[str, "Admitted"]) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """A server's state for a checkpoint: W, the open round's secrets, the veil's and the optimiser's memory."""
 
+from collections.abc import Mapping
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,7 +10,9 @@ from torch.optim import Optimizer
 
 from dbcl._torch import inner_tensors
 from dbcl.cover import named_tensors
-from dbcl.errors import ProtocolError
+from dbcl.errors import ProtocolError, plain
+from dbcl.protocol.inspection import is_count
+from dbcl.seeds import SEED_BYTES
 from dbcl.state import State, join
 
 if TYPE_CHECKING:
@@ -46,31 +50,52 @@ def server_state(server: "Server") -> State:
 
 
 def restore_server(server: "Server", state: State, *, keep_open: bool = False) -> None:
-    """Put a server back to a state; one of another model or plan is refused before anything changes.
+    """Put a server back to a state; one of another model or plan, or that is none at all, is refused: nothing changes.
 
     With `keep_open` the broadcast of its open round stays what it is: the state is of that very round.
     """
+    before = server_state(server)
+    try:
+        _restore(server, state, keep_open)
+    except ProtocolError:  # is raised before anything changes
+        raise
+    except Exception as error:  # whatever is in a file, it is no state of a server
+        _restore(server, before, keep_open)
+        raise ProtocolError(f"the checkpoint is damaged ({type(error).__name__}: {plain(str(error), 100)})") from error
+
+
+def _restore(server: "Server", state: State, keep_open: bool) -> None:
     missing = {"round", "model", "veil", "optimizer"} - state.values.keys()
     if missing:
         raise ProtocolError(f"the checkpoint is of an older dbcl or of something else: it has no {min(missing)!r}")
     own = state.values["round"]
-    same_model = state.part("model").tensors.keys() == _all_tensors(server.model).keys()
-    if own["plan"] != server.plan.digest or not same_model:
+    if own["plan"] != server.plan.digest or not _alike(state.part("model").tensors, _all_tensors(server.model)):
         raise ProtocolError("the checkpoint belongs to another model or another plan")
-    if state.values["optimizer"]["kind"] != type(server._optimizer).__name__:
-        kinds = state.values["optimizer"]["kind"], type(server._optimizer).__name__
-        raise ProtocolError("the checkpoint is of a server with the optimiser {} and this one has {}".format(*kinds))
-    load_model(server.model, state.part("model"))
-    if "masters" in state.values:
-        server._masters.load(state.part("masters").tensors)
+    if server._masters.tensors and not _alike(state.part("masters").tensors, server._masters.tensors):
+        raise ProtocolError("the checkpoint belongs to a model of another precision")
+    kind, ours = state.values["optimizer"]["kind"], type(server._optimizer).__name__
+    if kind != ours:
+        raise ProtocolError(f"the checkpoint is of a server with the optimiser {plain(str(kind))} and this one has {ours}")
+    number, key, pulls = own["number"], bytes.fromhex(own["key"]), [float(pull) for pull in own.get("pulls", [])]
+    base_key = bytes.fromhex(own["base_key"]) if server.plan.base else server._base_key
+    if not is_count(number) or len(key) != SEED_BYTES or len(base_key) != SEED_BYTES or not all(map(isfinite, pulls)):
+        raise ProtocolError("the checkpoint is damaged: its round, a key or a length cannot be what it says")
     load_optimizer(server._optimizer, state.part("optimizer"))
     server.veil.load_state(state.part("veil"))
-    server.round, server._key = own["number"], bytes.fromhex(own["key"])
-    server._pulls, server._key_of = list(own.get("pulls", [])), server._versions()
+    load_model(server.model, state.part("model"))
+    if server._masters.tensors:
+        server._masters.load(state.part("masters").tensors)
+    server.round, server._key, server._base_key, server._pulls = number, key, base_key, pulls
+    server._key_of = server._versions()
     if not keep_open:
         server._open = None
     if server.plan.base:
-        server._base_key, server._frozen = bytes.fromhex(own["base_key"]), None
+        server._frozen = None
+
+
+def _alike(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    """Whether tensors have the same names and shapes."""
+    return {name: each.shape for name, each in some.items()} == {name: each.shape for name, each in others.items()}
 
 
 def model_state(model: nn.Module) -> State:
