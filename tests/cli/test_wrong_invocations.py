@@ -348,7 +348,7 @@ PRESETS = [
         ("ratio = []", "ratio must be"),
         ('ratio = "wide"', "ratio is a number or a range"),
         ("cover = [1, 2]", "cover must be"),
-        ("cover = []", "cover|matches|nothing"),
+        ("cover = []", "the model has nothing to cover"),
         ("transcripts = [0]", "transcripts must be a list of texts"),
         ("device = 0", "device must be text, got 0"),
         (f"seed = {HUGE}", "seed must be"),
@@ -365,8 +365,8 @@ PRESETS = [
     )
 ] + [
     train("no preset 'mine'.*Is a directory", "--preset", "mine", prepare=folder("mine")),
-    train("no preset|cannot be read", "--preset", "file/mine.toml", prepare=file("file")),
-    train("no preset|cannot be read", "--preset", "loop", prepare=link("loop", "loop")),
+    train("no preset .*Not a directory", "--preset", "file/mine.toml", prepare=file("file")),
+    train("no preset .*symbolic links", "--preset", "loop", prepare=link("loop", "loop")),
     train("no preset", "--preset", "gone.toml", prepare=link("gone.toml", "nowhere")),
     Row(("plan", "mnist-mlp", "--preset", "mine.toml"), "mine.toml.*not a TOML", file("mine.toml", "=")),
     Row(("plan", "mnist-mlp", "--preset", "nowhere"), "no preset"),
@@ -385,11 +385,11 @@ TOGETHER = [
     train("only .* may change, not lr", "--resume", "nowhere", "--lr", "0.1"),
     train("only .* may change, not clients, seed", "--resume", "nowhere", "--seed", "0", "--clients", "3"),
     train("nowhere holds no run", "--resume", "nowhere", "--rounds", "3"),
-    train("--resume", "--resume", "nowhere", "--out", "elsewhere"),
-    train("--resume", "--resume", "nowhere", "--preset", "paper"),
+    train("--out is for a new run", "--resume", "nowhere", "--out", "elsewhere"),
+    train("--preset is for a new run", "--resume", "nowhere", "--preset", "paper"),
     train("holds no run", "--resume", ""),
     train("holds no run", "--resume", "\u65e5\u672c"),
-    train("name too long|holds no run", "--resume", "a" * 300),
+    train("config.toml cannot be read: File name too long", "--resume", "a" * 300),
 ]
 
 PLAN = [
@@ -402,23 +402,23 @@ PLAN = [
         ("cannot import", "torch.nn:"),
         ("cannot import", "torch.nn:Nothing"),
         ("needs arguments", "torch.nn:Linear"),
-        ("no weights|no parameters|nothing|no tensor", "torch.nn:ReLU"),
+        ("the model has nothing to cover", "torch.nn:ReLU"),
         ("function or a class", "math:pi"),
         ("must make a torch.nn.Module", "builtins:dict"),
         ("SystemExit", "builtins:exit"),
-        ("EOFError|OSError", "builtins:input"),
+        ("'builtins:input' failed", "builtins:input"),
         *[
             ("shape is channels,height,width", "mnist-mlp", "--shape", shape)
             for shape in ("", "28", "1,28", "1,28,28,1", "a,b,c", "1.5,28,28", "1;28;28", "0,28,28", "-1,28,28")
         ],
-        ("cannot", "mnist-mlp", "--shape", f"1,{HUGE},28"),
-        ("cannot", "mnist-mlp", "--shape", "1,100000,10000000"),
+        ("mnist-mlp cannot be made for examples of shape", "mnist-mlp", "--shape", f"1,{HUGE},28"),
+        ("mnist-mlp cannot be made for examples of shape", "mnist-mlp", "--shape", "1,100000,10000000"),
         ("cannot take examples", "mnist-cnn", "--shape", "1,4,4"),
         ("outputs must be 1 or more", "mnist-mlp", "--outputs", "0"),
         ("outputs must be 1 or more", "mnist-mlp", "--outputs", "-3"),
         ("outputs", "mnist-mlp", "--outputs", "ten"),
-        ("cannot", "mnist-mlp", "--outputs", HUGE),
-        ("cannot", "mnist-mlp", "--outputs", str(10**13)),
+        ("mnist-mlp cannot be made for .* outputs", "mnist-mlp", "--outputs", HUGE),
+        ("mnist-mlp cannot be made for .* outputs", "mnist-mlp", "--outputs", str(10**13)),
         ("ratio", "mnist-mlp", "--ratio", "0"),
         ("ratio", "mnist-mlp", "--ratio", "nan"),
         ("ratio", "mnist-mlp", "--ratio", HUGE),
@@ -448,10 +448,10 @@ MODELS = [
         ("missing", "no attribute 'missing'"),
         ("net.missing", "no attribute 'missing'"),
         ("net()", "no attribute"),
-        ("no_weights", "no|nothing"),
-        ("empty", "no|nothing"),
-        ("frozen", "frozen"),
-        ("one_layer", "cover all|--cover|nothing"),
+        ("no_weights", "the model has nothing to cover"),
+        ("empty", "the model has nothing to cover"),
+        ("frozen", "0.weight is frozen"),
+        ("one_layer", "weight is the output layer and nothing else can be covered"),
     )
 ] + [
     Row(("plan", name), match, prepare)
@@ -461,7 +461,7 @@ MODELS = [
             "cannot import the model 'broken:net': SyntaxError: invalid syntax .*line 1",
             file("broken.py", "def net(:\n"),
         ),
-        ("broken:net", "SyntaxError|null|source", file("broken.py", b"\x00\xff")),
+        ("broken:net", "SyntaxError: source code string cannot contain null bytes", file("broken.py", b"\x00\xff")),
         ("broken:net", "NameError: name 'tirch'", file("broken.py", "import os\ntirch.zeros(3)\n")),
         ("broken:net", "No module named 'nowhere_at_all'", file("broken.py", "import nowhere_at_all\n")),
         ("broken:net", "SystemExit", file("broken.py", "import sys; sys.exit(0)\n")),
@@ -470,7 +470,7 @@ MODELS = [
         ("./own:net", "cannot import", None),
         ("/etc/own:net", "cannot import", None),
         (".own:net", "cannot import", None),
-        ("own:net:net", "cannot import|no attribute", None),
+        ("own:net:net", "no attribute 'net:net'", None),
         ("o\u00fcn:net", "cannot import", None),
     )
 ]
@@ -488,7 +488,7 @@ NEVER = [
         ("model", "narrow", "do not go together"),
         ("model", "breaks", "do not go together.*in forward"),
         ("model", "gives_none", "do not go together"),
-        ("model", "nan_weights", "NaN|finite|nan"),
+        ("model", "nan_weights", "the network's initial weights are not all finite: 0.weight"),
         ("data", "missing", "cannot import the data"),
         ("data", "raises", "'own:raises' failed: ValueError: no weights here"),
         ("data", "needs", "needs arguments"),
@@ -500,13 +500,13 @@ NEVER = [
         ("data", "data_empty", "empty"),
         ("data", "data_no_clients", "the list of clients is empty"),
         ("data", "data_empty_client", "client 1: a set of examples is empty"),
-        ("data", "data_scalars", "row for each example|empty"),
+        ("data", "data_scalars", "a set of examples is empty"),
         ("data", "data_text", "examples are a pair"),
         ("data", "data_strings", "tensors"),
         ("data", "data_dictionary", "examples are a pair"),
         ("data", "data_floats", "no classes: give the loss"),
-        ("data", "data_classes", "class|out of bounds"),
-        ("data", "data_negative", "class|out of bounds"),
+        ("data", "data_classes", "the training examples hold the class 7"),
+        ("data", "data_negative", "the training examples hold the class -1"),
         ("data", "data_late_class", "class 9.*2 outputs"),
         ("data", "data_held_out_shape", "held-out.*do not go together"),
         ("data", "data_held_out_classes", "held-out.*class 9.*2 outputs"),
@@ -526,9 +526,9 @@ NEVER = [
         ("loss", "loss_raises", "do not go together.*in the loss"),
         ("loss", "loss_one", "do not go together.*positional argument"),
         ("loss", "loss_exits", "SystemExit"),
-        ("loss", "Metric", "Metric.*bins|arguments"),
+        ("loss", "Metric", "'own:Metric' is a class that needs arguments .bins."),
         ("metric", "missing", "cannot import the metric"),
-        ("metric", "Metric", "Metric.*bins|arguments"),
+        ("metric", "Metric", "'own:Metric' is a class that needs arguments .bins."),
         ("metric", "number", "is a int"),
         ("optimizer", "missing", "cannot import the optimiser"),
         ("optimizer", "number", "is a int"),
@@ -546,8 +546,8 @@ NEVER = [
     )
 ] + [
     train("mnist-mlp is made for the built-in", *TINY, "--data", "own:small"),
-    train("do not go together|cannot", *TINY, "--model", "own:net"),
-    never("these targets are no tensor|cannot be divided", "--partition", "shards", "--clients", "9"),
+    train("the held-out examples: .* do not go together", *TINY, "--model", "own:net"),
+    never("8 examples cannot be divided into 18 parts", "--partition", "shards", "--clients", "9"),
 ]
 
 FAILING = [
@@ -656,10 +656,10 @@ RESUME = [
         ("No such file or directory: run/metrics.jsonl", damaged("metrics.jsonl", None)),
         ("in use by", held()),
         ("ema_decay", with_setting("ema_decay = 0.5")),
-        ("differ|shape|size|fit|tensor|model", with_setting('model = "mnist-cnn"')),
+        ("the checkpoint belongs to another model or another plan", with_setting('model = "mnist-cnn"')),
         ("is missing", with_setting('data = "mnist"')),
         ("name code that would be run .model own:net.*--trust", with_setting('model = "own:net"')),
-        ("momentum|optimi[sz]er", with_setting('server_optimizer = "adam"')),
+        ("optimi[sz]er", with_setting('server_optimizer = "adam"')),
     )
 ] + [
     Row(("train", "--quiet", "--resume", "run", *arguments), match, prepare)
@@ -702,13 +702,13 @@ OUT = [
         ("holds a run already; go on with --resume run", "run", None),
         ("exists and is not empty", "full", file("full/notes.txt", "mine")),
         ("exists and is not empty", "notes.txt", file("notes.txt", "mine")),
-        ("Not a directory|exists|is a file", "notes.txt/run", file("notes.txt", "mine")),
-        ("Not a directory|exists|is a file", "notes.txt/more/run", file("notes.txt", "mine")),
+        ("Not a directory: notes.txt/run", "notes.txt/run", file("notes.txt", "mine")),
+        ("Not a directory: notes.txt/more", "notes.txt/more/run", file("notes.txt", "mine")),
         ("File name too long", "a" * 300, None),
         ("File name too long", "new/" + "a" * 300, None),
-        ("Too many levels of symbolic links|exists", "loop", link("loop", "loop")),
-        ("exists|No such file", "gone/run", link("gone", "nowhere")),
-        ("Not a directory|No such device|not empty|exists", "/dev/null", None),
+        ("Too many levels of symbolic links: loop", "loop", link("loop", "loop")),
+        ("No such file or directory: gone/run", "gone/run", link("gone", "nowhere")),
+        ("/dev/null exists and is not empty", "/dev/null", None),
         ("Not a directory", "/dev/null/run", None),
         ("exists and is not empty", ".", None),
     )
@@ -717,10 +717,10 @@ OUT = [
     train(
         "TensorBoard cannot write into plain/logs", *BRIEF, "--track", "tensorboard:plain/logs", prepare=file("plain")
     ),
-    train("runs|Not a directory|exists", *BRIEF, prepare=file("runs", "a file")),
+    train("Not a directory: runs/001-blind-digits", *BRIEF, prepare=file("runs", "a file")),
     train("is missing", *BRIEF, "--data", "mnist", "--data-dir", "plain", prepare=file("plain")),
     train(
-        "MNIST.*(damaged|no idx)",
+        "MNIST.*damaged",
         *BRIEF,
         "--data",
         "mnist",
@@ -762,14 +762,14 @@ AUDIT = [
     for match, prepare, *arguments in (
         ("nowhere holds no run", None, "nowhere"),
         ("holds no run", None, ""),
-        ("File name too long|holds no run", None, "a" * 300),
+        ("config.toml cannot be read: File name too long", None, "a" * 300),
         ("run/config.toml is a file, and the run is its folder", None, "run/config.toml"),
         ("config.toml: not a TOML", damaged("config.toml", "="), "run"),
         ("config.toml: unknown settings", damaged("config.toml", "veils = 1"), "run"),
         ("name code that would be run", with_setting('model = "own:net"'), "run"),
         ("cannot import the model", with_setting('model = "nowhere:net"'), "run", "--trust"),
         ("own:raises. failed: ValueError", with_setting('model = "own:raises"'), "run", "--trust"),
-        ("data of your own|built-in|made for", with_setting('data = "own:small"'), "run", "--trust"),
+        ("mnist-mlp is made for the built-in datasets", with_setting('data = "own:small"'), "run", "--trust"),
         ("was given in Python", with_setting('model = "Net (in Python)"'), "run"),
         ("MNIST.* is missing", with_setting('data = "mnist"'), "run"),
         ("parties must be 2 or more", None, "run", "--parties", "1"),
@@ -820,7 +820,6 @@ COMPARE = [
         ("Is a directory: a.json", folder("a.json"), "a.json"),
         ("--out is a folder, and must be a file", file("a.json", FOUND), "a.json", "--out", "."),
         ("--out cannot be .*: a.json is a file", file("a.json", FOUND), "a.json", "--out", "a.json/b.html"),
-        ("No such file|missing", file("a.json", FOUND), "a.json", "--out", "nowhere/b.html"),
         ("File name too long", file("a.json", FOUND), "a.json", "--out", "a" * 300),
     )
 ]

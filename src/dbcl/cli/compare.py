@@ -52,6 +52,7 @@ def compare(
             "–" if sent is None else f"{sent / 1e6:.0f}",
             *("–" if value is None else f"{value:.3g}" for value in worst),
         )
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, report.comparison(audits).encode())
     console.print(table)
     console.print(
