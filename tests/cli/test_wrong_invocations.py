@@ -5,6 +5,8 @@ short message that matches, that there is no traceback, and that nothing was lef
 their own (pipes, encodings, a folder that is gone) stand in `test_wrong_surroundings.py`.
 """
 
+import gzip
+import io
 import json
 import os
 import re
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dbcl import cli
@@ -605,6 +608,11 @@ def with_setting(line: str) -> Callable[[], object]:
     return damage
 
 
+def own_run() -> None:
+    for line in ('model = "own:breaks_in_training"', 'data = "own:small"'):
+        with_setting(line)()
+
+
 def damaged_checkpoints(content: bytes) -> Callable[[], object]:
     def damage() -> None:
         for path in Path("run/checkpoints").iterdir():
@@ -753,6 +761,12 @@ OUT = [
 FOUND = Audit("one", {}, {"accuracy": 0.9}, (), (Finding("a", "client", "naive", "update", "cosine", 0.5),), 1.0).json()
 
 
+def archive(**arrays: object) -> bytes:
+    stream = io.BytesIO()
+    np.savez_compressed(stream, **{name: np.asarray(values) for name, values in arrays.items()})
+    return stream.getvalue()
+
+
 def changed(**values: object) -> str:
     return json.dumps({**json.loads(FOUND), **values})
 
@@ -770,6 +784,8 @@ AUDIT = [
         ("cannot import the model", with_setting('model = "nowhere:net"'), "run", "--trust"),
         ("own:raises. failed: ValueError", with_setting('model = "own:raises"'), "run", "--trust"),
         ("mnist-mlp is made for the built-in datasets", with_setting('data = "own:small"'), "run", "--trust"),
+        ("own:BreaksInTraining.forward failed: KeyError", own_run, "run", "--quick", "--trust"),
+        ("name code that would be run", own_run, "run", "--quick"),
         ("was given in Python", with_setting('model = "Net (in Python)"'), "run"),
         ("MNIST.* is missing", with_setting('data = "mnist"'), "run"),
         ("parties must be 2 or more", None, "run", "--parties", "1"),
@@ -789,6 +805,20 @@ AUDIT = [
         ("cannot be limited", None, "run", "--fail-above", "error=1"),
         ("--out is a folder, and must be a file: run", None, "run", "--quick", "--out", "run"),
         ("--out cannot be plain/page.html: plain is a file", file("plain"), "run", "--out", "plain/page.html"),
+    )
+]
+
+DAMAGED = [
+    Row(("train", *BRIEF, "--data", name, "--data-dir", "d"), match, file(f"d/{path}", content))
+    for name, path, content, match in (
+        ("mnist", "MNIST/raw/train-images-idx3-ubyte.gz", gzip.compress(b"x" * 99)[:-4], "ubyte.gz: damaged"),
+        ("mnist", "MNIST/raw/train-images-idx3-ubyte.gz", gzip.compress(b"x")[:10] + b"\xff" * 20, "ubyte.gz: damaged"),
+        ("mnist", "MNIST/raw/train-images-idx3-ubyte.gz", gzip.compress(b"x"), "is no idx file"),
+        ("lfw", "lfw/lfw.npz", b"", "lfw.npz layout"),
+        ("lfw", "lfw/lfw.npz", archive(black=3), "lfw.npz layout"),
+        ("lfw", "lfw/lfw.npz", archive(black=[0, 1], images=[1], gender=[0, 1]), "lfw.npz layout"),
+        ("lfw", "lfw/lfw.npz", archive(black=[-1], images=np.zeros((1, 2, 2, 3)), gender=[0]), "not one example"),
+        ("lfw", "lfw/lfw.npz", archive(black=[0, 1])[:-40], "lfw.npz layout"),
     )
 ]
 
@@ -852,7 +882,7 @@ DATA = [
 
 ROWS = [
     *(*NUMBERS, *CHOICES, *TYPOS, *PRESETS, *TOGETHER, *PLAN, *MODELS, *LISTS, *NEVER, *FAILING),
-    *(*RESUME, *OUT, *AUDIT, *COMPARE, *DATA),
+    *(*RESUME, *OUT, *AUDIT, *COMPARE, *DATA, *DAMAGED),
 ]
 
 

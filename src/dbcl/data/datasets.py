@@ -4,6 +4,7 @@ import gzip
 import math
 import os
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
@@ -18,6 +19,8 @@ from dbcl import seeds
 from dbcl.errors import DataError
 
 Bytes = NDArray[np.uint8]
+DAMAGED = (ValueError, TypeError, LookupError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
+"""What NumPy raises on a file that is not what it should be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +111,7 @@ def _lfw(root: Path) -> Dataset:
         with open(path, "rb") as stream, np.load(stream) as file:  # allow_pickle is False unless asked for
             known = file["black"] >= 0
             images, gender = file["images"][known].transpose(0, 3, 1, 2), file["gender"][known]
-    except (ValueError, KeyError, IndexError, OSError, zipfile.BadZipFile) as error:
+    except DAMAGED as error:
         raise DataError(f"{path}: is not in the lfw.npz layout of docs/data.md ({error})") from error
     order = seeds.permutation(bytes(32), "lfw-split", n=len(gender))
     train, test = np.split(order, [int(0.7 * len(order))])
@@ -120,6 +123,8 @@ LOADERS: dict[str, Callable[[Path], Dataset]] = {"digits": _digits, "mnist": _mn
 
 def _dataset(name: str, x_train: Bytes, y_train: Bytes, x_test: Bytes, y_test: Bytes, outputs: int) -> Dataset:
     for images, labels in ((x_train, y_train), (x_test, y_test)):
+        if not len(labels):
+            raise DataError(f"{name}: there is not one example to learn from, or none held out")
         if len(images) != len(labels):
             raise DataError(f"{name}: {len(images)} images and {len(labels)} labels")
         if labels.max(initial=0) >= max(outputs, 2):
@@ -139,7 +144,7 @@ def _idx(folder: Path, name: str, ndim: int) -> Bytes:
     if path.suffix == ".gz":
         try:
             data = gzip.decompress(data)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{path}: damaged ({error})") from error
     start = 4 + 4 * ndim
     sizes = [int.from_bytes(data[place : place + 4], "big") for place in range(4, start, 4)]

@@ -1,6 +1,5 @@
 """A property of some examples of a dataset that has nothing to do with its labels: what an attacker looks for."""
 
-import zipfile
 from os import PathLike
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dbcl import seeds
-from dbcl.data.datasets import data_root, load
+from dbcl.data.datasets import DAMAGED, data_root, load
 from dbcl.errors import DataError
 
 
@@ -74,7 +73,7 @@ def properties_of(name: str, data_dir: str | PathLike[str] | None = None) -> NDA
     try:
         with open(path, "rb") as stream, np.load(stream) as file:
             black = file["black"]
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+    except DAMAGED as error:
         raise DataError(f"{path}: no column 'black' could be read, see docs/data.md ({error})") from error
     known = black[black >= 0]  # the loader drops the others, and its split is the first 70 % of this order
     order = seeds.permutation(bytes(32), "lfw-split", n=len(known))
