@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import ssl
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from dbcl import cli
+from dbcl import SketchPlan, __main__, cli
 from dbcl.audit import suite
 from dbcl.audit.findings import Audit, Finding
 from dbcl.cli.train import _next_folder
@@ -324,6 +325,25 @@ def test_a_stream_without_unicode(arguments: tuple[str, ...], run: Invoke, monke
     monkeypatch.setattr(sys, "stdout", stream)
     assert run(*arguments)[0] == 0
     stream.detach()
+
+
+@pytest.mark.parametrize("arguments", [RUN, ("audit", "run"), ("plan", "own:net")])
+def test_an_interruption_is_a_word_and_status_130(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    Run.start(RunConfig(clients=2), Path("run"))
+    for place in (Run, "start"), (suite, "audit"), (SketchPlan, "of"):
+        monkeypatch.setattr(*place, interrupted)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["dbcl", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "stopped\n"
+    assert not Path("runs").exists()
 
 
 def test_without_arguments_it_helps(run: Invoke) -> None:

@@ -8,8 +8,9 @@ from typing import Annotated, NoReturn
 
 import typer
 from click import ClickException, UsageError
-from click.exceptions import NoArgsIsHelpError
+from click.exceptions import Exit, NoArgsIsHelpError
 from rich.logging import RichHandler
+from typer.main import get_command
 
 from dbcl import __version__
 from dbcl.cli.audit import audit
@@ -78,7 +79,7 @@ def main() -> None:
     for name in LOUD:
         logging.getLogger(name).disabled = True
     try:
-        status = app(standalone_mode=False)
+        status = _run()
         _flush()  # here, where an error of it is still ours
         sys.exit(status)
     except NoArgsIsHelpError as error:
@@ -98,6 +99,16 @@ def main() -> None:
         if not out_of_memory(error):
             raise
         _end(f"out of memory; a smaller --batch-size, --fraction or model takes less: {short(error)}")
+
+
+def _run() -> int:
+    """Run the command that was typed; click's own way to do it would print errors and take interruptions for itself."""
+    try:
+        with get_command(app).make_context("dbcl", sys.argv[1:]) as context:
+            context.command.invoke(context)
+    except Exit as ended:
+        return ended.exit_code
+    return 0
 
 
 def _print_anything() -> None:
