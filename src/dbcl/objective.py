@@ -60,7 +60,7 @@ class Objective:
             loss, metric = models.loss, metric or accuracy
         if metric is None:
             return cls(loss, None, "loss", lower_is_better=True)
-        return cls(loss, metric, name_of(metric), better == "lower")
+        return cls(loss, metric, name_of(metric, "metric"), better == "lower")
 
     @property
     def classifies(self) -> bool:
@@ -88,15 +88,15 @@ CLASSIFICATION = Objective()
 """Cross entropy and accuracy."""
 
 
-def name_of(thing: Any) -> str:
-    """What a function, a class or an object is called.
+def name_of(thing: Any, nameless: str = "function") -> str:
+    """What a function, a class or an object is called; a lambda has no name.
 
     >>> name_of(F.mse_loss), name_of(nn.MSELoss()), name_of(partial(F.huber_loss, delta=2.0))
     ('mse_loss', 'MSELoss', 'huber_loss')
     """
     if isinstance(thing, partial):
-        return name_of(thing.func)
-    return str(getattr(thing, "__name__", type(thing).__name__)).replace("<lambda>", "metric")
+        return name_of(thing.func, nameless)
+    return str(getattr(thing, "__name__", type(thing).__name__)).replace("<lambda>", nameless)
 
 
 def _is_cross_entropy(loss: Loss) -> bool:

@@ -84,13 +84,13 @@ def simulate(
     )
     task = replace(task, layers=layers)
     named = {
-        "model": _label(model),
+        "model": _label(model, "model"),
         "data": "data" + IN_PYTHON,
-        "loss": CROSS_ENTROPY if objective.classifies else _label(objective.loss),
-        "metric": None if metric is None else _label(metric),
+        "loss": CROSS_ENTROPY if objective.classifies else _label(objective.loss, "loss"),
+        "metric": None if metric is None else _label(metric, "metric"),
         "better": better,
-        "optimizer": optimizer if isinstance(optimizer, str) else _label(optimizer),
-        "lr_schedule": lr_schedule if isinstance(lr_schedule, str) else _label(lr_schedule),
+        "optimizer": optimizer if isinstance(optimizer, str) else _label(optimizer, "optimizer"),
+        "lr_schedule": lr_schedule if isinstance(lr_schedule, str) else _label(lr_schedule, "schedule"),
         "clients": len(clients) if divided else (count or 10),
         "fraction": 1.0,
     }
@@ -137,5 +137,5 @@ def _maker(model: nn.Module | Callable[[], nn.Module]) -> Callable[[int], nn.Mod
     return make
 
 
-def _label(thing: Any) -> str:
-    return name_of(thing) + IN_PYTHON
+def _label(thing: Any, nameless: str) -> str:
+    return name_of(thing, nameless) + IN_PYTHON

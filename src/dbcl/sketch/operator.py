@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from dbcl._torch import direct_apply, functorch_active
 from dbcl.errors import SketchError
@@ -92,8 +93,10 @@ def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
     >>> linear_map(torch.ones(2), lambda x: 3 * x, lambda y: 3 * y)
     tensor([3., 3.])
     """
-    if functorch_active():
-        return forward(x)  # torch.func differentiates and batches the gathers themselves
+    if functorch_active() or is_compiling():
+        # torch.func differentiates and batches the gathers themselves. So does torch.compile: traced as a function of
+        # its own, PyTorch 2.11 loses the gradient of a parametrized weight without a word.
+        return forward(x)
     result: Tensor = _apply_linear_map(x, forward, adjoint)
     return result
 
