@@ -18,7 +18,7 @@ from dbcl.cover import (
     recompute,
     without_values,
 )
-from dbcl.errors import PlanError
+from dbcl.errors import PlanError, listed, plain
 from dbcl.nn import compact_parameter, share_class, sketch_parameter
 from dbcl.round_plan import RoundPlan, mismatches
 from dbcl.statistics import restart
@@ -81,11 +81,11 @@ def check_module(module: nn.Module, plan: RoundPlan) -> None:
     problems = mismatches(asked, {name: tensor for name, tensor in own.items() if name in expected})
     for name, digest in frozen.items():
         if name not in own:
-            problems.append(f"{name} is missing; it is frozen, so the server does not send it")
+            problems.append(f"{plain(name, 100)} is missing; it is frozen, so the server does not send it")
         elif fingerprint(own[name]) != digest:
-            problems.append(f"{name} is frozen, and this model's copy differs from the server's: {SAME}")
+            problems.append(f"{plain(name, 100)} is frozen, and this model's copy differs from the server's: {SAME}")
     if problems:
-        raise PlanError("\n  - ".join(["this model is not the one that the server trains:", *problems]))
+        raise PlanError(listed("this model is not the one that the server trains:", problems))
     sketched = {id(own[tensor.name]): tensor.name for tensor in plan.tensors if tensor.sketched}
     problems = lost_in_a_copy(module) + _kept_elsewhere(module, sketched)
     if problems:

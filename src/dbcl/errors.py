@@ -1,8 +1,14 @@
 """Every error that dbcl raises on purpose is a `DbclError`; and how a stranger's words are shown in one."""
 
+import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 _-.,:;/+*=()'")
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict = 2, 16, 4
+"""Writes a few of a container's values, however many and however deep they are."""
 
 
 def shown(value: Any, limit: int = 60) -> str:
@@ -12,7 +18,7 @@ def shown(value: Any, limit: int = 60) -> str:
     ("'loss'", "'?(31m?b?xxxx...'")
     """
     try:
-        text = str(value[: limit + 1] if isinstance(value, str | bytes | list | tuple) else value)
+        text = str(value[: limit + 1]) if isinstance(value, str | bytes) else _SHORT.repr(value)
     except Exception:  # whatever a stranger's object does
         text = f"a {type(value).__name__}"
     return f"'{plain(text, limit)}'"
@@ -26,6 +32,19 @@ def plain(text: str, limit: int = 200) -> str:
     """
     cut = text[:limit].replace("[", "(").replace("]", ")")
     return "".join(letter if letter in PLAIN else "?" for letter in cut) + ("..." if len(text) > limit else "")
+
+
+def listed(head: str, problems: Sequence[str], most: int = 20) -> str:
+    """A line and the problems below it, where somebody else decides how many there are: the first of them.
+
+    >>> print(listed("this does not fit:", ["a is missing", "b is missing", "c is missing"], most=2))
+    this does not fit:
+      - a is missing
+      - b is missing
+      - and 1 more
+    """
+    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+    return "\n  - ".join([head, *problems[:most], *more])
 
 
 class DbclError(Exception):

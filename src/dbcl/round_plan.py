@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from dbcl.errors import SketchError, shown
+from dbcl.errors import SketchError, plain, shown
 from dbcl.layout import Layout
 from dbcl.sketch import Sketch, draw
 
@@ -72,7 +72,9 @@ class RoundTensor:
         """Draw this tensor's sketch for a round."""
         sketch = draw(self.scheme, self.dim, self.width, seed=seed, round=round, name=self.name)
         if sketch.width != self.columns:
-            raise SketchError(f"{self.name}: the sketch has {sketch.width} columns, and the plan says {self.columns}")
+            raise SketchError(
+                f"{plain(self.name, 100)}: the sketch has {sketch.width} columns, and the plan says {self.columns}"
+            )
         return sketch
 
 
@@ -111,9 +113,9 @@ def mismatches(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tens
     >>> mismatches({"a": (2,), "b": (3, 4)}, {"b": torch.zeros(4, 3), "c": torch.zeros(1)})
     ['a is missing', "'c' was not asked for", 'b has shape (4, 3) and must have (3, 4)']
     """
-    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems = [f"{plain(name, 100)} is missing" for name in expected if name not in found]
     problems += [f"{shown(name)} was not asked for" for name in found if name not in expected]
     for name, shape in expected.items():
         if name in found and tuple(found[name].shape) != shape:
-            problems.append(f"{name} has shape {tuple(found[name].shape)} and must have {shape}")
+            problems.append(f"{plain(name, 100)} has shape {tuple(found[name].shape)} and must have {shape}")
     return problems

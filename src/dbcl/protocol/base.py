@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dbcl import seeds
 from dbcl._torch import unwrapped
-from dbcl.errors import PlanError
+from dbcl.errors import PlanError, listed
 from dbcl.plan import TensorPlan
 from dbcl.privacy import norm
 from dbcl.protocol.messages import Base
@@ -56,7 +56,7 @@ def load_base(module: nn.Module, base: Base) -> nn.Module:
     sent = {name: tuple(tensor.shape) for name, tensor in base.tensors.items()}
     problems = mismatches(sent, {name: parameter for name, parameter in own.items() if name in sent})
     if problems:
-        raise PlanError("\n  - ".join(["this model has not the frozen parameters that the server sends:", *problems]))
+        raise PlanError(listed("this model has not the frozen parameters that the server sends:", problems))
     with torch.no_grad():
         for name, tensor in base.tensors.items():
             own[name].copy_(tensor)

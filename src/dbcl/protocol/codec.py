@@ -75,6 +75,7 @@ def decode_broadcast(data: bytes) -> Broadcast:
     {'weight': CountSketch(6 -> 3)}
     """
     header, tensors = unpack(BROADCAST, data)
+    _require_floats("broadcast", tensors)
     take = _Fields("broadcast", header)
     round = take("round", is_count)
     seed = take("seed", lambda value: isinstance(value, str) and len(value) == 2 * SEED_BYTES and _is_hex(value))
@@ -100,6 +101,7 @@ def decode_base(data: bytes) -> Base:
     {'w': tensor([0., 0.])}
     """
     header, tensors = unpack(BASE, data)
+    _require_floats("base", tensors)
     _Fields("base", header).end()
     return Base(tensors)
 
@@ -176,9 +178,7 @@ def unpack(kind: int, data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if end > len(data) - _DIGEST:
         raise ProtocolError(f"{what}: a header of {length} bytes does not fit")
     text = data[_PREFIX.size : end]
-    header = read_json(what, text)
-    if _header_text(header) != text:
-        raise ProtocolError(f"{what}: the header is not written as dbcl writes it")
+    header = read_json(what, text, spelling=_header_text)
     body = memoryview(data)[end:-_DIGEST]
     check_tensors(what, body)
     return header, _tensors(what, bytes(body))
@@ -190,6 +190,13 @@ def _tensors(what: str, body: bytes) -> dict[str, Tensor]:
     except Exception as error:  # `check_tensors` knows what can be read; whatever is left must not end a round
         raise ProtocolError(f"{what}: the tensors cannot be read ({plain(str(error))})") from None
     return dict(sorted(tensors.items()))  # safetensors returns them in no fixed order
+
+
+def _require_floats(what: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse what a weight cannot be: PyTorch would turn truth values and complex numbers into some."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ProtocolError(f"{what}: {plain(name, 100)} is {tensor.dtype}, and weights are floating-point numbers")
 
 
 class _Fields:

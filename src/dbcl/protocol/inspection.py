@@ -6,6 +6,7 @@ tensor of no rows and 2^63 columns. Here everything is counted first.
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 from dbcl.errors import ProtocolError, plain, shown
@@ -26,8 +27,10 @@ _ITEMSIZES = {
 }  # fmt: skip
 
 
-def read_json(what: str, data: bytes, *, items: int = MAX_ITEMS) -> dict[str, Any]:
-    """Read a JSON object of at most so many values, none of whose names stands twice.
+def read_json(
+    what: str, data: bytes, *, items: int = MAX_ITEMS, spelling: Callable[[dict[str, Any]], bytes] | None = None
+) -> dict[str, Any]:
+    """Read a JSON object of at most so many values, none of whose names stands twice, with one `spelling` only.
 
     >>> read_json("update", b'{"round":3}')
     {'round': 3}
@@ -42,10 +45,13 @@ def read_json(what: str, data: bytes, *, items: int = MAX_ITEMS) -> dict[str, An
         raise ProtocolError(f"{what}: the header has more than {items} values")
     try:
         header = json.loads(data, object_pairs_hook=_once)
+        spelt = data if spelling is None or not isinstance(header, dict) else spelling(header)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{what}: the header is not JSON ({plain(str(error))})") from None
     if not isinstance(header, dict):
         raise ProtocolError(f"{what}: the header is not an object")
+    if spelt != data:
+        raise ProtocolError(f"{what}: the header is not written as dbcl writes it")
     return header
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from dbcl.errors import ProtocolError
+from dbcl.errors import ProtocolError, plain
 from dbcl.round_plan import RoundPlan, mismatches
 from dbcl.sketch import Sketch
 
@@ -30,7 +30,7 @@ class Broadcast:
     def __post_init__(self) -> None:
         problems = mismatches({tensor.name: tensor.sent_shape for tensor in self.plan.tensors}, self.tensors)
         if problems:
-            raise ProtocolError(f"broadcast: {'; '.join(problems[:5])}")
+            raise ProtocolError(f"broadcast: {plain('; '.join(problems[:5]))}")
 
     @property
     def round(self) -> int:

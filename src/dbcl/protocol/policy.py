@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from dbcl.cover import Cover, covered_names
-from dbcl.errors import ConfigError, PlanError
+from dbcl.errors import ConfigError, PlanError, listed, plain
 from dbcl.protocol.messages import Broadcast
 
 
@@ -51,13 +51,10 @@ class Policy:
                 if name not in parts or not parts[name].sketched:
                     problems.append(f"{name} is not sketched")
         for part in parts.values():
+            said = f"{plain(part.name, 100)} is sketched from {part.dim} to {part.columns}, a ratio"
             if part.sketched and part.columns > math.ceil(part.dim / self.min_ratio):
-                problems.append(
-                    f"{part.name} is sketched from {part.dim} to {part.columns}, a ratio below {self.min_ratio:g}"
-                )
+                problems.append(f"{said} below {self.min_ratio:g}")
             if part.sketched and self.max_ratio is not None and part.columns < math.floor(part.dim / self.max_ratio):
-                problems.append(
-                    f"{part.name} is sketched from {part.dim} to {part.columns}, a ratio above {self.max_ratio:g}"
-                )
+                problems.append(f"{said} above {self.max_ratio:g}")
         if problems:
-            raise PlanError("\n  - ".join(["this broadcast hides less than the client's policy requires:", *problems]))
+            raise PlanError(listed("this broadcast hides less than the client's policy requires:", problems))

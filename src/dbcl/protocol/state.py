@@ -75,7 +75,9 @@ def _restore(server: "Server", state: State, keep_open: bool) -> None:
         raise ProtocolError("the checkpoint belongs to a model of another precision")
     kind, ours = state.values["optimizer"]["kind"], type(server._optimizer).__name__
     if kind != ours:
-        raise ProtocolError(f"the checkpoint is of a server with the optimiser {plain(str(kind))} and this one has {ours}")
+        raise ProtocolError(
+            f"the checkpoint is of a server with the optimiser {plain(str(kind))} and this one has {ours}"
+        )
     number, key, pulls = own["number"], bytes.fromhex(own["key"]), [float(pull) for pull in own.get("pulls", [])]
     base_key = bytes.fromhex(own["base_key"]) if server.plan.base else server._base_key
     if not is_count(number) or len(key) != SEED_BYTES or len(base_key) != SEED_BYTES or not all(map(isfinite, pulls)):
