@@ -1,14 +1,13 @@
 """The commands gathered into one program, and how it ends when something is wrong."""
 
+import importlib
 import io
 import logging
 import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
-from click import ClickException, UsageError
-from click.exceptions import Exit, NoArgsIsHelpError
 from rich.logging import RichHandler
 from typer.main import get_command
 
@@ -23,6 +22,11 @@ from dbcl.cli.train import train
 from dbcl.errors import DbclError
 from dbcl.models import short
 from dbcl.run.task import out_of_memory
+
+try:  # newer versions of typer bring click along
+    click: Any = importlib.import_module("typer._click.exceptions")
+except ImportError:
+    click = importlib.import_module("click.exceptions")
 
 LOUD = ("flwr", "ray")
 """These print pages where a client fails; what matters is in the errors that we raise."""
@@ -82,10 +86,10 @@ def main() -> None:
         status = _run()
         _flush()  # here, where an error of it is still ours
         sys.exit(status)
-    except NoArgsIsHelpError as error:
+    except click.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
         sys.exit(2)
-    except ClickException as error:
+    except click.ClickException as error:
         _end(f"{error.format_message().strip()}{_help(error)}")
     except DbclError as error:
         _end(str(error))
@@ -106,8 +110,8 @@ def _run() -> int:
     try:
         with get_command(app).make_context("dbcl", sys.argv[1:]) as context:
             context.command.invoke(context)
-    except Exit as ended:
-        return ended.exit_code
+    except (typer.Exit, click.Exit) as ended:
+        return int(ended.exit_code)
     return 0
 
 
@@ -118,8 +122,8 @@ def _print_anything() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _help(error: ClickException) -> str:
-    context = error.ctx if isinstance(error, UsageError) else None
+def _help(error: Any) -> str:
+    context = getattr(error, "ctx", None)
     return f" (see {context.command_path} --help)" if context else ""
 
 

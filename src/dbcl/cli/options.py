@@ -23,7 +23,7 @@ Trust = Annotated[
     ),
 ]
 Preset = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="Values for several options at once: "
         + ", ".join(f"{name} ({meaning})" for name, meaning in MEANINGS.items())

@@ -16,7 +16,7 @@ from dbcl.run.assemble import build_plan
 @with_settings("cover", "sketch", "ratio", "veil", "wire")
 def plan(
     model: Annotated[str, typer.Argument(show_default=False)],
-    preset: Preset = presets.PRESETS[0],
+    preset: Preset = None,
     shape: Annotated[
         str, typer.Option(help="One example as channels,height,width.", rich_help_panel=config.WHAT)
     ] = "1,28,28",
@@ -35,7 +35,7 @@ def plan(
       dbcl plan cifar-cnn --shape 3,32,32 --cover all
       dbcl plan mypackage.nets:make --preset paper --json
     """
-    chosen = presets.preset(preset, **settings)
+    chosen = presets.preset(presets.PRESETS[0] if preset is None else preset, **settings)
     net = models.build(model, shape=_shape(shape), outputs=outputs)
     made = build_plan(chosen, net)
     clear = message_bytes(net, SketchPlan.of(net, sketch="identity-v1", veil=0), "float32")

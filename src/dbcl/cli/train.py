@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
-from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
@@ -38,7 +36,7 @@ def _options(names: Sequence[str]) -> str:
 
 @with_settings()
 def train(
-    preset: Preset = presets.PRESETS[0],
+    preset: Preset = None,
     *,
     data_dir: DataDir = None,
     out: Annotated[
@@ -73,10 +71,9 @@ def train(
       dbcl train --model mypackage.nets:make --cover 'encoder.*' --ratio 2-4 --veil 0.5
       dbcl train --resume runs/001-blind-digits --rounds 400
     """
-    context = click.get_current_context()
     if resume is not None:
-        for name in ("out", "preset"):
-            if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+        for name, given in {"out": out, "preset": preset}.items():
+            if given is not None:
                 raise ConfigError(f"--{name} is for a new run, and --resume goes on with the one in {resume}")
         code = {name: settings.pop(name) for name in CODE if name in settings}
         fixed = sorted(set(settings) - set(RESUMABLE))
@@ -86,6 +83,7 @@ def train(
         with _own_code(read_config(resume), as_json):
             run = Run.resume(resume, data_dir, trust=trust, **settings)
     else:
+        preset = presets.PRESETS[0] if preset is None else preset
         chosen = presets.preset(preset, **settings)
         with _own_code(chosen, as_json):
             run = Run.start(chosen, out, data_dir) if out else _start(chosen, preset, data_dir)
