@@ -34,9 +34,23 @@ def save(folder: Path, round: int, state: State) -> Path:
             )
         later.unlink()  # half a file, which `load` has passed over
     write_atomic(path, pack(CHECKPOINT, state.values, state.tensors), mode=SECRET)  # it holds W and the round's secrets
+    prune(folder)
+    return path
+
+
+def prune(folder: Path) -> None:
+    """Delete all checkpoints but the two newest, also those that a process left which died before it did so.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as name:
+    ...     for round in range(4):
+    ...         Path(name, f"round-{round:08d}.dbcl").touch()
+    ...     prune(Path(name))
+    ...     sorted(path.name for path in Path(name).iterdir())
+    ['round-00000002.dbcl', 'round-00000003.dbcl']
+    """
     for old in _all(folder)[KEEP:]:
         old.unlink(missing_ok=True)
-    return path
 
 
 def load(folder: Path) -> State:

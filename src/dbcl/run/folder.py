@@ -178,6 +178,7 @@ class Run:
             if not run.history and run.finished:
                 raise ConfigError(f"{said}, and no round is left to play: raise --rounds")
             log.warning("%s", said)
+        checkpoint.prune(folder / "checkpoints")
         run._write_metrics()
         write_atomic(folder / "config.toml", to_toml(run.config).encode())
         run._record()
