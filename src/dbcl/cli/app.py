@@ -110,7 +110,7 @@ def _run() -> int:
     try:
         with get_command(app).make_context("dbcl", sys.argv[1:]) as context:
             context.command.invoke(context)
-    except (typer.Exit, click.Exit) as ended:
+    except typer.Exit as ended:
         return int(ended.exit_code)
     return 0
 
