@@ -4,6 +4,7 @@ import contextlib
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -99,15 +100,31 @@ def locked(folder: Path) -> Iterator[None]:
     """
     handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0), SECRET)
     try:
-        if not _try_lock(handle):
-            holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
+        holder = _holder(handle)
+        if holder:
             raise ConfigError(f"{folder} is in use by {holder}")
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {now}\n".encode(), 0)
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # the name of one that is gone must not be taken for the next one's
+                os.ftruncate(handle, 0)
     finally:
         os.close(handle)
+
+
+def _holder(handle: int) -> str:
+    """Lock a file; or the name of the process that has it, which writes it down as soon as it holds the lock."""
+    for _ in range(100):
+        if _try_lock(handle):
+            return ""
+        named = os.pread(handle, 200, 0).decode(errors="replace").strip()
+        if named:
+            return named
+        time.sleep(0.01)
+    return "another process"
 
 
 def _try_lock(handle: int) -> bool:

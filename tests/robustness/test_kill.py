@@ -1,0 +1,35 @@
+"""Processes that are killed at random moments, and two at once on one folder; see kill.py."""
+
+import random
+
+import pytest
+
+from robustness import kill
+
+
+def test_three_kills() -> None:
+    assert kill.kills(3, seed=1) == (3, [])
+
+
+@pytest.mark.parametrize("mode", kill.MODES)
+def test_two_processes_do_not_share_a_folder(mode: str) -> None:
+    ends, wrong = kill.pair(mode, random.Random(1))
+    assert wrong == ""
+    assert len(ends) == 2
+
+
+@pytest.mark.slow
+def test_two_hundred_kills() -> None:
+    assert kill.kills(200, seed=2) == (200, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", kill.MODES)
+def test_two_processes_in_many_interleavings(mode: str) -> None:
+    rng, ends, wrong = random.Random(2), [], []
+    for _ in range(17):
+        said, problem = kill.pair(mode, rng)
+        ends += said
+        wrong += [problem] if problem else []
+    assert wrong == []
+    assert any("is in use by process" in end for end in ends)  # they did meet
