@@ -30,7 +30,8 @@ from dbcl.plan import SketchPlan
 from dbcl.protocol import blinded
 from dbcl.run.assemble import build_plan, build_server
 from dbcl.run.config import RunConfig
-from dbcl.run.folder import read_config, read_metrics
+from dbcl.run.folder import read_config
+from dbcl.run.metrics import read_metrics
 from dbcl.run.task import Task, task_of
 from dbcl.transcripts import Transcript, Truth
 

@@ -21,7 +21,7 @@ from dbcl.cli.plan import plan
 from dbcl.cli.train import train
 from dbcl.errors import DbclError
 from dbcl.models import short
-from dbcl.run.task import out_of_memory
+from dbcl.run.own_code import out_of_memory
 
 try:  # newer versions of typer bring click along
     click: Any = importlib.import_module("typer._click.exceptions")

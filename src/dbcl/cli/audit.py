@@ -13,7 +13,7 @@ from dbcl.cli.options import DataDir, Trust
 from dbcl.errors import ConfigError
 from dbcl.files import write_atomic
 from dbcl.run.folder import read_config
-from dbcl.run.task import own_code
+from dbcl.run.own_code import own_code
 
 if TYPE_CHECKING:
     from dbcl.audit.findings import Audit, Finding

@@ -19,7 +19,8 @@ from dbcl.errors import ConfigError
 from dbcl.plan import SketchPlan
 from dbcl.run import RESUMABLE, RoundMetrics, Run, RunConfig, config, message_bytes, presets, transcript_bytes
 from dbcl.run.folder import read_config
-from dbcl.run.task import CODE, code_of, own_code
+from dbcl.run.own_code import own_code
+from dbcl.run.task import CODE, code_of
 from dbcl.trackers import ProgressBar
 
 LINES = 10

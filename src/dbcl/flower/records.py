@@ -7,7 +7,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
-from dbcl.errors import ProtocolError
+from dbcl.errors import ProtocolError, shown
 
 RECORD = "dbcl"
 """The name of the record that holds the bytes of a message, as one value that Flower's logs mask."""
@@ -35,7 +35,7 @@ def update_of(message: Message) -> bytes:
     data = message_bytes(message, "update")
     if data is None:
         raise ProtocolError(
-            f"its answer holds no update; answer with dbcl.flower.reply (found {list(message.content)})"
+            f"its answer holds no update; answer with dbcl.flower.reply (found {shown(list(message.content))})"
         )
     return data
 

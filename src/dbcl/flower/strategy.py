@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dbcl import seeds
 from dbcl.cover import Cover, Layers
 from dbcl.engines.engine import RoundObserver
-from dbcl.errors import ConfigError, ProtocolError
+from dbcl.errors import ConfigError, ProtocolError, plain
 from dbcl.files import locked, make_folder, remove_scratch
 from dbcl.flower.checks import refuse
 from dbcl.flower.grid import TimeoutGrid
@@ -307,14 +307,16 @@ class DoubleBlind(Strategy):
 
     def _by_node(self, replies: Iterable[Message]) -> dict[int, Message]:
         """The replies in the order of the nodes, so that sums do not depend on who was first."""
-        came = {message.metadata.src_node_id: message for message in replies}
+        came: dict[int, Message] = {}
+        for message in replies:
+            came.setdefault(message.metadata.src_node_id, message)  # a node counts once, with its first reply
         return {node: came[node] for node in sorted(came) if node in self._asked}
 
     def _failures(self, came: dict[int, Message]) -> dict[str, str]:
         """Take out the error replies, and say who failed and who did not answer."""
         failed = {_name(node): "did not answer in time; see round_timeout" for node in self._asked if node not in came}
         for node in [node for node, message in came.items() if message.has_error()]:
-            failed[_name(node)] = f"failed: {came.pop(node).error.reason}"
+            failed[_name(node)] = f"failed: {plain(str(came.pop(node).error.reason or 'without a reason'))}"
         return failed
 
     def _admit(self, came: dict[int, Message]) -> tuple[Admission, dict[str, bytes]]:
@@ -470,7 +472,10 @@ def _noting(refused: dict[str, str], node: int) -> Iterator[None]:
     try:
         yield
     except ProtocolError as error:
-        refused[_name(node)] = str(error)
+        refused[_name(node)] = plain(str(error))
+    except Exception as error:  # whatever one node sent, the others' round goes on
+        log.debug("%s", _name(node), exc_info=True)
+        refused[_name(node)] = f"cannot be read ({type(error).__name__})"
 
 
 def _name(node: int) -> str:

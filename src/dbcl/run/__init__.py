@@ -1,7 +1,8 @@
 """A training run: its settings, how they become a model, a server and an engine, its folder and its pictures."""
 
 from dbcl.run.config import RunConfig
-from dbcl.run.folder import RESUMABLE, RoundMetrics, Run, message_bytes, read_metrics, transcript_bytes
+from dbcl.run.folder import RESUMABLE, Run, message_bytes, transcript_bytes
+from dbcl.run.metrics import RoundMetrics, read_metrics
 from dbcl.run.presets import PRESETS, from_toml, preset, to_toml
 from dbcl.run.simulation import simulate
 from dbcl.run.task import Task, task_of

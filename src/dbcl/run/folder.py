@@ -1,13 +1,12 @@
 """A training run: a folder with its configuration, its metrics, its checkpoints and its picture."""
 
 import contextlib
-import json
 import logging
 import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,70 +21,18 @@ from dbcl.plan import SketchPlan
 from dbcl.protocol import Server, checkpoint, encode
 from dbcl.protocol.admission import diverged
 from dbcl.run.assemble import build_engine, build_session, new_seed, public_setting, resolve_device
+from dbcl.run.checks import check_task
 from dbcl.run.config import IN_PYTHON, RunConfig
 from dbcl.run.divergence import divergence
+from dbcl.run.metrics import RoundMetrics, as_text, read_metrics
 from dbcl.run.plots import curves
 from dbcl.run.presets import from_toml, read_toml, to_toml
-from dbcl.run.settings import fits
 from dbcl.run.task import Task, task_of
 from dbcl.state import State, join
 from dbcl.trackers import Tracker, tracker
 from dbcl.transcripts import Recorder, check_parties
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RoundMetrics:
-    """One line of metrics.jsonl, where the score stands under the name of its metric.
-
-    Score and loss are those of W on held-out examples, measured by the server; of the moving average of W where the
-    configuration sets `ema_decay`.
-    """
-
-    round: int
-    score: float
-    loss: float
-    train_loss: float
-    bytes_down: int
-    bytes_up: int
-    accepted: int
-    refused: list[str]
-    clipped: int
-    seconds: float
-    metric: str = "accuracy"
-
-    def line(self) -> dict[str, Any]:
-        """The metrics as metrics.jsonl has them.
-
-        >>> list(RoundMetrics(1, 0.5, 1.0, 1.2, 10, 10, 3, [], 0, 0.1).line())[:3]
-        ['round', 'accuracy', 'loss']
-        """
-        values = asdict(self)
-        metric = values.pop("metric")
-        return {metric if name == "score" else name: value for name, value in values.items()}
-
-    @classmethod
-    def of_line(cls, line: Mapping[str, Any]) -> "RoundMetrics":
-        """Undo `line`.
-
-        >>> metrics = RoundMetrics(1, 0.5, 0.5, 1.2, 10, 10, 3, [], 0, 0.1, metric="loss")
-        >>> RoundMetrics.of_line(metrics.line()) == metrics
-        True
-        """
-        known = {field.name for field in fields(cls)}
-        metric = next((name for name in line if name not in known), "loss")
-        return cls(**{name: value for name, value in line.items() if name in known}, score=line[metric], metric=metric)
-
-    def numbers(self) -> dict[str, float]:
-        """What can be drawn as a curve: everything but the round; of the refused updates, how many there were.
-
-        >>> RoundMetrics(1, 0.5, 1.0, 1.2, 10, 10, 3, ["update 0: is late"], 0, 0.1).numbers()["refused"]
-        1
-        """
-        numbers = {**self.line(), "refused": len(self.refused)}
-        del numbers["round"]
-        return numbers
 
 
 RESUMABLE = ("rounds", "target", "patience", "track")
@@ -113,7 +60,7 @@ class Run:
         self.trackers = [tracker(place) for place in config.track]
         self.session = build_session(config, self.task, seed=seed)
         self._held_out = self.task.held_out.to(config.device)
-        self.task.check(config, self.session.released, self._held_out)
+        check_task(self.task, config, self.session.released, self._held_out)
         self.engine = build_engine(config, self.task, self.session, seed=seed)
         self.history: list[RoundMetrics] = []
 
@@ -252,7 +199,7 @@ class Run:
                     )
                 )
                 with open(self.folder / "metrics.jsonl", "a") as file:
-                    file.write(_line(self.history[-1]))
+                    file.write(as_text(self.history[-1:]))
                 # The line before the checkpoint: a crash between the two leaves one line too many, which resume drops.
                 self._save()
                 for each in told:
@@ -282,7 +229,7 @@ class Run:
             self.engine.observer = Recorder(self.folder / "transcripts", self.config.transcripts, self.session, known)
 
     def _write_metrics(self) -> None:
-        write_atomic(self.folder / "metrics.jsonl", "".join(map(_line, self.history)).encode())
+        write_atomic(self.folder / "metrics.jsonl", as_text(self.history).encode())
 
     def _write_results(self) -> None:
         weights = {name: tensor.detach().cpu().clone() for name, tensor in self.session.released.state_dict().items()}
@@ -350,28 +297,16 @@ def _beginning(folder: Path) -> Iterator[None]:
             ours = True
             yield
     except BaseException as error:
-        if ours or isinstance(error, OSError):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if ours:  # it was empty, and nobody else could write to it since
                 for path in (*folder.glob("*"), folder / LOCK):
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            for each in made:
-                with contextlib.suppress(OSError):  # somebody else has put something there
-                    each.rmdir()
+            elif isinstance(error, OSError) and folder in made and not any(folder.glob("*")):
+                (folder / LOCK).unlink(missing_ok=True)
+        for each in made:
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                each.rmdir()
         raise
-
-
-def read_metrics(folder: Path) -> list[RoundMetrics]:
-    """Read metrics.jsonl up to the first line that is damaged, as the last one is after a crash."""
-    history = []
-    for line in (folder / "metrics.jsonl").read_text("utf-8", errors="replace").splitlines():
-        try:
-            metrics = RoundMetrics.of_line(json.loads(line))
-            if not fits(metrics, RoundMetrics):
-                break
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            break
-        history.append(metrics)
-    return history
 
 
 def message_bytes(model: nn.Module, plan: SketchPlan, wire: str | None = None) -> int:
@@ -409,7 +344,3 @@ def transcript_bytes(run: Run) -> int:
         else:
             a_round += weights + message + (1 if party == "server-sum" else config.cohort) * message
     return int(a_round * max(0, config.rounds - run.session.round))
-
-
-def _line(metrics: RoundMetrics) -> str:
-    return json.dumps(metrics.line()) + "\n"

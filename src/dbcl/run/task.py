@@ -1,14 +1,11 @@
 """What a run trains: a network, examples, a loss and a metric, made of its settings or given in Python."""
 
-import contextlib
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
@@ -18,19 +15,16 @@ from dbcl.cover import Layers
 from dbcl.data import Dataset, DatasetExamples, Examples, TensorExamples, examples_of
 from dbcl.data.examples import Rows
 from dbcl.data.traits import PROPERTY_NAMES, properties_of
-from dbcl.data.trees import call, join
+from dbcl.data.trees import join
 from dbcl.engines import LocalTraining
-from dbcl.engines.engine import check_fit
 from dbcl.engines.training import OptimizerFactory, Schedule
-from dbcl.errors import ConfigError, DataError, DbclError
+from dbcl.errors import ConfigError, DataError
 from dbcl.objective import CLASSIFICATION, Objective, name_of
 from dbcl.run.config import CROSS_ENTROPY, RunConfig, in_python
 
 Flags = NDArray[np.bool_]
 CODE = ("model", "data", "loss", "metric", "optimizer", "lr_schedule")
 """The settings that may name code of one's own, as module:name."""
-IGNORED = -100
-"""The class that PyTorch's cross entropy leaves out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,35 +66,6 @@ class Task:
             return config
         fraction = 1.0 if config.fraction is None else config.fraction
         return replace(config, clients=len(self.division), fraction=fraction)
-
-    def check(self, config: RunConfig, model: nn.Module, held_out: Examples) -> None:
-        """Refuse, before a run begins, what would end it in its first round; `held_out` are on the model's device.
-
-        >>> config = RunConfig(clients=2, min_updates=3)
-        >>> task_of(config).check(config, nn.Linear(3, 2), task_of(config).held_out)
-        Traceback (most recent call last):
-            ...
-        dbcl.errors.ConfigError: min_updates is 3, and a round has 1 of 2 clients; lower it, or raise --fraction
-        """
-        if config.min_updates > config.cohort:
-            raise ConfigError(
-                f"min_updates is {config.min_updates}, and a round has {config.cohort} of {config.clients} clients; "
-                "lower it, or raise --fraction"
-            )
-        for name, parameter in model.named_parameters():
-            if not parameter.isfinite().all():
-                raise ConfigError(f"the network's initial weights are not all finite: {name}")
-        outputs = _outputs(model, held_out) if self.objective.classifies else 0
-        _check_classes("the training examples", self.train, outputs)
-        _check_classes("the held-out examples", self.held_out, outputs)
-        try:
-            check_fit(model, held_out, self.objective)
-        except DbclError as error:
-            raise type(error)(f"the held-out examples: {error}") from error
-        training = self.training(config)
-        if not training.is_sgd:
-            _check_optimizer(training.optimizer, model, config.lr)
-        training.rate(0)
 
 
 def task_of(config: RunConfig, data_dir: str | None = None, *, trust: bool = True) -> Task:
@@ -146,50 +111,6 @@ def code_of(config: RunConfig) -> dict[str, str]:
     return {name: value for name, value in named.items() if ":" in value}
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no more memory, in Python's words, in CUDA's or in PyTorch's on a CPU.
-
-    >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), out_of_memory(MemoryError())
-    (True, True)
-    """
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-@contextlib.contextmanager
-def own_code(config: RunConfig, then: str = "") -> Iterator[None]:
-    """Whatever the code that the settings name raises becomes one sentence, with its function and line, and `then`.
-
-    Errors of dbcl and of the system pass, and so does everything where the settings name no code.
-
-    >>> with own_code(RunConfig(loss="torch.nn.functional:mse_loss"), then="; mend it"):
-    ...     torch.nn.functional.mse_loss(None, None)
-    Traceback (most recent call last):
-        ...
-    dbcl.errors.ConfigError: torch.nn.functional:mse_loss failed: AttributeError: ... line ...; mend it
-    """
-    code = code_of(config)
-    try:
-        yield
-    except (DbclError, OSError):
-        raise
-    except (Exception, SystemExit) as error:
-        if not code or out_of_memory(error):
-            raise
-        raise ConfigError(f"{_blame(error, code)}{then}") from error
-
-
-def _blame(error: BaseException, code: Mapping[str, str]) -> str:
-    modules = {value.partition(":")[0] for value in code.values()}
-    steps = list(traceback.walk_tb(error.__traceback__))
-    own = [step for step in steps if step[0].f_globals.get("__name__") in modules]
-    frame, line = (own or steps)[-1]
-    what = f"{type(error).__name__}: {models.short(error)} ({frame.f_code.co_filename}, line {line})"
-    if not own:
-        return f"the run's own code ({', '.join(code.values())}) does not do what it must: {what}"
-    first = own[0][0]
-    return f"{first.f_globals['__name__']}:{first.f_code.co_qualname} failed: {what}"
-
-
 def _with_own(loss: Any, metric: Any, config: RunConfig) -> Objective:
     for what, found, name in (("loss", loss, config.loss), ("metric", metric, config.metric)):
         needed = models.needed(found) if isinstance(found, type) else []
@@ -220,47 +141,6 @@ def _one_number(function: Callable[..., Any], what: str, name: str | None) -> Ca
 
     called.__name__ = name_of(function)
     return called
-
-
-@torch.no_grad()
-def _outputs(model: nn.Module, examples: Examples) -> int:
-    """How many classes a network tells apart; 0 where its outputs do not say."""
-    mode = model.training
-    model.eval()
-    try:
-        logits = call(model, examples.first(1).inputs)
-    except (RuntimeError, TypeError, ValueError, LookupError):
-        return 0  # `check_fit` says what is wrong
-    finally:
-        model.train(mode)
-    return int(logits.shape[1]) if isinstance(logits, Tensor) and logits.ndim > 1 else 0
-
-
-def _check_classes(who: str, examples: Examples, outputs: int) -> None:
-    labels = examples.targets if isinstance(examples, TensorExamples) else None
-    if not outputs or not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.numel():
-        return
-    counted = labels[labels != IGNORED] if outputs > 1 else labels
-    for label in (int(counted.min()), int(counted.max())) if counted.numel() else ():
-        if not 0 <= label < max(outputs, 2):
-            raise DataError(f"{who} hold the class {label}, and the network has {outputs} outputs, from class 0 on")
-
-
-def _check_optimizer(make: OptimizerFactory, model: nn.Module, lr: float) -> None:
-    """Let an optimiser take one step with gradients of 0, on small parameters with as many axes as the model's."""
-    stand_ins = [nn.Parameter(torch.zeros([2] * each.ndim)) for each in model.parameters() if each.requires_grad]
-    for each in stand_ins:
-        each.grad = torch.zeros_like(each)
-    try:
-        made: Any = make(stand_ins, lr=lr)
-        if isinstance(made, torch.optim.Optimizer):
-            made.step()
-    except (TypeError, RuntimeError, ValueError) as error:  # LBFGS wants a closure, SparseAdam and Muon other gradients
-        if not isinstance(make, type):
-            raise
-        raise ConfigError(f"the optimiser {name_of(make)} cannot train this model: {models.short(error)}") from error
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ConfigError(f"{name_of(make)} made a {type(made).__name__}, and must make a torch.optim.Optimizer")
 
 
 def of_pictures(config: RunConfig, dataset: Dataset, objective: Objective = CLASSIFICATION) -> Task:
