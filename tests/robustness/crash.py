@@ -26,7 +26,6 @@ from flwr.serverapp import strategy as flower
 from torch import nn
 
 import dbcl
-import dbcl.files
 import dbcl.run.folder
 from dbcl.errors import ConfigError, DbclError, ProtocolError
 from dbcl.flower import DoubleBlind, LocalGrid, blinded, reply
@@ -56,6 +55,7 @@ class Disk:
         self.count, self.struck = 0, False
         self._handles: set[int] = set()
         self._real = {name: getattr(os, name) for name in CALLS}
+        self._opens = builtins.open
 
     def _below(self, target: Any) -> bool:
         return target in self._handles if isinstance(target, int) else os.fspath(target).startswith(self.root)
@@ -82,19 +82,18 @@ class Disk:
 
     def _open(self, target: Any, mode: str = "r", *arguments: Any, **more: Any) -> Any:
         """The builtin: writing to what it gives is a call of its own, and the one that fails writes half."""
-        writes = set(mode) & set("wax+")
-        if writes and not isinstance(target, int) and self._below(target):
+        mine = set(mode) & set("wax+") and self._below(target)
+        if mine and not isinstance(target, int):
             self.strike()
-        file = builtins.open(target, mode, *arguments, **more)  # noqa: SIM115
-        return _File(file, self) if writes else file
+        file = self._opens(target, mode, *arguments, **more)
+        return _File(file, self) if mine else file
 
     @contextlib.contextmanager
     def active(self) -> Iterator["Disk"]:
         with contextlib.ExitStack() as stack:
             for name in CALLS:
                 stack.enter_context(mock.patch.object(os, name, self._patched(name)))
-            for module in (dbcl.files, dbcl.run.folder):
-                stack.enter_context(mock.patch.object(module, "open", self._open, create=True))
+            stack.enter_context(mock.patch.object(builtins, "open", self._open))
             yield self
 
 
