@@ -365,11 +365,16 @@ SHELL = {
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> "dict[str, subprocess.Popen[str]]":
+def processes(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[dict[str, subprocess.Popen[str]]]":
     """All of them at once, since most of their time goes into loading."""
     place, dbcl = tmp_path_factory.mktemp("shell"), f"{sys.executable} -m dbcl"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": place}
-    return {each: subprocess.Popen(["bash", "-c", each.format(dbcl=dbcl)], **pipes) for each in SHELL}
+    started = {each: subprocess.Popen(["bash", "-c", each.format(dbcl=dbcl)], **pipes) for each in SHELL}
+    yield started
+    for process in started.values():  # those that no test of this worker has waited for
+        if process.returncode is None:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize("shell", SHELL)
