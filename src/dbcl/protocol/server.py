@@ -1,6 +1,7 @@
 """The server: the only place that holds the true weights."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -175,9 +176,10 @@ class Server:
         broadcast = self._opened()
         accepted: dict[str, Admitted] = {}
         refused: dict[str, str] = {}
+        further: Counter[str] = Counter()
         for who, update in updates:
             if who in accepted or who in refused:
-                log.warning("round %s: a further answer of %s is left out", broadcast.round, who)
+                further[who] += 1
                 continue
             try:
                 accepted[who] = self.door.admit(update, broadcast)
@@ -186,6 +188,9 @@ class Server:
             except Exception as error:  # whatever one client sent, the others' round goes on
                 log.debug("round %s: %s", broadcast.round, who, exc_info=True)
                 refused[who] = f"cannot be read ({type(error).__name__})"
+        for who, count in further.items():
+            many = f" ({count} of them)" if count > 1 else ""
+            log.warning("round %s: a further answer of %s is left out%s", broadcast.round, who, many)
         if refuse_copies:
             refused |= copies(accepted)
         balanced, pull = self.door.balance({w: a for w, a in accepted.items() if w not in refused}, self._pulls)
