@@ -419,3 +419,16 @@ def test_all_engines_agree_on_weights_with_their_inputs_first(kind: str) -> None
         made.append(server.weights())
     for name, tensor in made[0].items():
         torch.testing.assert_close(made[1][name], tensor)
+
+
+def test_large_covers_the_hidden_layers_that_matter() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 60), nn.ReLU(), nn.Linear(60, 10))
+    plan = dbcl.SketchPlan.of(model, cover="large")
+    assert [tensor.name for tensor in plan.tensors if tensor.sketched] == ["2.weight"]  # the first holds 0.4 %
+    both = dbcl.SketchPlan.of(model, cover=["large", "0.*"])
+    assert [tensor.name for tensor in both.tensors if tensor.sketched] == ["0.weight", "2.weight"]
+    with pytest.raises(dbcl.PlanError, match="is the output layer and nothing else can be covered"):
+        dbcl.SketchPlan.of(nn.Linear(6, 2), cover="large")
+    wide = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 600))
+    with pytest.raises(dbcl.PlanError, match="no layer but the output layer holds 1% of the parameters"):
+        dbcl.SketchPlan.of(wide, cover="large")

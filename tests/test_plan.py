@@ -149,7 +149,7 @@ def test_all_problems_are_named_at_once() -> None:
         (net(), {"ratio": 9}, "nothing is left to cover: 0.weight has 8 inputs, too few for the ratio 9; 2.weight"),
         (net(), {"ratio": 9, "cover": ["0.*"]}, "0.weight: width must be between 1 and 7 .its inputs less one., got 0"),
         (net(), {"sketch": "magic"}, "0.weight: unknown sketch 'magic'; choose one of count-v1"),
-        (net(), {"cover": "everything"}, "cover must be 'hidden', 'all' or a list of words and name patterns"),
+        (net(), {"cover": "everything"}, "cover must be 'hidden', 'large', 'all' or a list of words and name patterns"),
         (net(), {"veil": float("nan")}, "veil must be 0 or more, got nan"),
         (nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)), {}, "0.weight: has no shape yet"),
         (nn.Embedding(5, 4, max_norm=1.0), {"cover": ["weight"]}, "sparse gradients or max_norm cannot be covered"),

@@ -39,8 +39,11 @@ ELSEWHERE = {
 Layers = Mapping[type[nn.Module] | str, int | tuple[int, ...]]
 """Layers of one's own: a class or a pattern of parameter names, and the axis (or axes) of the weight's inputs."""
 
-WORDS = ("hidden", "all")
-"""What may stand in `cover` beside patterns: all known layers but the last one, and all known layers."""
+WORDS = ("hidden", "large", "all")
+"""What may stand in `cover` beside patterns: all known layers but the last, the large ones of those, and all."""
+
+LARGE = 0.01
+"""The share of the model's parameters from which on "large" covers a layer."""
 
 STATISTICS = ("running_mean", "running_var")
 """The buffers of normalisation layers, which are sent."""
@@ -221,7 +224,7 @@ class Covered(NamedTuple):
 
 
 def covered_names(model: nn.Module, cover: Cover, layers: Layers | None = None) -> Covered:
-    """Choose what is sketched by words ("hidden", "all") and name patterns, in their order; "!pattern" takes away.
+    """Choose what is sketched by `WORDS` and name patterns, in their order; "!pattern" takes away.
 
     What a word covers and cannot be sketched is left out; what a pattern names and cannot be sketched is a problem.
     `layers` are further layers for the words to know, as for `SketchPlan.of`.
@@ -232,7 +235,7 @@ def covered_names(model: nn.Module, cover: Cover, layers: Layers | None = None) 
     """
     names = dict(model.named_parameters())
     if isinstance(cover, str) and cover not in WORDS:
-        raise PlanError(f"cover must be 'hidden', 'all' or a list of words and name patterns, got {cover!r}")
+        raise PlanError(f"cover must be 'hidden', 'large', 'all' or a list of words and name patterns, got {cover!r}")
     patterns = [cover] if isinstance(cover, str) else list(cover)
     by_word, matched = set[str](), set[str]()
     inputs, problems = _layouts(model, layers or {})
@@ -286,10 +289,17 @@ def _by_word(model: nn.Module, word: str, inputs: Mapping[str, tuple[int, ...]])
         path, _, _ = name.partition(".parametrizations.")
         weights.setdefault(path if path != name else name.rpartition(".")[0], []).append(name)
     layers = [weights[path] for path, _ in model.named_modules() if path in weights]
-    if word == "hidden" and len(layers) == 1:
+    if word != "all" and len(layers) == 1:
         return set(), [f"{layers[0][0]} is the output layer and nothing else can be covered; use cover='all'"]
     first = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
-    picked = [name for weights in layers[: len(layers) - (word == "hidden")] for name in weights]
+    hidden = layers if word == "all" else layers[:-1]
+    if word == "large":
+        total = sum(parameter.numel() for parameter in model.parameters())
+        sizes = [sum(model.get_parameter(name).numel() for name in weights) for weights in hidden]
+        hidden = [weights for weights, size in zip(hidden, sizes, strict=True) if size >= LARGE * total]
+        if not hidden:
+            return set(), [f"no layer but the output layer holds {LARGE:.0%} of the parameters; use cover='hidden'"]
+    picked = [name for weights in hidden for name in weights]
     return {first[id(model.get_parameter(name))] for name in picked}, []  # a tied weight by its first name
 
 

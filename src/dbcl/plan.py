@@ -152,10 +152,11 @@ class SketchPlan:
         """Plan a model.
 
         `cover` says what is sketched: "hidden" (the paper's choice: every dense and convolutional layer but the one
-        that the model registers last), "all", or a list of these words and of name patterns such as
-        ["hidden", "!encoder.embed.*"]. `ratio` is how many times narrower a compact weight is, or a range from which
-        each round's width is drawn. `veil` is the size of the secret noise on everything that leaves the server,
-        relative to the size of the weights; 0 is the paper. What leaves is what is trained and the statistics of
+        that the model registers last), "large" (of those the layers that hold at least 1 % of the parameters), "all",
+        or a list of these words and of name patterns such as ["hidden", "!encoder.embed.*"]. `ratio` is how many times
+        narrower a compact weight is, or a range from which each round's width is drawn. `veil` is the size of the
+        secret noise on everything that leaves the server, relative to the size of the weights; 0 is the paper. What
+        leaves is what is trained and the statistics of
         normalisation layers; `buffers` are patterns of further buffers to send.
 
         `layers` tells the words in `cover` of layers that they do not know: a class, or a pattern of parameter names,

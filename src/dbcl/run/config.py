@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dbcl.cover import WORDS
 from dbcl.data import LOADERS
 from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine, cohort_size
 from dbcl.engines.training import OptimizerFactory, Schedule
@@ -55,12 +56,12 @@ ENGINES: dict[str, Callable[..., Engine]] = {"stacked": StackedEngine, "local": 
 
 
 def read_cover(text: str) -> str | tuple[str, ...]:
-    """Read what is covered, as a person writes it: hidden, all, or patterns with commas between them.
+    """Read what is covered, as a person writes it: hidden, large, all, or patterns with commas between them.
 
     >>> read_cover("hidden"), read_cover("conv*, !conv1*")
     ('hidden', ('conv*', '!conv1*'))
     """
-    return text if text in ("hidden", "all") else read_names(text)
+    return text if text in WORDS else read_names(text)
 
 
 def read_ratio(text: str) -> float | tuple[float, float]:
@@ -221,7 +222,8 @@ class RunConfig:
 
     cover: str | tuple[str, ...] = described(
         "hidden",
-        "What is sketched: hidden (all but the output layer), all, or patterns such as 'conv*,!conv1*'",
+        "What is sketched: hidden (all but the output layer), large (of those the layers with 1 % of the parameters or "
+        "more), all, or patterns such as 'conv*,!conv1*'",
         HIDE,
         read=read_cover,
     )
