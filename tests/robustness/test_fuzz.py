@@ -16,7 +16,7 @@ import torch
 
 import dbcl
 from dbcl.errors import DbclError
-from dbcl.protocol.codec import BROADCAST, CHECKPOINT, UPDATE, pack
+from dbcl.protocol.codec import BROADCAST, CHECKPOINT, UPDATE, pack, unpack
 from robustness import fuzz
 
 MB = 1 << 20
@@ -161,3 +161,13 @@ def test_three_hundred_thousand_mutated_messages(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "300000 messages" in done.stdout
+
+
+def test_what_is_written_can_be_read() -> None:
+    """A checkpoint grows with the rounds: one of 500,000 values was written, and could not be read again."""
+    long = {"history": list(range(500_000))}
+    assert unpack(CHECKPOINT, pack(CHECKPOINT, long, {}))[0] == long
+    with pytest.raises(dbcl.ProtocolError, match="update: the header has more than 400000 values"):
+        pack(UPDATE, long, {})
+    with pytest.raises(dbcl.ProtocolError, match="update: 20001 tensors, and 20000 are the most that can be read"):
+        pack(UPDATE, HEADER, {str(number): torch.zeros(0) for number in range(20_001)})

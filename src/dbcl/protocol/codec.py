@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from dbcl.errors import ProtocolError, plain, shown
-from dbcl.protocol.inspection import MAX_NUMBERS, check_tensors, is_count, is_name, is_shape, read_json
+from dbcl.protocol.inspection import (
+    MAX_NUMBERS,
+    MESSAGE,
+    OWN,
+    Limits,
+    check_tensors,
+    is_count,
+    is_name,
+    is_shape,
+    read_json,
+)
 from dbcl.protocol.messages import Base, Broadcast, Update
 from dbcl.round_plan import UNSKETCHED, RoundPlan, RoundTensor
 from dbcl.seeds import SEED_BYTES
@@ -149,15 +159,24 @@ def _header_text(header: Mapping[str, Any]) -> bytes:
 
 
 def pack(kind: int, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """Write one container: a header of plain JSON and named tensors.
+    """Write one container: a header of plain JSON and named tensors; nothing that `unpack` would refuse for its size.
 
     >>> unpack(CHECKPOINT, pack(CHECKPOINT, {"round": 3}, {"w": torch.zeros(2)}))
     ({'round': 3}, {'w': tensor([0., 0.])})
     """
     text = _header_text(header)
     body = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    what, limits = KINDS[kind], _limits(kind)
+    limits.check(what, text)
+    limits.check(what, body[8 : 8 + int.from_bytes(body[:8], "little")])
+    if len(tensors) > limits.tensors:
+        raise ProtocolError(f"{what}: {len(tensors)} tensors, and {limits.tensors} are the most that can be read")
     data = _PREFIX.pack(MAGIC, VERSION, kind, len(text)) + text + body
     return data + hashlib.sha256(data).digest()
+
+
+def _limits(kind: int) -> Limits:
+    return OWN if kind == CHECKPOINT else MESSAGE
 
 
 def unpack(kind: int, data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -178,9 +197,9 @@ def unpack(kind: int, data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if end > len(data) - _DIGEST:
         raise ProtocolError(f"{what}: a header of {length} bytes does not fit")
     text = data[_PREFIX.size : end]
-    header = read_json(what, text, spelling=_header_text)
+    header = read_json(what, text, limits=_limits(kind), spelling=_header_text)
     body = memoryview(data)[end:-_DIGEST]
-    check_tensors(what, body)
+    check_tensors(what, body, _limits(kind))
     return header, _tensors(what, bytes(body))
 
 

@@ -7,15 +7,11 @@ tensor of no rows and 2^63 columns. Here everything is counted first.
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from dbcl.errors import ProtocolError, plain, shown
 
-MAX_HEADER = 4 << 20
-"""Bytes of a header."""
-MAX_ITEMS = 400_000
-"""Values in a header. As Python objects each takes some 60 bytes."""
-MAX_TENSORS = 20_000
 MAX_NAME = 500
 MAX_AXES = 16
 MAX_NUMBERS = 1 << 40
@@ -27,10 +23,41 @@ _ITEMSIZES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How much structure may be read: bytes of a header, values in it, tensors.
+
+    A value takes some 60 bytes as a Python object, whatever it takes in the message.
+
+    >>> Limits().check("update", b'{"round":3}')
+    >>> Limits(header=4).check("update", b'{"round":3}')
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ProtocolError: update: a header of 11 bytes does not fit
+    """
+
+    header: int = 4 << 20
+    items: int = 400_000
+    tensors: int = 20_000
+
+    def check(self, what: str, data: bytes) -> None:
+        """Refuse a header that is too long or has too many values, before it is parsed."""
+        if len(data) > self.header:
+            raise ProtocolError(f"{what}: a header of {len(data)} bytes does not fit")
+        if data.count(b",") + data.count(b"[") + data.count(b"{") > self.items:
+            raise ProtocolError(f"{what}: the header has more than {self.items} values")
+
+
+MESSAGE = Limits()
+"""Of what strangers send."""
+OWN = Limits(header=256 << 20, items=16_000_000, tensors=500_000)
+"""Of checkpoints, which hold the memory of optimisers and the metrics of all rounds, and are one's own."""
+
+
 def read_json(
-    what: str, data: bytes, *, items: int = MAX_ITEMS, spelling: Callable[[dict[str, Any]], bytes] | None = None
+    what: str, data: bytes, *, limits: Limits = MESSAGE, spelling: Callable[[dict[str, Any]], bytes] | None = None
 ) -> dict[str, Any]:
-    """Read a JSON object of at most so many values, none of whose names stands twice, with one `spelling` only.
+    """Read a JSON object within limits, none of whose names stands twice, with one `spelling` only.
 
     >>> read_json("update", b'{"round":3}')
     {'round': 3}
@@ -39,10 +66,7 @@ def read_json(
         ...
     dbcl.errors.ProtocolError: update: the header is not JSON (a name stands twice)
     """
-    if len(data) > MAX_HEADER:
-        raise ProtocolError(f"{what}: a header of {len(data)} bytes does not fit")
-    if data.count(b",") + data.count(b"[") + data.count(b"{") > items:
-        raise ProtocolError(f"{what}: the header has more than {items} values")
+    limits.check(what, data)
     try:
         header = json.loads(data, object_pairs_hook=_once)
         spelt = data if spelling is None or not isinstance(header, dict) else spelling(header)
@@ -55,7 +79,7 @@ def read_json(
     return header
 
 
-def check_tensors(what: str, body: memoryview) -> None:
+def check_tensors(what: str, body: memoryview, limits: Limits = MESSAGE) -> None:
     """Refuse bytes that are not named tensors in the safetensors format, one after the other without a gap.
 
     >>> import safetensors.torch, torch
@@ -66,7 +90,7 @@ def check_tensors(what: str, body: memoryview) -> None:
     dbcl.errors.ProtocolError: update: the tensors cannot be read (2 bytes are no tensor's)
     """
     try:
-        _check(what, body)
+        _check(what, body, limits)
     except _UnreadableError as reason:
         raise ProtocolError(f"{what}: the tensors cannot be read ({reason})") from None
 
@@ -75,16 +99,16 @@ class _UnreadableError(Exception):
     """Why tensors cannot be read."""
 
 
-def _check(what: str, body: memoryview) -> None:
+def _check(what: str, body: memoryview, limits: Limits) -> None:
     length = int.from_bytes(body[:8], "little")
     if len(body) < 8 or length > len(body) - 8:
         raise _UnreadableError("cut short")
-    if length > MAX_HEADER:
+    if length > limits.header:
         raise _UnreadableError(f"a list of {length} bytes")
     listed = bytes(body[8 : 8 + length])
-    entries = read_json(what, listed) if listed.strip() else {}
-    if len(entries) > MAX_TENSORS:
-        raise _UnreadableError(f"{len(entries)} tensors, more than {MAX_TENSORS}")
+    entries = read_json(what, listed, limits=limits) if listed.strip() else {}
+    if len(entries) > limits.tensors:
+        raise _UnreadableError(f"{len(entries)} tensors, more than {limits.tensors}")
     spans = sorted(_span(name, entry) for name, entry in entries.items())
     at = 0
     for begin, end in spans:
