@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 
 import dbcl
 from dbcl.flower import DoubleBlind, LocalGrid, blinded, reply
+from robustness import fuzz
 
 NODES, HOSTILE, ROUNDS = 4, 1002, 2
 
@@ -289,3 +291,23 @@ def test_a_plain_average_stays_near_the_honest_one() -> None:
     honest = moved(lambda answer: answer)
     for name in ("a million times", "minus ten times", "ten million examples", "ten times, the others worse", "twice"):
         assert moved(BEHAVIOURS[name]) < 4 * honest, name
+
+
+@pytest.mark.parametrize("rounds", [20, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_mutated_updates_of_a_node(rounds: int) -> None:
+    """DoubleBlind reads what the fuzzer makes of honest updates: every round commits with the honest three."""
+    rng = random.Random(rounds)
+
+    def behave(answer: Message) -> Message:
+        answer.content["dbcl"] = ConfigRecord({"update": fuzz.mutated(answer.content["dbcl"]["update"], rng)})
+        return answer
+
+    strategy = DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), net(), insecure_seed=0)
+    strategy.start(HostileGrid(behave), num_rounds=rounds)
+    assert [report.accepted >= NODES - 1 for report in strategy.reports] == [True] * rounds
+    reasons = [reason for report in strategy.reports for reason in report.refused]
+    assert len(reasons) > rounds // 2
+    assert [reason for reason in reasons if fuzz.wrong_with(dbcl.ProtocolError(reason))] == []
+    assert [
+        reason for reason in reasons if f"node {HOSTILE}: cannot be read" in reason
+    ] == []  # caught at the last door
