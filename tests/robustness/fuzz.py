@@ -240,7 +240,7 @@ def mutate_entries(entries: dict[str, Any], data: bytes, rng: random.Random) -> 
             same = [each for each, size in SIZES.items() if size == SIZES.get(entry["dtype"])]
             entry["dtype"] = rng.choice(same or DTYPES)
         elif kind < 0.7:
-            count = math.prod(entry["shape"])
+            count = product(entry["shape"])
             entry["shape"] = rng.choice(([count], [1, count], [count, 1], [*entry["shape"], 1], entry["shape"][::-1]))
         elif kind < 0.75:  # a further tensor that fits
             shape = [rng.choice((0, 1, 2)) for _ in range(rng.randrange(3))]
@@ -257,7 +257,7 @@ def mutate_entries(entries: dict[str, Any], data: bytes, rng: random.Random) -> 
                 entry["dtype"] = rng.choice([*SIZES])
             else:
                 entry["shape"] = [rng.choice((0, 1, 2, 3, 7)) for _ in range(rng.randrange(5))]
-            size = min(10_000, math.prod(entry["shape"]) * SIZES[entry["dtype"]])
+            size = min(10_000, product(entry["shape"]) * SIZES[entry["dtype"]])
             data = resized(entries, name, (data * (size // max(len(data), 1) + 1))[:size], data)
         else:  # other numbers
             begin, end = entry["data_offsets"]
@@ -269,6 +269,12 @@ def mutate_entries(entries: dict[str, Any], data: bytes, rng: random.Random) -> 
     except (TypeError, KeyError, IndexError, ValueError, AttributeError, OverflowError):
         mutate_tree(entries, rng)  # an earlier mutation has been there
     return data
+
+
+def product(shape: list[Any]) -> int:
+    if not all(isinstance(size, int) for size in shape):
+        raise TypeError("an earlier mutation has put something else there")
+    return math.prod(shape)
 
 
 def resized(entries: dict[str, Any], name: str, new: bytes, data: bytes) -> bytes:
