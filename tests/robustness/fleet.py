@@ -125,14 +125,14 @@ def resident() -> int:
 ONE_IN_TEN = ("x1e6", "x-10", "examples 10^7", "ten copies")
 
 
-def digits(attack: str | None, seed: int, rounds: int) -> float:
+def digits(attack: str | None, seed: int, rounds: int, door: dbcl.Door | None = None) -> float:
     """The accuracy that mnist-mlp reaches with nine honest clients, and with an attack with a tenth client."""
     dataset = data.load("digits")
     shares = data.iid(dataset.y_train.numpy(), 10, seed=bytes([seed] * 32))
     clients = [(dataset.x_train[share], dataset.y_train[share]) for share in map(torch.from_numpy, shares)]
     model, template = (models.build("mnist-mlp", shape=dataset.shape, seed=seed) for _ in range(2))
-    server = dbcl.Server(model, insecure_seed=seed)
-    training = LocalTraining(lr=0.1, batch_size=20, epochs=1)
+    server = dbcl.Server(model, insecure_seed=seed, optimizer=dbcl.optim.momentum(), door=door)
+    training = LocalTraining(lr=0.05, batch_size=10, epochs=1, proximal=0.1)  # the command's defaults
     engine = StackedEngine(server, template, clients, training, seed=bytes([seed] * 32))
     rng = random.Random(seed)
     for _ in range(rounds):
@@ -156,9 +156,17 @@ def main() -> int:
         for hostile in (0.0, 0.01):
             print(f"hostile {hostile}: {play(options.clients, options.rounds, 100, hostile=hostile)}", flush=True)
     for attack in (None, *ONE_IN_TEN) if options.digits else ():
-        scores = [digits(attack, seed, options.digits) for seed in range(3)]
-        print(attack or "without it", *(f"{100 * score:.2f}" for score in scores), flush=True)
+        for door in (dbcl.Door(), dbcl.Door(max_influence=1.5)):
+            scores = [_score(attack, seed, options.digits, door) for seed in range(3)]
+            print(f"{attack or 'without it'}; {door}: {', '.join(scores)}", flush=True)
     return 0
+
+
+def _score(attack: str | None, seed: int, rounds: int, door: dbcl.Door) -> str:
+    try:
+        return f"{100 * digits(attack, seed, rounds, door):.1f}"
+    except dbcl.ProtocolError as error:
+        return str(error).split("\n")[0]
 
 
 if __name__ == "__main__":
