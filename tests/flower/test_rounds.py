@@ -666,7 +666,7 @@ def test_what_a_node_counts_for_is_bounded(key: str) -> None:
 
     strategy = DoubleBlind(Noting(weighted_by_key=key, fraction_evaluate=0.0), net(), insecure_seed=0)
     strategy.start(LocalGrid(clients(twist), NODES), num_rounds=1)
-    assert seen == [[10, 40, 10, 10]]
+    assert seen == [[10, 15, 10, 10]]
 
 
 def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:

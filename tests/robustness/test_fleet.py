@@ -32,16 +32,16 @@ def lost(attack: str, door: dbcl.Door) -> float:
     """What an attack costs mnist-mlp on the digits after 100 rounds, against the run of the nine others; mean of 3."""
     without, with_it = (sum(fleet.digits(which, seed, 100, door) for seed in range(3)) / 3 for which in (None, attack))
     assert without > 0.93
-    return abs(without - with_it)
+    return without - with_it
 
 
 @pytest.mark.slow
-def test_one_client_in_ten_that_shouts_does_not_cost_two_points() -> None:
-    assert lost("x1e6", dbcl.Door()) < 0.02
+@pytest.mark.parametrize("attack", fleet.ONE_IN_TEN)
+def test_one_hostile_client_in_ten_does_not_cost_two_points(attack: str) -> None:
+    assert lost(attack, dbcl.Door()) < 0.02
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attack", ["x-10", "examples 10^7", "ten copies"])
-def test_one_client_in_ten_that_pulls_back_costs_two_points_where_it_is_held_tighter(attack: str) -> None:
-    """With the door's default of 4 it costs 5 points and up to all of them: docs/protocol.md says so."""
-    assert lost(attack, dbcl.Door(max_influence=1.5)) < 0.025
+def test_without_the_bound_it_costs_everything() -> None:
+    """A comparison that cannot fail proves nothing."""
+    assert lost("x-10", dbcl.Door(max_influence=4)) > 0.05

@@ -44,7 +44,7 @@ class Door:
     norm_bound: float | None = None
     clip: bool = True
     max_examples: int = 10_000_000
-    max_influence: float | None = 4.0
+    max_influence: float | None = 1.5
 
     def __post_init__(self) -> None:
         if self.min_updates < 1:
@@ -121,7 +121,7 @@ class Door:
         >>> honest = {f"client {number}": sent(1.0, 10) for number in range(3)}
         >>> made, pull = Door().balance({**honest, "greedy": sent(-1e6, 10**6)}, [])
         >>> made["greedy"].weight, made["greedy"].factor, pull
-        (40.0, 1e-06, 1.0)
+        (15.0, 1e-06, 1.0)
         """
         if not accepted or self.max_influence is None:
             return dict(accepted), 0.0

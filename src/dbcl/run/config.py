@@ -254,7 +254,7 @@ class RunConfig:
     min_updates: int = described(1, "A round with fewer accepted updates is an error", SERVER)
     max_examples: int = described(10_000_000, "An update that counts for more examples is refused", SERVER)
     max_influence: float | None = described(
-        4.0,
+        1.5,
         "No client counts for more examples, or pulls on the average harder, than so many times the median client; "
         "0 takes every update as it is",
         SERVER,
