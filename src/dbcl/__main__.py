@@ -8,19 +8,28 @@ from types import FrameType
 
 def main() -> None:
     """Load the commands and run one; an interruption is a short word and status 130."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    # While libraries load there is nothing to end in order, and some of them lose an exception that comes in between.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
     try:
         os.getcwd()
     except FileNotFoundError:  # here, since libraries that are loaded without one end the process
         print("error the current folder is gone; change into another one", file=sys.stderr)
         sys.exit(2)
-    try:
-        from dbcl.cli import main as run
+    from dbcl.cli import main as run
 
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupt)
         run()
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"stopped\n")
+    os._exit(130)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
