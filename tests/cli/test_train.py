@@ -168,8 +168,10 @@ def start(*arguments: str) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("kills", [pytest.param(2, id="two"), pytest.param(10, id="ten", marks=pytest.mark.slow)])
-def test_killed_at_random_moments_and_resumed_gives_the_same_weights_bit_for_bit(invoke: Invoke, kills: int) -> None:
+@pytest.mark.slow  # tests/robustness/test_kill.py has a quick one
+def test_killed_at_random_moments_and_resumed_gives_the_same_weights_bit_for_bit(
+    invoke: Invoke, kills: int = 10
+) -> None:
     rounds = 40 * kills
     fresh = [*QUICK, "--rounds", str(rounds), "--seed", "5", "--ratio", "2-3", "--server-optimizer", "adam"]
     invoke(*fresh, "--out", "whole")

@@ -215,7 +215,10 @@ MARGIN = 0.06
 
 @pytest.mark.parametrize(
     "inner",
-    [lambda: flower.Krum(num_malicious_nodes=1, **QUIET), lambda: flower.FedTrimmedAvg(beta=0.2, **QUIET)],
+    [
+        lambda: flower.Krum(num_malicious_nodes=1, **QUIET),
+        pytest.param(lambda: flower.FedTrimmedAvg(beta=0.2, **QUIET), marks=pytest.mark.slow),
+    ],
     ids=["Krum", "FedTrimmedAvg"],
 )
 def test_a_robust_strategy_withstands_poison_through_sketch_and_veil(inner: Callable[[], flower.Strategy]) -> None:
