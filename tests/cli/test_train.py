@@ -169,9 +169,8 @@ def start(*arguments: str) -> "subprocess.Popen[bytes]":
 
 
 @pytest.mark.slow  # tests/robustness/test_kill.py has a quick one
-def test_killed_at_random_moments_and_resumed_gives_the_same_weights_bit_for_bit(
-    invoke: Invoke, kills: int = 10
-) -> None:
+def test_killed_at_random_moments_and_resumed_gives_the_same_weights_bit_for_bit(invoke: Invoke) -> None:
+    kills = 10
     rounds = 40 * kills
     fresh = [*QUICK, "--rounds", str(rounds), "--seed", "5", "--ratio", "2-3", "--server-optimizer", "adam"]
     invoke(*fresh, "--out", "whole")
