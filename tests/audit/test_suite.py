@@ -272,7 +272,7 @@ def test_the_command_audits_a_run(tmp_path: Path) -> None:
     """The quick budget as it ships, by the command, on the default preset: as docs/audit.md says."""
     folder = train(tmp_path / "run", "blind", rounds=20)
     limits = "client.cosine=0.9,client.psnr=20,server.psnr=15"
-    result = invoke("audit", str(folder), "--quick", "--fail-above", limits)
+    result = invoke("audit", str(folder), "--quick", "--trust", "--fail-above", limits)
     assert result.exit_code == 1, result.output
     written = Audit.from_json((folder / "audit.json").read_text())
     assert {finding.target for finding in written.findings} == {"update", "image", "label", "property", "membership"}
