@@ -156,7 +156,7 @@ def main() -> int:
         for hostile in (0.0, 0.01):
             print(f"hostile {hostile}: {play(options.clients, options.rounds, 100, hostile=hostile)}", flush=True)
     for attack in (None, *ONE_IN_TEN) if options.digits else ():
-        for door in (dbcl.Door(), dbcl.Door(max_influence=1.5)):
+        for door in (dbcl.Door(max_influence=4), dbcl.Door(max_influence=2), dbcl.Door()):
             scores = [_score(attack, seed, options.digits, door) for seed in range(3)]
             print(f"{attack or 'without it'}; {door}: {', '.join(scores)}", flush=True)
     return 0

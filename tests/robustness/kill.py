@@ -17,11 +17,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
 
 import dbcl
 import dbcl.run.folder
 from dbcl.errors import DbclError
+from robustness.crash import examples, net
 
 ROUNDS = 12
 PLAIN_REFUSAL = re.compile(
@@ -43,16 +43,6 @@ class Counting:
 
     def end(self) -> None:
         pass
-
-
-def net() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def examples(client: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(client)
-    return torch.randn(6, 6, generator=generator), torch.arange(6) % 2
 
 
 def work(folder: Path, told: Connection, resume: bool, rounds: int = ROUNDS) -> None:
