@@ -44,18 +44,41 @@ def blind(weights: Mapping[str, Tensor], plan: RoundPlan, noise: Noise) -> dict[
     >>> {name: tuple(tensor.shape) for name, tensor in sent.items()}
     {'weight': (2, 3), 'bias': (2,)}
     """
-    sent = {}
-    for tensor in plan.tensors:
-        veiled = weights[tensor.name].detach().clone()
-        drawn = noise(tensor.name, tensor.shape)
-        if drawn is not None:
-            veiled += drawn.to(veiled)
-            if tensor.name.endswith("running_var"):
-                veiled.clamp_(min=0)  # a variance must not turn negative; a running mean may
-        if tensor.sketched:
-            veiled = plan.sketches[tensor.name].apply(tensor.layout.matrix(veiled))
-        sent[tensor.name] = veiled
-    return sent
+    return sketched(veiled({tensor.name: weights[tensor.name] for tensor in plan.tensors}, noise), plan)
+
+
+def veiled(weights: Mapping[str, Tensor], noise: Noise) -> dict[str, Tensor]:
+    """W + N for every tensor that leaves the server, which no client sees: one for all lanes of a round.
+
+    >>> veiled({"bias": torch.zeros(2)}, lambda name, shape: torch.ones(shape))
+    {'bias': tensor([1., 1.])}
+    """
+    hidden = {}
+    for name, weight in weights.items():
+        drawn = noise(name, tuple(weight.shape))
+        if drawn is None:
+            hidden[name] = weight.detach().clone()
+            continue
+        hidden[name] = weight.detach() + drawn.to(weight)
+        if name.endswith("running_var"):
+            hidden[name].clamp_(min=0)  # a variance must not turn negative; a running mean may
+    return hidden
+
+
+def sketched(weights: Mapping[str, Tensor], plan: RoundPlan) -> dict[str, Tensor]:
+    """Each tensor through the sketch that a plan has for it, as it travels.
+
+    >>> from dbcl.round_plan import RoundTensor
+    >>> plan = RoundPlan(0, bytes(32), (RoundTensor("weight", (2, 6), "count-v1", 3, 3),))
+    >>> sketched({"weight": torch.ones(2, 6)}, plan)["weight"].shape
+    torch.Size([2, 3])
+    """
+    return {
+        tensor.name: plan.sketches[tensor.name].apply(tensor.layout.matrix(weights[tensor.name]))
+        if tensor.sketched
+        else weights[tensor.name]
+        for tensor in plan.tensors
+    }
 
 
 def check_module(module: nn.Module, plan: RoundPlan) -> None:

@@ -28,11 +28,12 @@ from dbcl.cover import (
 )
 from dbcl.errors import PlanError
 from dbcl.layout import Layout
-from dbcl.round_plan import CLEAR, MEASURED, UNSKETCHED, RoundPlan, RoundTensor
-from dbcl.sketch import SCHEMES, Sketch, draw
+from dbcl.round_plan import CLEAR, MAX_LANES, MEASURED, UNSKETCHED, RoundPlan, RoundTensor
+from dbcl.sketch import SCHEMES, LaneSketch, Sketch, draw
 from dbcl.statistics import is_statistic
 
 Ratio = float | tuple[float, float]
+COUNT = "count-v1"
 
 
 @dataclass(frozen=True)
@@ -88,14 +89,14 @@ class TensorPlan:
                     remedy = f"choose another ratio, or leave it out with '!{self.name}' in cover"
                     yield f"{self.name}: width must be {bounds}, got {width}; {remedy}"
 
-    def draw(self, seed: bytes, round: int) -> tuple[RoundTensor, Sketch]:
-        """Settle the width of one round, and draw the sketch that has it."""
+    def draw(self, seed: bytes, round: int, lane: int = 0, lanes: int = 1) -> tuple[RoundTensor, Sketch]:
+        """Settle the width of one round, and draw the sketch that has it in one of its lanes."""
         low, high = self.widths
         width = low
         if low < high:
             width += int(seeds.words(seed, "width-v1", round, self.name, n=1)[0] % (high - low + 1))
         scheme = self.scheme if self.sketched else CLEAR
-        sketch = draw(scheme, self.dim, width, seed=seed, round=round, name=self.name)
+        sketch = draw(scheme, self.dim, width, seed=seed, round=round, name=self.name, lane=lane, lanes=lanes)
         return RoundTensor(self.name, self.shape, self.scheme, width, sketch.width, self.inputs), sketch
 
     def row(self) -> tuple[str, str, str, str, str]:
@@ -116,11 +117,12 @@ class SketchPlan:
     >>> model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> print(SketchPlan.of(model, veil=0))
     tensor    shape  sketch    a client sees               veil
-    0.weight  4x8    count-v1  4 of 8 numbers of each row  none
+    0.weight  4x8    lanes-v1  4 of 8 numbers of each row  none
     0.bias    4      none      every number                none
     2.weight  2x4    none      every number                none
     2.bias    2      none      every number                none
     sketched: 70 % of the numbers
+    lanes: 2, whose sketches complement each other; each client trains in one of them
     in clear: 0.bias, 2.weight, 2.bias
     sketched without a veil, so a client that remembers can undo it: 0.weight
     """
@@ -132,9 +134,18 @@ class SketchPlan:
     """What is not sent, since every party has its own: the name, and "frozen" or "constant"."""
     base: tuple[TensorPlan, ...] = ()
     """The frozen parameters that are sent once, with their veils."""
+    lanes: int = 1
+    """Among so many complementary sketches the clients of a round are spread; one is the paper's shared sketch."""
+    grouped: bool = False
+    """Whether every group of as many clients as there are lanes has buckets of its own."""
 
     def __post_init__(self) -> None:
-        _refuse([problem for tensor in (*self.tensors, *self.base) for problem in tensor.problems()])
+        problems = [problem for tensor in (*self.tensors, *self.base) for problem in tensor.problems()]
+        if not 1 <= self.lanes <= MAX_LANES:
+            problems.append(f"lanes must be between 1 and {MAX_LANES}, got {self.lanes}")
+        if self.grouped and self.lanes == 1:
+            problems.append("grouped needs two lanes or more: a group is one client of each lane")
+        _refuse(problems)
 
     @classmethod
     def of(
@@ -144,10 +155,12 @@ class SketchPlan:
         cover: Cover = "hidden",
         ratio: Ratio = 2,
         veil: float = 0.2,
-        sketch: str = "count-v1",
+        sketch: str = COUNT,
         buffers: Sequence[str] = (),
         layers: Layers | None = None,
         send_frozen: bool = False,
+        lanes: int | None = None,
+        grouped: bool = False,
     ) -> "SketchPlan":
         """Plan a model.
 
@@ -156,8 +169,13 @@ class SketchPlan:
         or a list of these words and of name patterns such as ["hidden", "!encoder.embed.*"]. `ratio` is how many times
         narrower a compact weight is, or a range from which each round's width is drawn. `veil` is the size of the
         secret noise on everything that leaves the server, relative to the size of the weights; 0 is the paper. What
-        leaves is what is trained and the statistics of
-        normalisation layers; `buffers` are patterns of further buffers to send.
+        leaves is what is trained and the statistics of normalisation layers; `buffers` are patterns of further buffers
+        to send.
+
+        `lanes` is among how many complementary sketches the clients of a round are spread: the ratio rounded unless
+        given, so that the lanes together miss nothing; 1 is the paper's, one sketch for all. With `grouped` every group
+        of as many clients as there are lanes has buckets of its own: a little fewer rounds, but no two clients share a
+        sketch, so that their updates cannot be added up before they are lifted.
 
         `layers` tells the words in `cover` of layers that they do not know: a class, or a pattern of parameter names,
         and on which axis (or axes) of the weight the inputs lie: -1 for x @ W.T, 0 for x @ W, -1 for experts
@@ -175,14 +193,15 @@ class SketchPlan:
         ...         return x @ self.weight
         >>> model = nn.Sequential(Backwards(8, 4), nn.ReLU(), nn.Linear(4, 2))
         >>> SketchPlan.of(model, layers={Backwards: 0}).rows()[0]
-        ('0.weight', '8x4', 'count-v1', '4 of 8 inputs (axis 0)', '0.2')
+        ('0.weight', '8x4', 'lanes-v1', '4 of 8 inputs (axis 0)', '0.2')
         """
         model = unwrapped(model)
+        low, high = ratio if isinstance(ratio, tuple) else (ratio, ratio)
+        sketch, lanes = _laned(sketch, lanes, low)
         _refuse([*without_values(model), *cannot_be_sent(model)])
         own = named_tensors(model)
         sent = broadcast_names(model, buffers)
         covered = Covered({}, set(), {}, []) if sketch == CLEAR else covered_names(model, cover, layers)
-        low, high = ratio if isinstance(ratio, tuple) else (ratio, ratio)
 
         def planned(name: str, scheme: str) -> TensorPlan:
             inputs = covered.names.get(name, ())
@@ -203,7 +222,7 @@ class SketchPlan:
         base = [planned(name, CLEAR) for name, tensor in frozen.items() if send_frozen and plain_numbers(tensor)]
         at_home = [(name, "frozen") for name in frozen if name not in {tensor.name for tensor in base}]
         at_home += [(name, "constant") for name, tensor in own.items() if _is_constant(name, tensor, sent)]
-        return cls(tuple(tensors), tuple(left_out.items()), tuple(at_home), tuple(base))
+        return cls(tuple(tensors), tuple(left_out.items()), tuple(at_home), tuple(base), lanes, grouped)
 
     def adjust(
         self, pattern: str, *, sketch: str | None = None, ratio: Ratio | None = None, veil: float | None = None
@@ -260,12 +279,14 @@ class SketchPlan:
         """A name for this plan, to recognise it in a checkpoint."""
         parts = [dataclasses.astuple(tensor) for tensor in self.tensors]
         base = [dataclasses.astuple(tensor) for tensor in self.base]
-        return hashlib.sha256(json.dumps([parts, base] if base else parts).encode()).hexdigest()
+        settled: list[object] = [parts, base] if base else [*parts]
+        settled += [{"lanes": self.lanes, "grouped": self.grouped}] if self.lanes > 1 else []
+        return hashlib.sha256(json.dumps(settled).encode()).hexdigest()
 
-    def draw(self, seed: bytes, round: int, frozen: tuple[tuple[str, str], ...] = ()) -> RoundPlan:
-        """Settle a round: draw the width of every covered tensor. `frozen` are names and fingerprints."""
-        drawn = [tensor.draw(seed, round) for tensor in self.tensors]
-        plan = RoundPlan(round, seed, tuple(tensor for tensor, _ in drawn), frozen)
+    def draw(self, seed: bytes, round: int, frozen: tuple[tuple[str, str], ...] = (), lane: int = 0) -> RoundPlan:
+        """Settle a round in one lane: draw the width of every covered tensor. `frozen` are names and fingerprints."""
+        drawn = [tensor.draw(seed, round, lane, self.lanes) for tensor in self.tensors]
+        plan = RoundPlan(round, seed, tuple(tensor for tensor, _ in drawn), frozen, lane, self.lanes)
         vars(plan)["sketches"] = {tensor.name: sketch for tensor, sketch in drawn if tensor.sketched}  # not drawn again
         return plan
 
@@ -289,6 +310,11 @@ class SketchPlan:
         if any(tensor.sketched for tensor in self.tensors):
             few = "" if self.share_sketched >= 0.5 else ", less than half: name more layers in cover"
             lines.append(f"sketched: {self.share_sketched:.0%} of the numbers{few}".replace("%", " %"))
+        if self.lanes > 1:
+            buckets = f"; every {self.lanes} clients have buckets of their own" if self.grouped else ""
+            lines.append(
+                f"lanes: {self.lanes}, whose sketches complement each other; each client trains in one of them{buckets}"
+            )
         lines += [f"not sketched: {name} {reason}" for name, reason in self.left_out]
         if self.base:
             veils = sorted({tensor.veil for tensor in self.base})
@@ -324,6 +350,16 @@ def _refuse(problems: list[str]) -> None:
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise PlanError("\n  - ".join([f"{count} with this plan:", *problems]))
+
+
+def _laned(sketch: str, lanes: int | None, ratio: float) -> tuple[str, int]:
+    """The scheme and the number of lanes: of the balanced count sketch as many as the ratio, unless told otherwise."""
+    balanced = sketch in (COUNT, LaneSketch.scheme)
+    if lanes is None:
+        lanes = max(1, min(MAX_LANES, int(ratio + 0.5))) if balanced and math.isfinite(ratio) else 1
+    if lanes > 1 and not balanced:
+        _refuse([f"lanes are of the balanced count sketch: {sketch} has one, got {lanes}"])
+    return (LaneSketch.scheme if lanes > 1 else COUNT) if balanced else sketch, lanes
 
 
 def _is_constant(name: str, tensor: Tensor, sent: Sequence[str]) -> bool:

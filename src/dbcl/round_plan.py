@@ -1,4 +1,4 @@
-"""What is fixed for one round and sent to the clients: the seed, every tensor's sketch, what is frozen."""
+"""What is fixed for one round and sent to the clients: the seed, every tensor's sketch, the lane, what is frozen."""
 
 import hashlib
 import json
@@ -17,6 +17,7 @@ CLEAR = "identity-v1"
 MEASURED = "statistics-v1"
 """The scheme of a normalisation statistic: not sketched, and a client reports a value of its own and not a change."""
 UNSKETCHED = (CLEAR, MEASURED)
+MAX_LANES = 1024
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ class RoundTensor:
         plain = [self.name, list(self.shape), self.scheme, self.width, self.columns]
         return [*plain, list(self.inputs)] if self.inputs else plain
 
-    def draw(self, seed: bytes, round: int) -> Sketch:
-        """Draw this tensor's sketch for a round."""
-        sketch = draw(self.scheme, self.dim, self.width, seed=seed, round=round, name=self.name)
+    def draw(self, seed: bytes, round: int, lane: int = 0, lanes: int = 1) -> Sketch:
+        """Draw this tensor's sketch for a round, in one of its lanes."""
+        sketch = draw(self.scheme, self.dim, self.width, seed=seed, round=round, name=self.name, lane=lane, lanes=lanes)
         if sketch.width != self.columns:
             raise SketchError(
                 f"{plain(self.name, 100)}: the sketch has {sketch.width} columns, and the plan says {self.columns}"
@@ -92,18 +93,23 @@ class RoundPlan:
     tensors: tuple[RoundTensor, ...]
     frozen: tuple[tuple[str, str], ...] = ()
     """The name and the fingerprint of every parameter that is not trained: a client must have the same."""
+    lane: int = 0
+    """Which of the round's lanes this is the plan of."""
+    lanes: int = 1
 
     @cached_property
     def sketches(self) -> dict[str, Sketch]:
         """The sketch of every covered tensor, by name."""
-        return {tensor.name: tensor.draw(self.seed, self.round) for tensor in self.tensors if tensor.sketched}
+        where = self.seed, self.round, self.lane, self.lanes
+        return {tensor.name: tensor.draw(*where) for tensor in self.tensors if tensor.sketched}
 
     @cached_property
     def digest(self) -> str:
         """A name for this plan; an answer to another plan is refused by it."""
-        settled = [self.round, self.seed.hex(), [tensor.fields() for tensor in self.tensors]]
-        text = json.dumps([*settled, self.frozen] if self.frozen else settled)
-        return hashlib.sha256(text.encode()).hexdigest()
+        settled: list[object] = [self.round, self.seed.hex(), [tensor.fields() for tensor in self.tensors]]
+        settled += [self.frozen] if self.frozen else []
+        settled += [{"lane": self.lane, "lanes": self.lanes}] if self.lanes > 1 else []
+        return hashlib.sha256(json.dumps(settled).encode()).hexdigest()
 
 
 def mismatches(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor]) -> list[str]:

@@ -68,13 +68,24 @@ class Setting:
 class Seen:
     """One round as a party saw it.
 
-    `updates` are by sender: a client's own under its number, the server's by client, or their sum under "sum".
-    `weights` is W before the round, which only the server holds.
+    `updates` are by sender: a client's own under its number, the server's by client, or their sum under "sum", or with
+    several lanes the sum of each lane under "sum 0", "sum 1" and so on. `broadcasts` are those of the lanes that it
+    knows: a client one, the server all. `weights` is W before the round, which only the server holds.
     """
 
-    broadcast: Broadcast
+    broadcasts: tuple[Broadcast, ...]
     updates: Mapping[str, Update]
     weights: Mapping[str, Tensor] | None
+
+    @property
+    def broadcast(self) -> Broadcast:
+        """The broadcast of the round; for the server, which knows them all, that of the first lane."""
+        return self.broadcasts[0]
+
+    def answered(self, sender: str) -> Broadcast:
+        """The broadcast that a sender's update answers."""
+        plan = self.updates[sender].plan
+        return next(broadcast for broadcast in self.broadcasts if broadcast.plan.digest == plan)
 
     @property
     def round(self) -> int:
@@ -119,7 +130,7 @@ class Transcript:
     def __getitem__(self, round: int) -> Seen:
         try:
             held = safetensors.torch.load_file(_path(self.folder, round))
-            sent = decode_broadcast(_bytes(held["broadcast"]))
+            sent = tuple(decode_broadcast(_bytes(tensor)) for _, tensor in sorted(_under(held, "broadcast").items()))
             updates = {who: decode_update(_bytes(tensor)) for who, tensor in _under(held, "update/").items()}
         except (OSError, safetensors.SafetensorError, ProtocolError, KeyError) as error:
             raise AuditError(f"{self.folder}: round {round} cannot be read ({error})") from None
@@ -189,23 +200,26 @@ class Recorder:
         self.before = self._weights()
         self._save(self.truth, session.round, self.before)
 
-    def __call__(self, broadcast: Broadcast, cohort: Sequence[int], messages: Sequence[Update | bytes]) -> None:
+    def __call__(self, broadcasts: Mapping[int, Broadcast], messages: Mapping[int, Update | bytes]) -> None:
         """Take note of a round that was just closed."""
-        sent = {"broadcast": _tensor(encode(broadcast))}
-        updates = {str(client): message for client, message in zip(cohort, messages, strict=True)}
+        lanes = list({id(broadcast): broadcast for broadcast in broadcasts.values()}.values())
+        round = lanes[0].round
+        sent = {f"broadcast/{number:06d}": _tensor(encode(broadcast)) for number, broadcast in enumerate(lanes)}
+        updates = {str(client): message for client, message in messages.items()}
         for party, folder in self.folders.items():
             if party.isdigit():
                 if party in updates:
-                    self._save(folder, broadcast.round, {**sent, f"update/{party}": _message(updates[party])})
+                    own_lane = {"broadcast": _tensor(encode(broadcasts[int(party)]))}
+                    self._save(folder, round, {**own_lane, f"update/{party}": _message(updates[party])})
                 continue
-            told = {SUM: summed(list(updates.values()))} if party == "server-sum" else updates
+            told = sums(list(updates.values())) if party == "server-sum" else updates
             received = {f"update/{who}": _message(update) for who, update in told.items()}
             own = {f"weights/{name}": tensor for name, tensor in self.before.items()}
-            self._save(folder, broadcast.round, {**sent, **received, **own})
-        self.cohorts[str(broadcast.round)] = [int(client) for client in cohort]
+            self._save(folder, round, {**sent, **received, **own})
+        self.cohorts[str(round)] = list(messages)
         write_atomic(self.truth / "cohorts.json", json.dumps(self.cohorts).encode(), mode=SECRET)
         self.before = self._weights()
-        self._save(self.truth, broadcast.round + 1, self.before)
+        self._save(self.truth, round + 1, self.before)
 
     def _weights(self) -> dict[str, Tensor]:
         own = named_tensors(self.session.model)
@@ -216,14 +230,23 @@ class Recorder:
         write_atomic(_path(folder, round), safetensors.torch.save(dict(tensors)), mode=SECRET)
 
 
-def summed(messages: Sequence[Update | bytes]) -> Update:
-    """The average of a round's updates by examples, which is all that secure aggregation would show.
+def sums(messages: Sequence[Update | bytes]) -> dict[str, Update]:
+    """The average of the updates of each lane by examples, which is all that secure aggregation would show.
 
     >>> one = Update(0, "ab", {"bias": torch.ones(2)}, examples=1)
-    >>> summed([one, Update(0, "ab", {"bias": torch.zeros(2)}, examples=3)]).tensors["bias"]
+    >>> sums([one, Update(0, "ab", {"bias": torch.zeros(2)}, examples=3)])["sum"].tensors["bias"]
     tensor([0.2500, 0.2500])
     """
-    updates = [decode_update(message) if isinstance(message, bytes) else message for message in messages]
+    lanes: dict[str, list[Update]] = {}
+    for message in messages:
+        update = decode_update(message) if isinstance(message, bytes) else message
+        lanes.setdefault(update.plan, []).append(update)
+    if len(lanes) == 1:
+        return {SUM: _mean(next(iter(lanes.values())))}
+    return {f"{SUM} {number}": _mean(updates) for number, updates in enumerate(lanes.values())}
+
+
+def _mean(updates: Sequence[Update]) -> Update:
     first = updates[0]
     like = {name: tensor for update in updates for name, tensor in update.tensors.items()}
     statistics = {name for name in like if is_statistic(name)}

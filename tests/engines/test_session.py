@@ -26,14 +26,14 @@ def test_a_moving_average_of_the_weights_is_kept_beside_them() -> None:
     session, other = make(), make()
     bias, mean = session.model[3].bias, session.released[3].bias.detach().clone()
     for round in range(1, 4):
-        session.close([moved(session.open())])
+        session.close([moved(session.open("a"))])
         keep = min(0.5, round / (round + 10))
         mean = keep * mean + (1 - keep) * bias.detach()
         torch.testing.assert_close(session.released[3].bias.detach(), mean)
     other.load_state(session.state())
     assert torch.equal(other.released[0].weight, session.released[0].weight)
     assert not torch.equal(other.released[0].weight, other.model[0].weight)
-    assert torch.equal(session.open().tensors["3.bias"], session.model[3].bias)  # clients go on from W itself
+    assert torch.equal(session.open("a").tensors["3.bias"], session.model[3].bias)  # clients go on from W itself
     with pytest.raises(ProtocolError, match="only one of the two has an average"):
         ServerSession(dbcl.Server(net(), veil=0)).load_state(session.state())
     with pytest.raises(ConfigError, match="ema_decay must be at least 0 and below 1, got 1"):
@@ -52,7 +52,7 @@ def test_the_average_of_a_half_precision_model_moves() -> None:
     nn.init.ones_(model.weight)
     session = ServerSession(dbcl.Server(model, cover="all", veil=0), ema_decay=0.9)
     for _ in range(40):
-        broadcast = session.open()
+        broadcast = session.open("a")
         step = {name: torch.full_like(tensor, 0.001) for name, tensor in broadcast.tensors.items()}
         session.close([dbcl.Update(broadcast.round, broadcast.plan.digest, step, examples=1)])
     master = session.server.weights()["bias"]

@@ -1,7 +1,7 @@
 """What all engines in one process share: how a round is played."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,8 @@ from dbcl.objective import CLASSIFICATION, Objective
 from dbcl.privacy import UpdateNoise
 from dbcl.protocol import Broadcast, RoundReport, Server, Update, encoded_size
 
-RoundObserver = Callable[[Broadcast, Sequence[int], Sequence[Update | bytes]], None]
-"""Called after every closed round with what was sent, the cohort, and the cohort's updates."""
+RoundObserver = Callable[[Mapping[int, Broadcast], Mapping[int, Update | bytes]], None]
+"""Called after every closed round with what each client of the cohort was sent, and what it answered."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,22 @@ class Engine(ABC):
 
     def play_round(self) -> RoundResult:
         """Play one round: broadcast, train the cohort, collect, step."""
-        broadcast = self.session.open()
-        cohort = draw_cohort(len(self.clients), self.fraction, seed=self.seed, round=broadcast.round)
-        updates = self.train_cohort(broadcast, cohort)
-        by_client = {f"client {client}": update for client, update in zip(cohort, updates, strict=True)}
-        report = self.session.close(by_client)
+        cohort = draw_cohort(len(self.clients), self.fraction, seed=self.seed, round=self.session.round)
+        sent = {client: self.session.open(client_name(client)) for client in cohort}
+        updates = self.train_cohort(sent)
+        report = self.session.close(updates)
         if self.observer is not None:
-            self.observer(broadcast, cohort, updates)
-        return RoundResult(report, len(cohort) * encoded_size(broadcast), sum(map(encoded_size, updates)))
+            self.observer(sent, {client: updates[client_name(client)] for client in cohort})
+        by_lane = {id(broadcast): encoded_size(broadcast) for broadcast in sent.values()}
+        down = sum(by_lane[id(broadcast)] for broadcast in sent.values())
+        return RoundResult(report, down, sum(map(encoded_size, updates.values())))
 
     @abstractmethod
-    def train_cohort(self, broadcast: Broadcast, cohort: list[int]) -> Sequence[Update | bytes]:
-        """Train the clients of a cohort and give their updates, in the same order, noised where `noise` is set."""
+    def train_cohort(self, sent: Mapping[int, Broadcast]) -> Mapping[str, Update | bytes]:
+        """Train the clients of a cohort, each with what it was sent, and give their updates by `client_name`.
+
+        Clients of one lane were sent one and the same broadcast. Updates are noised where `noise` is set.
+        """
 
     def noise_of(self, client: int) -> UpdateNoise | None:
         """The noise of one client: fresh in every round, or its own stream where an experiment fixes it."""
@@ -80,6 +84,29 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release what the engine has started elsewhere; most start nothing."""
+
+
+def client_name(client: int) -> str:
+    """What a client is called towards the server.
+
+    >>> client_name(3)
+    'client 3'
+    """
+    return f"client {client}"
+
+
+def by_broadcast(sent: Mapping[int, Broadcast]) -> list[tuple[Broadcast, list[int]]]:
+    """The clients of each lane, with what they were sent.
+
+    >>> import dbcl
+    >>> server = dbcl.Server(nn.Linear(6, 2), cover="all")
+    >>> [clients for _, clients in by_broadcast({client: server.open_round("one") for client in (4, 7)})]
+    [[4, 7]]
+    """
+    lanes: dict[int, tuple[Broadcast, list[int]]] = {}
+    for client, broadcast in sent.items():
+        lanes.setdefault(id(broadcast), (broadcast, []))[1].append(client)
+    return list(lanes.values())
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
 """The reference engine: one client after another, in one process, over real bytes."""
 
 import copy
+from collections.abc import Mapping
 
-from dbcl.engines.engine import Engine
+from dbcl.engines.engine import Engine, by_broadcast, client_name
 from dbcl.protocol import Broadcast, blinded, decode_broadcast, encode, update
 
 
@@ -18,18 +19,23 @@ class LocalEngine(Engine):
     4
     """
 
-    def train_cohort(self, broadcast: Broadcast, cohort: list[int]) -> list[bytes]:
-        # Every client receives the same bytes, so they are decoded once and each client trains a copy of the model.
+    def train_cohort(self, sent: Mapping[int, Broadcast]) -> dict[str, bytes]:
+        return train_in_turn(self, sent)
+
+
+def train_in_turn(engine: Engine, sent: Mapping[int, Broadcast]) -> dict[str, bytes]:
+    """Train one client after another, as any engine may; gives the bytes of their updates by `client_name`."""
+    updates: dict[int, bytes] = {}
+    for broadcast, clients in by_broadcast(sent):
+        # All clients of a lane receive the same bytes, which are decoded once; each trains a copy of the model.
         broadcast = decode_broadcast(encode(broadcast))
-        received = blinded(self.template, broadcast)
-        updates = []
-        for client in cohort:
+        received = blinded(engine.template, broadcast)
+        for client in clients:
             local = copy.deepcopy(received)
-            examples = self.clients[client]
-            metrics = self.training.train(
-                local, examples, seed=self.seed, round=broadcast.round, client=client, loss=self.objective.loss
+            examples, noise = engine.clients[client], engine.noise_of(client)
+            metrics = engine.training.train(
+                local, examples, seed=engine.seed, round=broadcast.round, client=client, loss=engine.objective.loss
             )
-            counted = self.training.counted(len(examples))
-            noise = self.noise_of(client)
-            updates.append(encode(update(local, broadcast, examples=counted, metrics=metrics, noise=noise)))
-        return updates
+            counted = engine.training.counted(len(examples))
+            updates[client] = encode(update(local, broadcast, examples=counted, metrics=metrics, noise=noise))
+    return {client_name(client): updates[client] for client in sent}

@@ -23,11 +23,11 @@ class Session(Protocol):
     """Whoever holds a model and plays rounds with others: a server, or a peer.
 
     `model` holds the true weights and `released` what is evaluated and kept as the result, which may be another.
-    `open` gives what the clients of the round receive, the same until `close` takes their updates and steps.
+    `open` gives what a client of the round receives, the same until `close` takes the updates and steps.
 
     >>> import dbcl
     >>> session: Session = ServerSession(dbcl.Server(nn.Linear(6, 2), cover="all"))
-    >>> session.round, session.open().round
+    >>> session.round, session.open("client 0").round
     (0, 0)
     """
 
@@ -43,7 +43,7 @@ class Session(Protocol):
     @property
     def released(self) -> nn.Module: ...
 
-    def open(self) -> Broadcast: ...
+    def open(self, client: str) -> Broadcast: ...
 
     def close(self, updates: Updates) -> RoundReport: ...
 
@@ -88,9 +88,9 @@ class ServerSession:
     def released(self) -> nn.Module:
         return self.server.model if self.ema_model is None else self.ema_model
 
-    def open(self) -> Broadcast:
-        """The broadcast of the round."""
-        return self.server.open_round()
+    def open(self, client: str) -> Broadcast:
+        """A client's broadcast of the round."""
+        return self.server.open_round(client)
 
     def close(self, updates: Updates) -> RoundReport:
         """Step on the updates, and take the new weights into the average."""

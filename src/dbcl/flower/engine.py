@@ -6,7 +6,7 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dbcl import models
 from dbcl.data.examples import Examples, Rows, TensorExamples
 from dbcl.data.trees import Tree, map_tensors
-from dbcl.engines.engine import Engine
+from dbcl.engines.engine import Engine, client_name
 from dbcl.engines.training import LocalTraining
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.flower.client import blinded, reply
@@ -118,24 +118,25 @@ class FlowerEngine(Engine):
     round_timeout = 600.0
     _grid: Grid | None = None
 
-    def train_cohort(self, broadcast: Broadcast, cohort: list[int]) -> list[bytes]:
+    def train_cohort(self, sent: Mapping[int, Broadcast]) -> dict[str, bytes]:
         if self._grid is None:
             self._grid = self._connect()
         nodes = sorted(self._grid.get_node_ids())
-        data = encode(broadcast)
+        written = {id(broadcast): encode(broadcast) for broadcast in sent.values()}
         messages = []
-        for client in cohort:
+        for client, broadcast in sent.items():
             # Every client's examples are here, so a message says which client its node is.
+            data = written[id(broadcast)]
             record = ConfigRecord({"broadcast": data, "client": client, "round": broadcast.round})
             messages.append(Message(RecordDict({RECORD: record}), nodes[client], "train", ttl=self.round_timeout))
         replies = self._grid.send_and_receive(messages, timeout=self.round_timeout)
         came = {message.metadata.src_node_id: message for message in replies}
-        for client in cohort:
+        for client, broadcast in sent.items():
             message = came.get(nodes[client])
             if message is None or message.has_error():
                 reason = f"did not answer within {self.round_timeout:g} s" if message is None else message.error.reason
                 raise ProtocolError(f"round {broadcast.round}: client {client} failed: {reason}")
-        return [update_of(came[nodes[client]]) for client in cohort]
+        return {client_name(client): update_of(came[nodes[client]]) for client in sent}
 
     def _connect(self) -> Grid:
         return LocalGrid(self._nodes(self.clients).app(), len(self.clients))

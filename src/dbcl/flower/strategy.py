@@ -28,7 +28,7 @@ from dbcl.flower.records import EXAMPLES, from_record, holds_only, to_record, up
 from dbcl.flower.replies import common_names, filled, metrics_of, with_content
 from dbcl.flower.state import StrategyState
 from dbcl.plan import Ratio, SketchPlan
-from dbcl.protocol import Admission, Broadcast, Door, RoundReport, Server, checkpoint, encode
+from dbcl.protocol import Admission, Door, RoundReport, Server, checkpoint, encode
 from dbcl.protocol.aggregation import Aggregate, mean_metrics, replacement
 from dbcl.protocol.state import restore_server, server_state
 from dbcl.state import State, join
@@ -45,7 +45,8 @@ class DoubleBlind(Strategy):
     each answer is checked at the `door` and lifted to W + dV R^T before it sees it. (FedAvg and FedProx see the metrics
     alone: the server averages first and lifts once, which is the same.) Nodes get the round's broadcast, to train and
     to evaluate; the true weights stay here, in `server.model`, which is `model`. `plan`, `ratio`, `cover`, `veil`,
-    `sketch`, `layers`, `wire`, `calibration` and `insecure_seed` are those of `dbcl.Server`.
+    `sketch`, `layers`, `lanes`, `grouped`, `wire`, `calibration` and `insecure_seed` are those of `dbcl.Server`. A
+    node's lane of a round follows from its identity: it evaluates and trains in the same one.
 
     With a folder as `checkpoint` every finished round is kept there, the strategy's own memory too, and the same
     program started again goes on after the last of them. No wait is longer than `round_timeout` seconds, for answers or
@@ -80,6 +81,8 @@ class DoubleBlind(Strategy):
         veil: float | None = None,
         sketch: str | None = None,
         layers: Layers | None = None,
+        lanes: int | None = None,
+        grouped: bool | None = None,
         wire: str | None = None,
         door: Door | None = None,
         calibration: Tensor | None = None,
@@ -100,6 +103,8 @@ class DoubleBlind(Strategy):
             veil=veil,
             sketch=sketch,
             layers=layers,
+            lanes=lanes,
+            grouped=grouped,
             wire=wire,
             door=door,
             calibration=calibration,
@@ -218,12 +223,11 @@ class DoubleBlind(Strategy):
     ) -> list[Message]:
         """Let the inner strategy choose the nodes and their settings; they get the round's broadcast, not `arrays`."""
         self._check_outermost()
-        broadcast = self.server.open_round()
         own = self._own()
         with repeatable(self._fixed, "configure", server_round):
             waiting = self._with_timeout(grid, "train")
             asked = list(self.strategy.configure_train(server_round, own, config, waiting))
-        return self._blind(asked, own, broadcast, grid)
+        return self._blind(asked, own, grid)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -235,14 +239,14 @@ class DoubleBlind(Strategy):
             asked = list(
                 self.strategy.configure_evaluate(server_round, own, config, self._with_timeout(grid, "evaluate"))
             )
-        return self._blind(asked, own, self.server.open_round(), grid) if asked else []
+        return self._blind(asked, own, grid) if asked else []
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check the updates, lift them, let the inner strategy aggregate, and take its arrays as the new weights."""
         self._check_outermost()
-        broadcast = self.server.open_round()
+        sent = {node: self.server.open_round(_name(node)) for node in self._asked}
         came = self._by_node(replies)
         admission, answers = self._admit(came)
         for reason in admission.reasons:
@@ -263,8 +267,8 @@ class DoubleBlind(Strategy):
         report = self.server.close(made, admission.tally())
         self.reports.append(report)
         if self.observer is not None:
-            nodes = [node for node in came if _name(node) in admission.accepted]
-            self.observer(broadcast, [self._numbers[node] for node in nodes], [answers[_name(node)] for node in nodes])
+            told = {self._numbers[node]: answers[_name(node)] for node in came if _name(node) in admission.accepted}
+            self.observer({self._numbers[node]: broadcast for node, broadcast in sent.items()}, told)
         metrics = MetricRecord() if summary is None else summary
         metrics["dbcl-accepted"], metrics["dbcl-refused"] = report.accepted, len(report.refused)
         return None, metrics
@@ -292,15 +296,19 @@ class DoubleBlind(Strategy):
 
     # Their parts
 
-    def _blind(self, asked: list[Message], own: ArrayRecord, broadcast: Broadcast, grid: Grid) -> list[Message]:
+    def _blind(self, asked: list[Message], own: ArrayRecord, grid: Grid) -> list[Message]:
         if any(not holds_only(message, own) for message in asked):
             raise ProtocolError(
                 f"{self._kept.names[0]} sends other arrays than the model's; only the model can be blinded, so a "
                 "strategy that sends more (control variates, for example) cannot be inside DoubleBlind"
             )
-        data = encode(broadcast)
-        messages = [with_broadcast(message, data, ttl=self.round_timeout) for message in asked]
-        self._asked = sorted(message.metadata.dst_node_id for message in messages)
+        self._asked = sorted(message.metadata.dst_node_id for message in asked)
+        sent = {node: self.server.open_round(_name(node)) for node in self._asked}  # in a fixed order: lanes follow it
+        written = {id(broadcast): encode(broadcast) for broadcast in sent.values()}
+        messages = [
+            with_broadcast(message, written[id(sent[message.metadata.dst_node_id])], ttl=self.round_timeout)
+            for message in asked
+        ]
         for node in sorted({*grid.get_node_ids(), *self._asked}):
             self._numbers.setdefault(node, len(self._numbers))
         return messages

@@ -5,7 +5,7 @@ from dbcl.protocol.aggregation import Aggregate
 from dbcl.protocol.base import load_base
 from dbcl.protocol.client import blinded, update
 from dbcl.protocol.codec import decode_base, decode_broadcast, decode_update, encode, encoded_size
-from dbcl.protocol.messages import Base, Broadcast, RoundReport, Tally, Update
+from dbcl.protocol.messages import Base, Broadcast, RoundReport, Tally, Update, UpdateStack
 from dbcl.protocol.policy import Policy
 from dbcl.protocol.server import Server
 
@@ -21,6 +21,7 @@ __all__ = [
     "Server",
     "Tally",
     "Update",
+    "UpdateStack",
     "blinded",
     "decode_base",
     "decode_broadcast",

@@ -3,7 +3,7 @@
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from dbcl.errors import ProtocolError, shown
 from dbcl.privacy import clip_factor, norm
 from dbcl.protocol.aggregation import Aggregate, Weighted, mean_metrics
 from dbcl.protocol.codec import MAX_METRIC, MAX_METRICS, decode_update
-from dbcl.protocol.messages import Broadcast, Tally, Update
+from dbcl.protocol.messages import Broadcast, Tally, Update, UpdateStack
 from dbcl.round_plan import mismatches
 
 ENOUGH = 3
@@ -70,6 +70,49 @@ class Door:
         update = decode_update(bytes(message)) if isinstance(message, bytes | bytearray | memoryview) else message
         if not isinstance(update, Update):
             raise ProtocolError(f"is a {type(update).__name__} and no update")
+        self._check_header(update, broadcast)
+        self._check_shapes(update.tensors, broadcast)
+        measured = {tensor.name for tensor in broadcast.plan.tensors if tensor.measured}
+        length = norm({name: tensor for name, tensor in update.tensors.items() if name not in measured})
+        for name, tensor in update.tensors.items():
+            if (name in measured or not math.isfinite(length)) and not torch.isfinite(tensor).all():
+                raise ProtocolError(f"{name} holds {'NaN' if tensor.isnan().any() else 'infinity'}")
+            if name in measured and name.endswith("running_var") and (tensor < 0).any():
+                raise ProtocolError(f"{name} holds a negative variance")
+        return self._with_length(update, length)
+
+    def admit_stack(self, stack: UpdateStack, broadcasts: Sequence[Broadcast]) -> "list[Admitted | ProtocolError]":
+        """`admit` for a stack of updates, each to its broadcast: what was admitted, or why it was refused.
+
+        The tensors are looked at where they lie and all at once; only an update with something odd is looked at alone.
+
+        >>> import dbcl, torch
+        >>> broadcast = dbcl.Server(torch.nn.Linear(2, 1), cover="all", ratio=2, lanes=1).open_round()
+        >>> sent = {"weight": torch.tensor([[[3.0]], [[math.nan]]]), "bias": torch.tensor([[4.0], [0.0]])}
+        >>> stack = UpdateStack(0, ("ann", "bob"), (broadcast.plan.digest,) * 2, sent, (6, 7), ({}, {}))
+        >>> good, bad = Door().admit_stack(stack, [broadcast] * 2)
+        >>> good.length, bad
+        (5.0, ProtocolError('weight holds NaN'))
+        """
+        lengths, odd = _measure(stack, {tensor.name for tensor in broadcasts[0].plan.tensors if tensor.measured})
+        checked: set[int] = set()  # of which broadcasts the shapes were compared
+        found: list[Admitted | ProtocolError] = []
+        for place, (broadcast, length, strange) in enumerate(zip(broadcasts, lengths, odd, strict=True)):
+            update = stack.at(place)
+            try:
+                if strange:
+                    found.append(self.admit(update, broadcast))
+                    continue
+                self._check_header(update, broadcast)
+                if id(broadcast) not in checked:
+                    self._check_shapes(update.tensors, broadcast)
+                    checked.add(id(broadcast))
+                found.append(self._with_length(update, length))
+            except ProtocolError as error:
+                found.append(error)
+        return found
+
+    def _check_header(self, update: Update, broadcast: Broadcast) -> None:
         if update.round != broadcast.round:
             raise ProtocolError(f"answers round {update.round}, and round {broadcast.round} is open")
         if update.plan != broadcast.plan.digest:
@@ -83,24 +126,23 @@ class Door:
         for name, value in update.metrics.items():
             if not abs(value) < MAX_METRIC:
                 raise ProtocolError(f"metric {shown(name)} is {value:.4g}")
+
+    @staticmethod
+    def _check_shapes(tensors: Mapping[str, Tensor], broadcast: Broadcast) -> None:
         measured = {tensor.name for tensor in broadcast.plan.tensors if tensor.measured}
         asked = {
             name: tuple(sent.shape)
             for name, sent in broadcast.tensors.items()
-            if name in update.tensors or name not in measured
+            if name in tensors or name not in measured
         }
-        problems = mismatches(asked, update.tensors)
+        problems = mismatches(asked, tensors)
         if problems:
             raise ProtocolError("; ".join(problems[:5]))
-        for name, tensor in update.tensors.items():
+        for name, tensor in tensors.items():
             if tensor.dtype != broadcast.tensors[name].dtype:
                 raise ProtocolError(f"{name} is {tensor.dtype}, and {broadcast.tensors[name].dtype} was sent")
-        length = norm({name: tensor for name, tensor in update.tensors.items() if name not in measured})
-        for name, tensor in update.tensors.items():
-            if (name in measured or not math.isfinite(length)) and not torch.isfinite(tensor).all():
-                raise ProtocolError(f"{name} holds {'NaN' if tensor.isnan().any() else 'infinity'}")
-            if name in measured and name.endswith("running_var") and (tensor < 0).any():
-                raise ProtocolError(f"{name} holds a negative variance")
+
+    def _with_length(self, update: Update, length: float) -> "Admitted":
         if length > MAX_LENGTH:
             raise ProtocolError(f"its length {length:.4g} is absurd (above {MAX_LENGTH:g})")
         if self.norm_bound is not None and length > self.norm_bound and not self.clip:
@@ -148,6 +190,21 @@ class Door:
         if aggregate.count < self.min_updates:
             problems.append(f"it is made of {aggregate.count} updates and {self.min_updates} are needed")
         return problems
+
+
+def _measure(stack: UpdateStack, measured: Collection[str]) -> tuple[list[float], list[bool]]:
+    """The length of every update of a stack, and whether it holds anything that a closer look would refuse."""
+    squares, odd = [], []
+    for name, tensor in stack.tensors.items():
+        flat = tensor.flatten(1)
+        if name in measured:
+            odd.append(~flat.isfinite().all(dim=1))
+            if name.endswith("running_var"):
+                odd.append((flat < 0).any(dim=1))
+        else:
+            squares.append(torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64))
+    lengths = torch.linalg.vector_norm(torch.stack(squares), dim=0)
+    return lengths.tolist(), torch.stack([*odd, ~lengths.isfinite()]).any(dim=0).tolist()
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -213,6 +270,10 @@ class Admission:
     refused: Mapping[str, str]
     pull: float = 0.0
     """The median client's pull on the average: what later rounds are measured by."""
+    stack: UpdateStack | None = None
+    """The stack that the updates came in, if they did."""
+    lanes: tuple[int, ...] = ()
+    """How many were accepted in each lane."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -241,6 +302,7 @@ class Admission:
             examples=sum(each.update.examples for each in accepted),
             metrics=mean_metrics([(each.update.metrics, each.weight) for each in accepted]),
             pull=self.pull,
+            lanes=self.lanes,
         )
 
 

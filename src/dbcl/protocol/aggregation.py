@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dbcl.errors import ProtocolError
@@ -61,17 +62,51 @@ def average(updates: Sequence[Weighted], like: Mapping[str, Tensor], statistics:
     >>> average([one, three], {"b": torch.zeros(1)}).mean()
     {'b': tensor([4.])}
     """
+    return Aggregate(summed(updates, like, statistics), weight=1.0, count=len(updates))
+
+
+def summed(
+    updates: Sequence[Weighted],
+    like: Mapping[str, Tensor],
+    statistics: Collection[str] = (),
+    whole: float | None = None,
+) -> dict[str, Tensor]:
+    """The sums of `average`; `whole` is the weight that shares are of, where these are only some of the updates.
+
+    >>> import torch
+    >>> summed([Weighted({"b": torch.tensor([4.0])}, 1)], {"b": torch.zeros(1)}, whole=2.0)
+    {'b': tensor([2.])}
+    """
     sums = {}
     for name, tensor in like.items():
         having = [each for each in updates if name in each.tensors] if name in statistics else updates
-        total = sum(each.weight for each in having)
+        total = sum(each.weight for each in having) if whole is None else whole
         shares = [(1.0 if name in statistics else each.factor) * each.weight / total for each in having]
         for each, share in zip(having, shares, strict=True):
             if name not in sums:
                 sums[name] = each.tensors[name].to(tensor) * share
             else:
                 sums[name].add_(each.tensors[name].to(tensor), alpha=share)
-    return Aggregate(sums, weight=1.0, count=len(updates))
+    return sums
+
+
+def stacked_sums(
+    stack: Mapping[str, Tensor], shares: Sequence[Sequence[float]], like: Mapping[str, Tensor]
+) -> list[dict[str, Tensor]]:
+    """Weighted sums over the client axis of stacked tensors, one for each row of shares, where the tensors lie.
+
+    >>> import torch
+    >>> stacked_sums({"b": torch.tensor([[1.0], [5.0]])}, [[0.25, 0.75]], {"b": torch.zeros(1)})
+    [{'b': tensor([4.])}]
+    """
+    sums: list[dict[str, Tensor]] = [{} for _ in shares]
+    table = torch.tensor(shares, dtype=torch.float64)
+    for name, tensor in stack.items():
+        wide = tensor.to(like[name])
+        added = (table.to(wide) @ wide.flatten(1)).view(len(shares), *wide.shape[1:])
+        for own, each in zip(sums, added, strict=True):
+            own[name] = each
+    return sums
 
 
 def replacement(new: Mapping[str, Tensor], old: Mapping[str, Tensor], count: int) -> Aggregate:

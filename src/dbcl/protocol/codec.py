@@ -30,9 +30,9 @@ from dbcl.protocol.inspection import (
     read_json,
 )
 from dbcl.protocol.messages import Base, Broadcast, Update
-from dbcl.round_plan import UNSKETCHED, RoundPlan, RoundTensor
+from dbcl.round_plan import MAX_LANES, UNSKETCHED, RoundPlan, RoundTensor
 from dbcl.seeds import SEED_BYTES
-from dbcl.sketch import SCHEMES
+from dbcl.sketch import SCHEMES, LaneSketch
 
 MAGIC = b"DBCL"
 VERSION = 1
@@ -92,13 +92,18 @@ def decode_broadcast(data: bytes) -> Broadcast:
     parts = take("parts", lambda value: isinstance(value, list) and all(map(_is_part, value)))
     frozen = take("frozen", lambda value: isinstance(value, list) and all(map(_is_frozen, value)), default=[])
     veil = take("veil", lambda value: isinstance(value, float) and 0 < value < MAX_METRIC, default=0.0)
+    lane, lanes = take("lane", _is_lane, default=[0, 1])
     take.end()
     plan = RoundPlan(
         round,
         bytes.fromhex(seed),
         tuple(_part(*part) for part in parts),
         tuple((name, digest) for name, digest in frozen),
+        lane,
+        lanes,
     )
+    if lanes == 1 and any(part.scheme == LaneSketch.scheme for part in plan.tensors):
+        raise ProtocolError("broadcast: the plan has sketches in lanes, and the header does not say which lane")
     if len({part.name for part in plan.tensors}) != len(plan.tensors):
         raise ProtocolError("broadcast: a tensor is named twice in the plan")
     return Broadcast(plan, tensors, veil)
@@ -145,6 +150,8 @@ def _header(message: Broadcast | Update | Base) -> dict[str, Any]:
         header: dict[str, Any] = {"round": message.plan.round, "seed": message.plan.seed.hex(), "parts": parts}
         if message.plan.frozen:
             header["frozen"] = [list(each) for each in message.plan.frozen]
+        if message.plan.lanes > 1:
+            header["lane"] = [message.plan.lane, message.plan.lanes]
         return {**header, "veil": message.veil} if message.veil else header
     return {
         "round": message.round,
@@ -258,6 +265,14 @@ def _is_number(value: Any) -> bool:
 
 def _is_hex(text: str) -> bool:
     return all(letter in "0123456789abcdef" for letter in text)
+
+
+def _is_lane(value: Any) -> bool:
+    """The lane and how many there are, two or more."""
+    if not (isinstance(value, list) and len(value) == 2 and all(map(is_count, value))):
+        return False
+    lane, lanes = value
+    return bool(lane < lanes and 1 < lanes <= MAX_LANES)
 
 
 def _is_frozen(value: Any) -> bool:

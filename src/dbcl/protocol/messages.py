@@ -1,6 +1,6 @@
 """The only two messages, and the report of a round."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -75,6 +75,70 @@ class Update:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class UpdateStack(Mapping[str, Update]):
+    """The updates of many clients, by sender, whose tensors lie together: each has a leading client axis.
+
+    What an engine that trains clients together hands to the server, so that all are checked, averaged and lifted where
+    they are. Whoever asks for one client's update gets a view of its slice.
+
+    >>> import torch
+    >>> stack = UpdateStack(0, ("ann", "bob"), ("ab", "ab"), {"bias": torch.eye(2)}, (6, 7), ({}, {}))
+    >>> stack["bob"].tensors["bias"], stack["bob"].examples
+    (tensor([0., 1.]), 7)
+    """
+
+    round: int
+    senders: tuple[str, ...]
+    plans: tuple[str, ...]
+    """The digest of the plan that each of them answers: clients of different lanes have different plans."""
+    tensors: Mapping[str, Tensor]
+    examples: tuple[int, ...]
+    metrics: tuple[Mapping[str, float], ...]
+
+    def __getitem__(self, sender: str) -> Update:
+        try:
+            place = self.senders.index(sender)
+        except ValueError:
+            raise KeyError(sender) from None
+        return self.at(place)
+
+    def at(self, place: int) -> Update:
+        """The update at a place of the stack."""
+        tensors = _Slices(self.tensors, place)
+        return Update(self.round, self.plans[place], tensors, self.examples[place], self.metrics[place])
+
+    def only(self, senders: Sequence[str]) -> Mapping[str, Tensor]:
+        """The stacked tensors of some senders, in the order of the stack."""
+        if len(senders) == len(self.senders):
+            return self.tensors
+        rows = [place for place, sender in enumerate(self.senders) if sender in senders]
+        return {name: tensor[rows] for name, tensor in self.tensors.items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.senders)
+
+    def __len__(self) -> int:
+        return len(self.senders)
+
+
+@dataclass(frozen=True, eq=False)
+class _Slices(Mapping[str, Tensor]):
+    """One client's tensors in a stack; cut out when somebody looks."""
+
+    stacked: Mapping[str, Tensor]
+    place: int
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.stacked[name][self.place]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stacked)
+
+    def __len__(self) -> int:
+        return len(self.stacked)
+
+
 @dataclass(frozen=True)
 class Tally:
     """What is known of the updates behind an aggregate, for the round's report.
@@ -91,6 +155,8 @@ class Tally:
     """The clients' metrics, averaged over examples."""
     pull: float = 0.0
     """The median client's pull on the average, with which later rounds bound each client's."""
+    lanes: tuple[int, ...] = ()
+    """How many updates were accepted in each lane."""
 
 
 @dataclass(frozen=True)
@@ -110,3 +176,14 @@ class RoundReport:
     """The length of the average update, all tensors together."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The clients' metrics, averaged over examples."""
+    lanes: tuple[int, ...] = ()
+    """How many updates were accepted in each lane; empty where that is not known."""
+
+    @property
+    def unanswered(self) -> tuple[int, ...]:
+        """The lanes without an answer: their weight went to the others.
+
+        >>> RoundReport(3, accepted=2, refused=(), clipped=0, examples=9, norm=0.1, lanes=(2, 0)).unanswered
+        (1,)
+        """
+        return tuple(lane for lane, count in enumerate(self.lanes) if count == 0)

@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from dbcl import seeds
 from dbcl._torch import unwrapped, version
-from dbcl.blind import blind, lift
+from dbcl.blind import lift, veiled
 from dbcl.cover import Cover, Layers, fingerprint, fixed_tensors, frozen_parameters, named_tensors, recompute
 from dbcl.data.trees import Tree
 from dbcl.errors import PlanError, ProtocolError, plain
@@ -21,13 +22,14 @@ from dbcl.plan import Ratio, SketchPlan
 from dbcl.privacy import Veil, WhiteVeil, norm
 from dbcl.protocol import checkpoint
 from dbcl.protocol.admission import Admission, Admitted, Door, copies, not_finite
-from dbcl.protocol.aggregation import Aggregate, average
+from dbcl.protocol.aggregation import Aggregate, stacked_sums, summed
 from dbcl.protocol.base import veiled_base
-from dbcl.protocol.codec import WIRE_DTYPES
+from dbcl.protocol.codec import WIRE_DTYPES, decode_update
 from dbcl.protocol.masters import Masters
-from dbcl.protocol.messages import Base, Broadcast, RoundReport, Tally, Update
+from dbcl.protocol.messages import Base, Broadcast, RoundReport, Tally, Update, UpdateStack
+from dbcl.protocol.open_round import OpenRound
 from dbcl.protocol.state import restore_server, server_state
-from dbcl.round_plan import MEASURED, mismatches
+from dbcl.round_plan import MEASURED, RoundPlan, mismatches
 from dbcl.state import State
 from dbcl.statistics import calibrate
 
@@ -40,7 +42,8 @@ RECENT = 5
 class Server:
     """Holds the model W and runs the rounds: `open_round` blinds it, `close_round` steps on the lifted average.
 
-    `ratio`, `cover`, `veil`, `sketch`, `layers` and `send_frozen` are those of `SketchPlan.of`; or give a `plan`.
+    `ratio`, `cover`, `veil`, `sketch`, `layers`, `send_frozen`, `lanes` and `grouped` are those of `SketchPlan.of`; or
+    give a `plan`.
     `wire` names the dtype that travels ("float64", "float32", "bfloat16", "float16"; the model's own where it is None).
     The round's seed and veil come from the operating system, anew in every round; `insecure_seed` fixes them all, so
     that an experiment can be repeated, and must never be set where clients are strangers. `calibration` are inputs of
@@ -51,13 +54,13 @@ class Server:
     >>> def net():
     ...     return torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     >>> server = dbcl.Server(net(), ratio=2)
-    >>> broadcast = server.open_round()
+    >>> broadcast = server.open_round("alice")
     >>> local = dbcl.blinded(net(), broadcast)
     >>> optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
     >>> local(torch.ones(5, 8)).square().mean().backward()
     >>> optimizer.step()
     >>> update = dbcl.update(local, broadcast, examples=5)
-    >>> report = server.close_round([update])
+    >>> report = server.close_round({"alice": update})
     >>> report.accepted, report.refused, server.round
     (1, (), 1)
     """
@@ -73,6 +76,8 @@ class Server:
         sketch: str | None = None,
         layers: Layers | None = None,
         send_frozen: bool | None = None,
+        lanes: int | None = None,
+        grouped: bool | None = None,
         optimizer: ServerOptimizer | None = None,
         door: Door | None = None,
         wire: str | None = None,
@@ -86,6 +91,8 @@ class Server:
             "sketch": sketch,
             "layers": layers,
             "send_frozen": send_frozen,
+            "lanes": lanes,
+            "grouped": grouped,
         }
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if plan is not None and settings:
@@ -110,32 +117,47 @@ class Server:
         self._renew_key()
         self._base_key = seeds.fresh() if self._insecure is None else seeds.derive(self._insecure, "base")
         self._frozen: tuple[tuple[str, str], ...] | None = None
-        self._open: Broadcast | None = None
+        self._open: OpenRound | None = None
+        self._asked: dict[str, int] = {}  # who had asked for the round when the checkpoint was written
         self._masters = Masters(own)
         trained = [
             self._masters.of(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
         self._optimizer = (optimizer or fedavg())(trained)
 
-    def open_round(self) -> Broadcast:
-        """Blind the model for this round. Until the round is closed, every call gives the same broadcast.
+    def open_round(self, client: str | int | None = None) -> Broadcast:
+        """Blind the model for this round and give a client's broadcast, the same at every call until the round closes.
+
+        Clients are spread over the lanes in the order in which they ask; name them, so that one that asks again gets
+        the same lane. With one lane all get the same. Without a name it is the broadcast of the first lane: sent to
+        all clients, that is the paper's shared sketch, and takes the paper's many rounds.
 
         A second veil of the same weights would let a client average the noise away, so there never is one: the
         round's key is drawn when the round before it closes, it is in the checkpoint, and all noise follows from it.
+
+        >>> server = Server(nn.Linear(6, 2), cover="all")
+        >>> sorted(server.open_round(client).plan.lane for client in ("alice", "bob"))
+        [0, 1]
         """
         if self._open is None:
             if self._frozen is None:
                 self._frozen = self._fingerprints()
             self.settle_key()
-            plan = self.plan.draw(seeds.derive(self._key, "sketch"), self.round, self._frozen)
             self.veil.begin(self.round, seeds.derive(self._key, "veil"), self.model)
-            sent, own = blind(self.weights(), plan, partial(self.veil.noise, self.round)), named_tensors(self.model)
-            leaving = {name: V.to(self._wire or own[name].dtype) for name, V in sent.items()}
-            wrong = not_finite(leaving)
-            if wrong:
-                raise ProtocolError(f"round {self.round}: nothing leaves the server, {wrong[0]} holds NaN or infinity")
-            self._open = Broadcast(plan, leaving, self.plan.least_veil)
-        return self._open
+            hidden, own = veiled(self.weights(), partial(self.veil.noise, self.round)), named_tensors(self.model)
+            self._open = OpenRound(
+                self.plan,
+                self._key,
+                self._draw,
+                hidden,
+                lambda name: self._wire or own[name].dtype,
+                self._asked,
+            )
+        return self._open.broadcast(None if client is None else str(client))
+
+    def _draw(self, group: int, lane: int) -> RoundPlan:
+        labels = ("sketch", group) if group else ("sketch",)
+        return self.plan.draw(seeds.derive(self._key, *labels), self.round, self._frozen or (), lane)
 
     def base(self) -> Base:
         """The frozen parameters, veiled, for a client that has none: the same numbers at every call.
@@ -157,7 +179,9 @@ class Server:
         Where fewer than `min_updates` are left, that is a `ProtocolError`, nothing has changed and the round stays
         open.
         """
-        if isinstance(updates, Mapping):
+        if isinstance(updates, UpdateStack):
+            admission = self._admit_stack(updates)
+        elif isinstance(updates, Mapping):
             admission = self.admit(updates.items())
         else:
             admission = self.admit(
@@ -173,7 +197,7 @@ class Server:
 
         With an `Aggregate` of your own making and `close` this is `close_round` with another aggregation.
         """
-        broadcast = self._opened()
+        opened = self._opened()
         accepted: dict[str, Admitted] = {}
         refused: dict[str, str] = {}
         further: Counter[str] = Counter()
@@ -182,23 +206,75 @@ class Server:
                 further[who] += 1
                 continue
             try:
-                accepted[who] = self.door.admit(update, broadcast)
+                read = decode_update(bytes(update)) if isinstance(update, bytes | bytearray | memoryview) else update
+                digest = read.plan if isinstance(read, Update) else ""
+                accepted[who] = self.door.admit(read, opened.answered(digest, who))
             except ProtocolError as error:
                 refused[who] = plain(str(error))
             except Exception as error:  # whatever one client sent, the others' round goes on
-                log.debug("round %s: %s", broadcast.round, who, exc_info=True)
+                log.debug("round %s: %s", self.round, who, exc_info=True)
                 refused[who] = f"cannot be read ({type(error).__name__})"
         for who, count in further.items():
             many = f" ({count} of them)" if count > 1 else ""
-            log.warning("round %s: a further answer of %s is left out%s", broadcast.round, who, many)
+            log.warning("round %s: a further answer of %s is left out%s", self.round, who, many)
         if refuse_copies:
             refused |= copies(accepted)
-        balanced, pull = self.door.balance({w: a for w, a in accepted.items() if w not in refused}, self._pulls)
-        return Admission(broadcast.round, balanced, refused, pull)
+        return self._admission({who: each for who, each in accepted.items() if who not in refused}, refused)
+
+    def _admit_stack(self, stack: UpdateStack) -> Admission:
+        """The same for updates that lie together."""
+        opened = self._opened()
+        accepted: dict[str, Admitted] = {}
+        refused: dict[str, str] = {}
+        answered = [opened.answered(digest, who) for who, digest in zip(stack.senders, stack.plans, strict=True)]
+        for who, found in zip(stack.senders, self.door.admit_stack(stack, answered), strict=True):
+            if isinstance(found, Admitted):
+                accepted[who] = found
+            else:
+                refused[who] = plain(str(found))
+        return replace(self._admission(accepted, refused), stack=stack)
+
+    def _admission(self, accepted: Mapping[str, Admitted], refused: Mapping[str, str]) -> Admission:
+        balanced, pull = self.door.balance(accepted, self._pulls)
+        lane_of = self._opened().lane_of
+        answers = Counter(lane_of(each.update.plan) for each in balanced.values())
+        return Admission(
+            self.round, balanced, refused, pull, lanes=tuple(answers[lane] for lane in range(self.plan.lanes))
+        )
 
     def average(self, admission: Admission) -> Aggregate:
-        """The mean of what was admitted, weighted by examples."""
-        return average(admission.weighted(), self.weights(), self.statistics)
+        """The mean of what was admitted, weighted by examples: over each lane in the sketched space, lifted, and added.
+
+        What a lane without answers would have weighed goes to the others.
+        """
+        weights, plans = self.weights(), self._opened().by_digest()
+        sums: dict[str, Tensor] = {}
+        for digest, part in self._sums(admission, weights):
+            for name, change in lift(plans[digest], part).items():
+                sums[name] = sums[name].add_(change) if name in sums else change
+        return Aggregate(sums, weight=1.0, count=len(admission.accepted), lifted=True)
+
+    def _sums(self, admission: Admission, like: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """For each plan that was answered, what its updates add to the whole mean, in its sketched space."""
+        accepted = list(admission.accepted.values())
+        whole = sum(each.weight for each in accepted)
+        digests = list(dict.fromkeys(each.update.plan for each in accepted))
+        statistics = {name: like[name] for name in self.statistics}
+        if admission.stack is None:
+            every = admission.weighted()
+            changes = {name: tensor for name, tensor in like.items() if name not in statistics}
+            for digest in digests:
+                own = [one for one, each in zip(every, accepted, strict=True) if each.update.plan == digest]
+                yield digest, summed(own, changes, whole=whole)
+            yield digests[0], summed(every, statistics, statistics)
+            return
+        stack = admission.stack.only(list(admission.accepted))
+        shares = [[each.weight / whole * (each.update.plan == digest) for each in accepted] for digest in digests]
+        clipped = [[share * each.factor for share, each in zip(row, accepted, strict=True)] for row in shares]
+        changed = {name: tensor for name, tensor in stack.items() if name not in statistics}
+        measured = {name: tensor for name, tensor in stack.items() if name in statistics}
+        for rows, tensors in ((clipped, changed), (shares, measured)):
+            yield from zip(digests, stacked_sums(tensors, rows, like), strict=True)
 
     def lifted(self, admission: Admission) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """For every client that was admitted, the weights it would have made: W + dV R^T, clipped by the door.
@@ -211,11 +287,11 @@ class Server:
         >>> torch.equal(same["me"]["weight"], server.model.weight)
         True
         """
-        plan = self._opened().plan
+        plans = self._opened().by_digest()
         weights = {name: tensor.detach() for name, tensor in self.weights().items()}
         for who, each in admission.accepted.items():
             sent = {name: each.update.tensors[name].to(W) for name, W in weights.items() if name in each.update.tensors}
-            changes = lift(plan, sent)
+            changes = lift(plans[each.update.plan], sent)
             made = {name: changes.get(name, W) for name, W in weights.items()}  # of statistics the client's values
             for name in weights.keys() - self.statistics:
                 made[name] = torch.add(weights[name], changes[name], alpha=each.factor)
@@ -224,16 +300,16 @@ class Server:
     def close(self, aggregate: Aggregate, tally: Tally | None = None) -> RoundReport:
         """Close the round with an aggregate, whoever made it: lift its mean, check it, and step.
 
-        Where the aggregate does not pass the door, that is a `ProtocolError`, nothing has changed and the round stays
+        With several lanes the aggregate must be lifted already: `average` does so lane by lane. Where the aggregate does not pass the door, that is a `ProtocolError`, nothing has changed and the round stays
         open. `tally` is what the report says of the updates behind it.
 
         >>> from dbcl.protocol import Aggregate
-        >>> server = Server(nn.Linear(6, 2), cover="all", veil=0)
+        >>> server = Server(nn.Linear(6, 2), cover="all", veil=0, lanes=1)
         >>> sums = {name: torch.ones_like(tensor) for name, tensor in server.open_round().tensors.items()}
         >>> server.close(Aggregate(sums, weight=2.0, count=2)).accepted
         2
         """
-        plan = self._opened().plan
+        plan = self._opened().first.plan
         weights = self.weights()
         mean, changes = aggregate.mean(), dict[str, Tensor]()
         shapes = {
@@ -242,6 +318,8 @@ class Server:
             if tensor.name in mean or not tensor.measured
         }
         problems = mismatches(shapes, mean)
+        if plan.lanes > 1 and not aggregate.lifted:
+            problems.append(f"it is not lifted, and the round has {plan.lanes} lanes")
         if not problems:
             changes = dict(mean) if aggregate.lifted else lift(plan, mean)
             for name in self.statistics & changes.keys():
@@ -259,7 +337,15 @@ class Server:
             examples=tally.examples,
             norm=length,
             metrics=tally.metrics,
+            lanes=tally.lanes,
         )
+        if report.unanswered and report.accepted >= len(report.lanes):
+            log.warning(
+                "round %s: no answer in lanes %s of %s; open_round(client) gives each client its lane",
+                self.round,
+                ", ".join(map(str, report.unanswered)),
+                len(report.lanes),
+            )
         before = server_state(self)
         try:
             self._step(weights, changes)
@@ -278,7 +364,7 @@ class Server:
         if tally.pull > 0:
             self._pulls = [*self._pulls, tally.pull][-RECENT:]
         self._renew_key()
-        self._open = None
+        self._open, self._asked = None, {}
         return report
 
     def weights(self) -> dict[str, Tensor]:
@@ -325,7 +411,7 @@ class Server:
         restore_server(server, state)
         return server
 
-    def _opened(self) -> Broadcast:
+    def _opened(self) -> OpenRound:
         if self._open is None:
             raise ProtocolError("no round is open: call open_round first")
         return self._open

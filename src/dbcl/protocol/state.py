@@ -30,6 +30,9 @@ def server_state(server: "Server") -> State:
     server.settle_key()
     own: dict[str, Any] = {"number": server.round, "key": server._key.hex(), "plan": server.plan.digest}
     own["pulls"] = server._pulls
+    asked = server._asked if server._open is None else server._open.asked
+    if asked:
+        own["asked"] = list(asked)
     if server.plan.base:
         own["base_key"] = server._base_key.hex()
     parts = {
@@ -79,6 +82,7 @@ def _restore(server: "Server", state: State, keep_open: bool) -> None:
             f"the checkpoint is of a server with the optimiser {plain(str(kind))} and this one has {ours}"
         )
     number, key, pulls = own["number"], bytes.fromhex(own["key"]), [float(pull) for pull in own.get("pulls", [])]
+    asked = {str(client): number for number, client in enumerate(own.get("asked", []))}
     base_key = bytes.fromhex(own["base_key"]) if server.plan.base else server._base_key
     if not is_count(number) or len(key) != SEED_BYTES or len(base_key) != SEED_BYTES or not all(map(isfinite, pulls)):
         raise ProtocolError("the checkpoint is damaged: its round, a key or a length cannot be what it says")
@@ -88,6 +92,7 @@ def _restore(server: "Server", state: State, keep_open: bool) -> None:
     if server._masters.tensors:
         server._masters.load(state.part("masters").tensors)
     server.round, server._key, server._base_key, server._pulls = number, key, base_key, pulls
+    server._asked = asked
     server._key_of = server._versions()
     if not keep_open:
         server._open = None

@@ -40,7 +40,14 @@ def build_plan(config: RunConfig, model: nn.Module, layers: Layers | None = None
     ('1.bias', '3.bias', '5.weight', '5.bias')
     """
     return SketchPlan.of(
-        model, ratio=config.ratio, cover=config.cover, veil=config.veil, sketch=config.sketch, layers=layers
+        model,
+        ratio=config.ratio,
+        cover=config.cover,
+        veil=config.veil,
+        sketch=config.sketch,
+        layers=layers,
+        lanes=config.lanes,
+        grouped=config.buckets == "grouped",
     )
 
 

@@ -19,11 +19,12 @@ from dbcl.engines.training import OptimizerFactory, Schedule
 from dbcl.errors import ConfigError
 from dbcl.models import NETWORKS
 from dbcl.optim import ServerOptimizer, adam, fedavg, momentum
+from dbcl.plan import COUNT
 from dbcl.privacy import UpdateNoise
 from dbcl.protocol import Door
 from dbcl.protocol.codec import WIRE_DTYPES
 from dbcl.run.settings import about, described
-from dbcl.sketch import SCHEMES
+from dbcl.sketch import SCHEMES, LaneSketch
 from dbcl.trackers import PLACES, check_place
 
 CROSS_ENTROPY = "cross-entropy"
@@ -228,13 +229,28 @@ class RunConfig:
         read=read_cover,
     )
     sketch: str = described(
-        "count-v1", "The kind of sketch", HIDE, choices=_unexplained(SCHEMES) | {"identity-v1": "none"}
+        COUNT,
+        "The kind of sketch",
+        HIDE,
+        choices=_unexplained(name for name in SCHEMES if name != LaneSketch.scheme) | {"identity-v1": "none"},
     )
     ratio: float | tuple[float, float] = described(
         2.0,
         "How many inputs share one output of a sketch, or a range that each round draws from: 2-4",
         HIDE,
         read=read_ratio,
+    )
+    lanes: int | None = described(
+        None,
+        "Among how many complementary sketches the clients of a round are spread; 1 is one for all, as in the paper",
+        HIDE,
+        unset="the ratio, rounded",
+    )
+    buckets: str = described(
+        "shared",
+        "Which clients share the buckets of a sketch",
+        HIDE,
+        choices={"shared": "all", "grouped": "as many as there are lanes: fewer rounds, no sums inside a lane"},
     )
     veil: float = described(0.2, "Secret noise on all that leaves the server, relative to the weights", HIDE)
 
@@ -326,6 +342,8 @@ class RunConfig:
         low, high = self.ratio if isinstance(self.ratio, tuple) else (self.ratio, self.ratio)
         if self.sketch != "identity-v1" and not 1 < low <= high:
             raise ConfigError(f"ratio must be above 1, and a range must rise, got {low:g} to {high:g}")
+        if self.lanes is not None and self.lanes < 1:
+            raise ConfigError(f"lanes must be 1 or more, got {self.lanes}")
         if not self.alpha > 0:
             raise ConfigError(f"alpha must be above 0, got {self.alpha}")
         if self.data not in LOADERS and not _own(self.data):

@@ -6,6 +6,7 @@ from functools import partial
 from dbcl.errors import SketchError
 from dbcl.sketch.count import CountSketch
 from dbcl.sketch.identity import Identity
+from dbcl.sketch.lanes import LaneSketch
 from dbcl.sketch.operator import Sketch
 from dbcl.sketch.sampling import UniformSampling
 
@@ -14,18 +15,24 @@ SCHEMES: dict[str, Callable[..., Sketch]] = {
     "count-hashed-v1": partial(CountSketch, hashed=True),
     "sampling-v1": UniformSampling,
     "identity-v1": Identity,
+    LaneSketch.scheme: LaneSketch,
 }
 
 
-def draw(scheme: str, dim: int, width: int, *, seed: bytes, round: int, name: str) -> Sketch:
+def draw(
+    scheme: str, dim: int, width: int, *, seed: bytes, round: int, name: str, lane: int = 0, lanes: int = 1
+) -> Sketch:
     """Draw the sketch that a scheme's name stands for: the same call gives the same map on every machine.
+
+    Of all schemes only "lanes-v1" draws another map for another lane.
 
     >>> draw("count-v1", 6, 3, seed=bytes(32), round=0, name="fc1.weight")
     CountSketch(6 -> 3)
     """
     if scheme not in SCHEMES:
         raise SketchError(f"unknown sketch {scheme!r}; this version knows {', '.join(SCHEMES)}")
-    return SCHEMES[scheme](dim, width, seed=seed, round=round, name=name)
+    own = {"lane": lane, "lanes": lanes} if scheme == LaneSketch.scheme else {}
+    return SCHEMES[scheme](dim, width, seed=seed, round=round, name=name, **own)
 
 
-__all__ = ["SCHEMES", "CountSketch", "Identity", "Sketch", "UniformSampling", "draw"]
+__all__ = ["SCHEMES", "CountSketch", "Identity", "LaneSketch", "Sketch", "UniformSampling", "draw"]

@@ -1,6 +1,7 @@
 """Sketches that add up inputs in buckets, as index tables on a device."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,20 @@ class Tables:
         even = len(bucket) == len(layers) * len(gain)
         self.even = torch.stack(self.project_weights) if even else like.new_empty(0)  # (layers, width), one bucket size
         self.pairs = even and len(layers) == 2
+
+    @classmethod
+    def of_clients(cls, lanes: "Sequence[Tables]", lane_of: Tensor) -> "Tables":
+        """The tables of several clients at once, each in its own of several lanes, which share their buckets.
+
+        The weights get a leading client axis, (clients, 1, ...), so that all maps are those of tensors that have one.
+        """
+        merged = copy.copy(lanes[0])
+        for name in ("lift_weight", "expand_weight", "even"):
+            setattr(merged, name, _of_clients([getattr(lane, name) for lane in lanes], lane_of))
+        for name in ("apply_weights", "project_weights"):
+            each_layer = zip(*(getattr(lane, name) for lane in lanes), strict=True)
+            setattr(merged, name, [_of_clients(list(layer), lane_of) for layer in each_layer])
+        return merged
 
     def tensors(self) -> list[Tensor]:
         """All tables in a fixed order."""
@@ -67,10 +82,16 @@ class Tables:
         """x R D."""
         return self._gather(x, self.project_weights)
 
-    def project_into(self, out: Tensor, x: Tensor) -> None:
-        """`project` into existing memory; not for autograd or `torch.func`."""
-        torch.index_select(x, -1, self.layers[0], out=out).mul_(self.project_weights[0])
-        for layer, weight in zip(self.layers[1:], self.project_weights[1:], strict=True):
+    def project_into(self, out: Tensor, x: Tensor, clients: Tensor | None = None) -> None:
+        """`project` of rows into existing memory, each the row of one of the clients that the tables are of.
+
+        Not for autograd or `torch.func`.
+        """
+        weights = self.project_weights
+        if clients is not None:
+            weights = [weight[:, 0].index_select(0, clients) for weight in weights]
+        torch.index_select(x, -1, self.layers[0], out=out).mul_(weights[0])
+        for layer, weight in zip(self.layers[1:], weights[1:], strict=True):
             out[..., : len(layer)].addcmul_(x.index_select(-1, layer), weight)
 
     def expand(self, y: Tensor) -> Tensor:
@@ -89,14 +110,19 @@ class Tables:
         return out
 
 
-class BucketSketch(Sketch):
-    """A sketch in which every input goes to at most one bucket, with a sign.
+def _of_clients(lanes: list[Tensor], lane_of: Tensor) -> Tensor:
+    return torch.stack(lanes).index_select(0, lane_of).unsqueeze(1)
 
-    Column j of R is the signed indicator of bucket j divided by the square root of its size.
+
+class BucketSketch(Sketch):
+    """A sketch in which every input goes to at most one bucket, with a sign or another coefficient.
+
+    Column j of R holds the coefficients of bucket j divided by the square root of its size; their squares are 1 on
+    average over a bucket.
     """
 
-    def _fill(self, buckets: NDArray[np.int64], signs: NDArray[np.float64], gain_per_member: float) -> None:
-        """Take the bucket of each input (-1: none) and its sign; empty buckets are left out."""
+    def _fill(self, buckets: NDArray[np.int64], coefficients: NDArray[np.float64], gain_per_member: float) -> None:
+        """Take the bucket of each input (-1: none) and its coefficient; empty buckets are left out."""
         inside = buckets >= 0
         sizes = np.bincount(buckets[inside])
         order = np.argsort(-sizes, kind="stable")[: np.count_nonzero(sizes)]
@@ -108,7 +134,7 @@ class BucketSketch(Sketch):
         starts = np.cumsum(sizes) - sizes
         self.dim, self.width = len(buckets), len(sizes)
         self._bucket = torch.from_numpy(buckets)
-        self._unit = torch.from_numpy(np.where(inside, signs / np.sqrt(sizes[buckets]), 0.0))
+        self._unit = torch.from_numpy(np.where(inside, coefficients / np.sqrt(sizes[buckets]), 0.0))
         self._layers = [
             torch.from_numpy(members[starts[: np.count_nonzero(sizes > k)] + k]) for k in range(int(sizes.max()))
         ]

@@ -92,13 +92,13 @@ class EngineContract(ABC):
         server = dbcl.Server(net(), insecure_seed=0, veil=veil)
         for round in range(3):
             result = engine.play_round()
-            broadcast = server.open_round()
-            updates = []
+            updates = {}
             for client, own in enumerate(clients()):
+                broadcast = server.open_round(f"client {client}")
                 local = dbcl.blinded(net(), broadcast)
                 metrics = training.train(local, own, seed=SEED, round=round, client=client)
                 counted = len(own) if training.steps is None else min(len(own), training.batch_size)
-                updates.append(dbcl.update(local, broadcast, examples=counted, metrics=metrics))
+                updates[f"client {client}"] = dbcl.update(local, broadcast, examples=counted, metrics=metrics)
             report = server.close_round(updates)
             assert result.report.accepted == report.accepted == 4
             assert result.report.examples == report.examples
@@ -112,8 +112,8 @@ class EngineContract(ABC):
         seen: list[list[dbcl.Update]] = []
         for each in (None, noise, noise):
             engine = self.start(LocalTraining(lr=0.1), noise=each)
-            engine.observer = lambda broadcast, cohort, messages: seen.append(
-                [m if isinstance(m, dbcl.Update) else dbcl.decode_update(m) for m in messages]
+            engine.observer = lambda sent, updates: seen.append(
+                [m if isinstance(m, dbcl.Update) else dbcl.decode_update(m) for m in updates.values()]
             )
             engine.play_round()
         clear, noised, again = seen
@@ -126,7 +126,7 @@ class EngineContract(ABC):
     def test_the_bytes_are_those_of_the_messages(self) -> None:
         engine = self.start(LocalTraining(), fraction=0.5)
         twin = self.start(LocalTraining(), fraction=0.5)
-        broadcast = twin.session.open()
+        broadcast = twin.session.open("client 0")
         result = engine.play_round()
         assert result.bytes_down == 2 * len(dbcl.encode(broadcast))
         answer = dbcl.update(dbcl.blinded(net(), broadcast), broadcast, examples=40, metrics={"loss": math.pi})
@@ -185,14 +185,14 @@ class EngineContract(ABC):
         server = dbcl.Server(copy.deepcopy(template), insecure_seed=0)
         for _ in range(2):
             result = engine.play_round()
-            broadcast = server.open_round()
-            updates = []
-            for inputs, targets in sets:
+            updates = {}
+            for client, (inputs, targets) in enumerate(sets):
+                broadcast = server.open_round(f"client {client}")
                 local = dbcl.blinded(template, broadcast)
                 optimizer = torch.optim.Adam(local.parameters(), lr=0.01)
                 F.mse_loss(local(**inputs), targets).backward()  # type: ignore[no-untyped-call]  # one batch holds all examples, in whatever order
                 optimizer.step()
-                updates.append(dbcl.update(local, broadcast, examples=10))
+                updates[f"client {client}"] = dbcl.update(local, broadcast, examples=10)
             server.close_round(updates)
             assert result.report.accepted == 2
         for name, tensor in server.model.state_dict().items():

@@ -17,7 +17,7 @@ class CudaGraphLoop:
     def __init__(self, stack: StageStack, training: LocalTraining, x: Tensor, y: Tensor, schedule: Schedule) -> None:
         self.key = self._key(stack, training, x, schedule)
         self.stack = stack
-        self.loop = TrainingLoop(stack, training, 0.0, stack.replicate(schedule.clients), x, y, schedule)
+        self.loop = TrainingLoop(stack, training, 0.0, stack.start(), x, y, schedule)
         self.losses = self.loop.weight.new_zeros(schedule.steps, schedule.clients)
         self.step_number = torch.zeros(1, dtype=torch.int64, device=x.device)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -53,9 +53,9 @@ class CudaGraphLoop:
         loop = self.loop
         loop.rate.fill_(rate)
         for name, tensor in self.stack.sent.items():
-            loop.params[name].copy_(tensor)
+            torch.index_select(tensor, 0, self.stack.lane_of, out=loop.params[name])
         for name, tensor in loop.proximal_centre.items():
-            tensor.copy_(self.stack.sent[name])
+            tensor.copy_(loop.params[name])
         for tensor in loop.momentum.values():
             tensor.zero_()
         index = schedule.index.to(y.device)

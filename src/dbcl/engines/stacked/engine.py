@@ -5,8 +5,10 @@ gradient. The updates are those of `LocalEngine`, up to the order of additions.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +17,8 @@ from torch import Tensor
 
 from dbcl.data.examples import TensorExamples
 from dbcl.data.trees import join
-from dbcl.engines.engine import Engine
-from dbcl.engines.local import LocalEngine
+from dbcl.engines.engine import Engine, client_name
+from dbcl.engines.local import train_in_turn
 from dbcl.engines.stacked.batch import Params
 from dbcl.engines.stacked.cuda_graph import CudaGraphLoop
 from dbcl.engines.stacked.layers import NotStackable
@@ -27,7 +29,7 @@ from dbcl.engines.stacked.stage_path import StageStack
 from dbcl.engines.stacked.vmap_path import VmapStack
 from dbcl.engines.training import dropout_seed
 from dbcl.objective import name_of
-from dbcl.protocol import Broadcast, Update
+from dbcl.protocol import Broadcast, Update, UpdateStack
 
 log = logging.getLogger(__name__)
 
@@ -61,19 +63,23 @@ class StackedEngine(Engine):
     _stack: Stack | None = None
     _cuda_graph: CudaGraphLoop | None = None
 
-    def train_cohort(self, broadcast: Broadcast, cohort: list[int]) -> list[Update] | list[bytes]:
+    def train_cohort(self, sent: Mapping[int, Broadcast]) -> Mapping[str, Update | bytes]:
         with allow_tf32(self.precision == "tf32"):
-            stack = self._stack_for(broadcast)
+            first = next(iter(sent.values()))
+            stack = self._stack_for(first)
             if stack is None:
-                return LocalEngine.train_cohort(self, broadcast, cohort)  # type: ignore[arg-type]
-            stack.load(broadcast)
-            updates: dict[int, Update] = {}
-            # Clients of similar size share a chunk, so that little of it is padding.
-            queue = sorted(cohort, key=lambda client: -len(self.clients[client]))
-            size = self.chunk or stack.chunk_size(self.training, len(queue))
-            for start in range(0, len(queue), size):
-                updates |= self._train_chunk(stack, broadcast, queue[start : start + size])
-            return [updates[client] for client in cohort]
+                return train_in_turn(self, sent)
+            stack.load([first])
+            size = self.chunk or stack.chunk_size(self.training, len(sent))
+            trained = [self._train_chunk(stack, chunk, sent) for chunk in self._chunks(stack, sent, size)]
+            return self._updates(sent, trained)
+
+    def _chunks(self, stack: Stack, sent: Mapping[int, Broadcast], size: int) -> list[list[int]]:
+        """The clients that are trained together: of similar size, so that little of a chunk is padding."""
+        together: dict[object, list[int]] = {}
+        for client in sorted(sent, key=lambda client: -len(self.clients[client])):
+            together.setdefault(stack.shares(sent[client]), []).append(client)
+        return [queue[start : start + size] for queue in together.values() for start in range(0, len(queue), size)]
 
     def _stack_for(self, broadcast: Broadcast) -> Stack | None:
         """The stack of the fastest path that takes the model; None for a loop over clients."""
@@ -122,43 +128,70 @@ class StackedEngine(Engine):
         self.shards = [np.asarray(each.rows + starts[_base(each)]) for each in sets]
         return ""
 
-    def _train_chunk(self, stack: Stack, broadcast: Broadcast, clients: list[int]) -> dict[int, Update]:
-        training, round = self.training, broadcast.round
+    def _train_chunk(self, stack: Stack, clients: list[int], sent: Mapping[int, Broadcast]) -> "_Trained":
+        stack.load([sent[client] for client in clients])
+        training, round = self.training, sent[clients[0]].round
         shards = [self.shards[client] for client in clients]
-        schedule = Schedule.for_clients(clients, list(map(len, shards)), training, seed=self.seed, round=round)
+        sizes = list(map(len, shards))
+        schedule = Schedule.for_clients(clients, sizes, training, seed=self.seed, round=round)
         rows = torch.from_numpy(np.concatenate(shards))
+        whose = torch.from_numpy(np.repeat(np.arange(len(clients)), sizes))
         if not self.x.is_cuda and schedule.index.numel() <= len(rows):  # none twice: lay them out in the steps' order
-            rows, schedule = rows[schedule.index.flatten()], schedule.made_sequential()
+            order = schedule.index.flatten()
+            rows, whose, schedule = rows[order], whose[order], schedule.made_sequential()
         rows = rows.to(self.x.device)
-        x, y = stack.examples(self.x, rows), self.y.index_select(0, rows)
-        params, losses = self._take_steps(stack, broadcast, clients, x, y, schedule)
-        means = losses.sum(dim=0).cpu() / (schedule.counts > 0).sum(dim=0)
-        changes = stack.changes(params, broadcast, (schedule.counts > 0).sum(dim=0))
-        return {
-            client: self._update(broadcast, client, {name: each[place] for name, each in changes.items()}, mean)
-            for place, (client, mean) in enumerate(zip(clients, means.tolist(), strict=True))
-        }
+        x, y = stack.examples(self.x, rows, whose.to(self.x.device)), self.y.index_select(0, rows)
+        params, losses = self._take_steps(stack, round, clients, x, y, schedule)
+        steps = (schedule.counts > 0).sum(dim=0)
+        changes = stack.changes(params, steps)  # before the losses are waited for
+        return _Trained(clients, changes, (losses.sum(dim=0).cpu() / steps).tolist())
 
     def _take_steps(
-        self, stack: Stack, broadcast: Broadcast, clients: list[int], x: Tensor, y: Tensor, schedule: Schedule
+        self, stack: Stack, round: int, clients: list[int], x: Tensor, y: Tensor, schedule: Schedule
     ) -> tuple[Params, Tensor]:
-        rate = self.training.rate(broadcast.round)
-        dropout_seeds = [dropout_seed(self.seed, broadcast.round, client) for client in clients]
+        rate = self.training.rate(round)
+        dropout_seeds = [dropout_seed(self.seed, round, client) for client in clients]
         if x.is_cuda and isinstance(stack, StageStack):
             if self._cuda_graph is None or not self._cuda_graph.fits(stack, self.training, x, schedule):
                 self._cuda_graph = CudaGraphLoop(stack, self.training, x, y, schedule)
             return self._cuda_graph.run(rate, y, schedule, dropout_seeds)
-        loop = TrainingLoop(stack, self.training, rate, stack.replicate(len(clients)), x, y, schedule)
+        loop = TrainingLoop(stack, self.training, rate, stack.start(), x, y, schedule)
         return loop.params, loop.run(schedule, dropout_seeds)
 
-    def _update(self, broadcast: Broadcast, client: int, changes: dict[str, Tensor], loss: float) -> Update:
-        noise = self.noise_of(client)
-        if noise is not None:
-            measured = {tensor.name for tensor in broadcast.plan.tensors if tensor.measured}
-            weights = {name: change for name, change in changes.items() if name not in measured}
-            changes = noise(weights, round=broadcast.round)
-        examples = self.training.counted(len(self.shards[client]))
-        return Update(broadcast.round, broadcast.plan.digest, changes, examples, {"loss": loss})
+    def _updates(self, sent: Mapping[int, Broadcast], trained: "list[_Trained]") -> Mapping[str, Update]:
+        """The updates of all chunks, together as they lie, or where clients noise them, one by one."""
+        clients = [client for chunk in trained for client in chunk.clients]
+        broadcast = sent[clients[0]]
+        stack = UpdateStack(
+            broadcast.round,
+            tuple(map(client_name, clients)),
+            tuple(sent[client].plan.digest for client in clients),
+            {name: joined([chunk.changes[name] for chunk in trained]) for name in trained[0].changes},
+            tuple(self.training.counted(len(self.shards[client])) for client in clients),
+            tuple({"loss": loss} for chunk in trained for loss in chunk.losses),
+        )
+        if self.noise is None:
+            return stack
+        weights = [tensor.name for tensor in broadcast.plan.tensors if not tensor.measured]
+        noised = {}
+        for client in clients:
+            noise, update = replace(self.noise, client=client), stack[client_name(client)]
+            changes = noise({name: update.tensors[name] for name in weights}, round=update.round)
+            noised[client_name(client)] = replace(update, tensors=changes)
+        return noised
+
+
+class _Trained(NamedTuple):
+    """A chunk after its steps: its clients, how their tensors have changed, and their mean losses."""
+
+    clients: list[int]
+    changes: Params
+    losses: list[float]
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """Tensors one after another on their client axis; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _base(examples: TensorExamples) -> tuple[int, int]:

@@ -5,6 +5,9 @@ layout of a grouped convolution. `linear.py` has the dense layer, and `build.py`
 stages.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +17,14 @@ from dbcl.engines.stacked.batch import Batch, Params
 from dbcl.sketch import Sketch
 from dbcl.sketch.buckets import BucketSketch, Tables
 from dbcl.sketch.operator import linear_map
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The sketches of each lane that a chunk's clients are in, and which of these lanes each client is in."""
+
+    sketches: Sequence[Mapping[str, Sketch]]
+    lane_of: Tensor  # (clients,)
 
 
 class NotStackable(Exception):  # noqa: N818  Control flow: selects the next path.
@@ -39,8 +50,8 @@ class Stage:
         """
         raise NotImplementedError
 
-    def load(self, sketches: dict[str, Sketch], like: Tensor) -> None:
-        """Take the sketches of a new round, into the same memory where the shapes allow it."""
+    def load(self, lanes: Lanes, like: Tensor) -> None:
+        """Take the sketches of a chunk's clients, into the same memory where the shapes allow it."""
 
     def pack(self, name: str, tensor: Tensor) -> Tensor:
         """A parameter in the stage's own layout, from that of the plan; without the client axis."""
@@ -106,8 +117,8 @@ class Conv2d(Stage):
         self.shape = (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
         self.tables: Tables | None = None
 
-    def load(self, sketches: dict[str, Sketch], like: Tensor) -> None:
-        self.tables = own_tables(self.tables, sketches.get(self.weight), like)
+    def load(self, lanes: Lanes, like: Tensor) -> None:
+        self.tables = own_tables(self.tables, lanes, self.weight, like)
 
     def forward(self, h: Tensor, params: Params, batch: Batch) -> Tensor:
         weight, layer = params[self.weight], self.layer
@@ -183,13 +194,17 @@ def clients_first(h: Tensor, clients: int) -> Tensor:  # (b, c * ch, ...) -> (c,
     return h.view(len(h), clients, -1, *h.shape[2:]).transpose(0, 1)
 
 
-def own_tables(current: Tables | None, sketch: Sketch | None, like: Tensor) -> Tables | None:
-    """A stage's own copy of a sketch's tables; in the memory of the current ones where the shapes agree.
+def own_tables(current: Tables | None, lanes: Lanes, name: str, like: Tensor) -> Tables | None:
+    """A stage's own copy of the tables of its clients' sketches; in the memory of the current ones where these fit.
 
     A copy, since a captured CUDA graph reads the tables of every round from the same addresses.
     """
-    if sketch is None:
-        return None
-    assert isinstance(sketch, BucketSketch)
-    drawn = sketch.tables(like)
-    return current if current is not None and current.copy_(drawn) else drawn.clone()
+    drawn = []
+    for sketches in lanes.sketches:
+        if name not in sketches:
+            return None
+        sketch = sketches[name]
+        assert isinstance(sketch, BucketSketch)
+        drawn.append(sketch.tables(like))
+    tables = drawn[0] if len(drawn) == 1 else Tables.of_clients(drawn, lanes.lane_of)
+    return current if current is not None and current.copy_(tables) else tables.clone()

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dbcl.engines.stacked.batch import Batch, Params
-from dbcl.engines.stacked.layers import Stage, own_tables
-from dbcl.sketch import Sketch
+from dbcl.engines.stacked.layers import Lanes, Stage, own_tables
 from dbcl.sketch.buckets import Tables
 from dbcl.sketch.operator import linear_map
 
@@ -49,17 +48,17 @@ class Linear(Stage):
         """Compute the outputs in the order of the following layer's sketch from now on."""
         self.next, following.reordered = following, True
 
-    def load(self, sketches: dict[str, Sketch], like: Tensor) -> None:
-        self.tables = own_tables(self.tables, sketches.get(self.weight), like)
+    def load(self, lanes: Lanes, like: Tensor) -> None:
+        self.tables = own_tables(self.tables, lanes, self.weight, like)
         if self.tables is not None and self.reordered:
             self.order = torch.cat(self.tables.layers)
             self.inverse_order = torch.argsort(self.order)
 
     def forward(self, h: Tensor, params: Params, batch: Batch) -> Tensor:
-        if self.tables is not None and not self.presketched:
-            h = linear_map(h, self.sketch_input, self.sketch_input_adjoint)
         shape = h.shape
         h = h.flatten(1, -2)
+        if self.tables is not None and not self.presketched:
+            h = linear_map(h, self.sketch_input, self.sketch_input_adjoint)
         weight, bias = params[self.weight], params[self.bias] if self.has_bias else None
         if batch.step_in_backward:
             z: Tensor = _LinearWithStep.apply(h, batch.dummy_leaf, weight, bias)  # type: ignore[no-untyped-call]

@@ -1,5 +1,7 @@
 """What a path supplies to the training loop: a client's network with a client axis."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from dbcl import models
@@ -18,12 +20,16 @@ class Stack:
         """Whether the stack can be used for this broadcast, or must be made anew."""
         raise NotImplementedError
 
-    def load(self, broadcast: Broadcast) -> None:
-        """Take the sketches and tensors of a new round."""
+    def shares(self, broadcast: Broadcast) -> object:
+        """Clients whose broadcasts have this in common can be in one chunk."""
         raise NotImplementedError
 
-    def replicate(self, clients: int) -> Params:
-        """A copy of the broadcast tensors for every client."""
+    def load(self, sent: Sequence[Broadcast]) -> None:
+        """Take the sketches and tensors that the clients of a chunk were sent."""
+        raise NotImplementedError
+
+    def start(self) -> Params:
+        """A copy of what each client of the chunk was sent, with a client axis."""
         raise NotImplementedError
 
     def trained_names(self, *, step_in_backward: bool) -> list[str]:
@@ -34,15 +40,15 @@ class Stack:
         """Whether SGD steps happen inside the backward pass: for plain SGD, where the path can do it."""
         return False
 
-    def examples(self, x: Tensor, rows: Tensor) -> Tensor:
-        """These rows of the data, as the first layer wants them."""
+    def examples(self, x: Tensor, rows: Tensor, clients: Tensor) -> Tensor:
+        """These rows of the data, as the first layer wants them; `clients` says whose each is, by place in the chunk."""
         return x.index_select(0, rows)
 
     def gradients(self, params: Params, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """The loss of every client, and `batch.rate` times the gradients of the `trained_names`, in their order."""
         raise NotImplementedError
 
-    def changes(self, params: Params, broadcast: Broadcast, steps: Tensor) -> Params:
+    def changes(self, params: Params, steps: Tensor) -> Params:
         """How every tensor of the plan has changed, in the dtype that it was sent in; of statistics their own values.
 
         `steps` is how many steps each client took.

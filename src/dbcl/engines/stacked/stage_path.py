@@ -1,5 +1,7 @@
 """The fast path, for a network that is a plain sequence of known layers: a list of stages."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from dbcl.cover import named_tensors
 from dbcl.engines.stacked.batch import Batch, Params
 from dbcl.engines.stacked.build import build_stages, where_hooked
 from dbcl.engines.stacked.dropout import all_kept
-from dbcl.engines.stacked.layers import Apply, BatchNorm, Conv2d, Flatten, Stage
+from dbcl.engines.stacked.layers import Apply, BatchNorm, Conv2d, Flatten, Lanes, Stage
 from dbcl.engines.stacked.linear import Linear
 from dbcl.engines.stacked.path import MAX_CHUNK, Stack, weighted_losses
 from dbcl.engines.training import LocalTraining
@@ -42,7 +44,9 @@ class StageStack(Stack):
             isinstance(stage, Linear) or (isinstance(stage, Apply) and type(stage.layer) is nn.ReLU)
             for stage in self.stages
         )
-        self.sent: Params = {}  # the broadcast tensors in the stages' layout; without a client axis
+        self.sent: Params = {}  # what each lane was sent, in the stages' layout, with a leading axis for the lanes
+        self.broadcasts: list[Broadcast] = []  # of the chunk's clients
+        self.lane_of = torch.zeros(1, dtype=torch.int64, device=self.like.device)  # each client's place in `sent`
         self.example_memory: Tensor | None = None  # holds the examples of one chunk after another
         self.step_bytes: int | None = None
 
@@ -69,15 +73,28 @@ class StageStack(Stack):
         tables = [stage.tables for stage in self.stages if isinstance(stage, Linear | Conv2d)]
         return [tensor.data_ptr() for own in tables if own is not None for tensor in own.tensors()]
 
-    def load(self, broadcast: Broadcast) -> None:
-        for stage in self.stages:
-            stage.load(broadcast.plan.sketches, self.like)
-        # After all tables are there: a layer's outputs may follow the order of the next one's sketch.
-        tensors = {**self.at_home, **broadcast.tensors}
-        self.sent = {name: stage.pack(name, tensors[name].to(self.like)) for name, stage in self.stage_of.items()}
+    def shares(self, broadcast: Broadcast) -> object:
+        return broadcast.plan.seed  # lanes that share their buckets differ in weights alone
 
-    def replicate(self, clients: int) -> Params:
-        return {name: tensor.expand(clients, *tensor.shape).clone() for name, tensor in self.sent.items()}
+    def load(self, sent: Sequence[Broadcast]) -> None:
+        if list(map(id, sent)) == list(map(id, self.broadcasts)):
+            return
+        self.broadcasts = list(sent)
+        lanes = list({id(broadcast): broadcast for broadcast in sent}.values())
+        places = {id(broadcast): place for place, broadcast in enumerate(lanes)}
+        self.lane_of = torch.tensor([places[id(broadcast)] for broadcast in sent], device=self.like.device)
+        sketches = Lanes([broadcast.plan.sketches for broadcast in lanes], self.lane_of)
+        for stage in self.stages:
+            stage.load(sketches, self.like)
+        # After all tables are there: a layer's outputs may follow the order of the next one's sketch.
+        tensors = [{**self.at_home, **broadcast.tensors} for broadcast in lanes]
+        self.sent = {
+            name: torch.stack([stage.pack(name, each[name].to(self.like)) for each in tensors])
+            for name, stage in self.stage_of.items()
+        }
+
+    def start(self) -> Params:
+        return {name: tensor.index_select(0, self.lane_of) for name, tensor in self.sent.items()}
 
     def trained_names(self, *, step_in_backward: bool) -> list[str]:
         trained = [name for name in self.stage_of if name not in self.buffers and name not in self.frozen]
@@ -86,7 +103,7 @@ class StageStack(Stack):
     def can_step_in_backward(self, training: LocalTraining) -> bool:
         return not (training.momentum or training.proximal or self.frozen or self.bf16)
 
-    def examples(self, x: Tensor, rows: Tensor) -> Tensor:
+    def examples(self, x: Tensor, rows: Tensor, clients: Tensor) -> Tensor:
         tables = None
         if self.presketched is not None:
             x, tables = x.flatten(1), self.presketched.tables
@@ -98,8 +115,9 @@ class StageStack(Stack):
             torch.index_select(x, 0, rows, out=memory[:total])
         else:
             for start in range(0, total, SKETCH_BLOCK):
-                block = rows[start : start + SKETCH_BLOCK]
-                tables.project_into(memory[start : start + len(block)], x.index_select(0, block))
+                end = min(start + SKETCH_BLOCK, total)
+                whose = clients[start:end] if tables.lift_weight.ndim > 1 else None
+                tables.project_into(memory[start:end], x.index_select(0, rows[start:end]), whose)
         return memory[:total]
 
     def gradients(self, params: Params, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, list[Tensor]]:
@@ -138,17 +156,18 @@ class StageStack(Stack):
             grad = stage.manual_backward(grad, saved, out, params)  # type: ignore[assignment]
         return (each * batch.weight).sum(dim=1)
 
-    def changes(self, params: Params, broadcast: Broadcast, steps: Tensor) -> Params:
-        changed = {}
+    def changes(self, params: Params, steps: Tensor) -> Params:
+        changed, sent = {}, self.start()
+        broadcast = self.broadcasts[0]  # all lanes have the same names and dtypes
         for name, stage in self.stage_of.items():
             if name in self.frozen:
                 continue
             if isinstance(stage, BatchNorm) and is_statistic(name):
                 batches = steps.to(self.like).unsqueeze(1)
-                change = own_part(params[name], self.sent[name], stage.layer.momentum, batches)
+                change = own_part(params[name], sent[name], stage.layer.momentum, batches)
                 change = change.clamp(min=0) if name.endswith("running_var") else change
             else:
-                change = stage.unpack(name, params[name] - self.sent[name])
+                change = stage.unpack(name, params[name] - sent[name])
             changed[name] = change.to(broadcast.tensors[name])
         return {part.name: changed[part.name] for part in broadcast.plan.tensors}
 
@@ -161,9 +180,10 @@ class StageStack(Stack):
 
     def _bytes_touched(self, batch_size: int) -> int:
         """Bytes that one client's step touches: parameters and gradients, and every stage's output and its gradient."""
-        params = self.replicate(1)
+        params = {name: tensor[:1] for name, tensor in self.start().items()}
         total = 2 * sum(tensor.numel() for tensor in params.values())
-        x = self.examples(self.example, torch.zeros(batch_size, dtype=torch.int64))
+        first = torch.zeros(batch_size, dtype=torch.int64)
+        x = self.examples(self.example, first, first)
         weight = torch.full((1, batch_size), 1 / batch_size, dtype=x.dtype)
         batch = Batch(1, weight, all_kept(weight), self.like)
         h = x.unsqueeze(0)

@@ -1,6 +1,7 @@
 """The general path: `torch.func` batches the client's own model over the client axis."""
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ class VmapStack(Stack):
 
     def __init__(self, template: nn.Module, broadcast: Broadcast) -> None:
         self.template, self.key = template, self._key(broadcast)
+        self.sent: Broadcast | None = None
+        self.clients = 1
 
     @staticmethod
     def _key(broadcast: Broadcast) -> object:
@@ -27,15 +30,23 @@ class VmapStack(Stack):
     def fits(self, broadcast: Broadcast) -> bool:
         return self._key(broadcast) == self.key
 
-    def load(self, broadcast: Broadcast) -> None:
-        self.local = blinded(self.template, broadcast).train()
+    def shares(self, broadcast: Broadcast) -> object:
+        return broadcast.plan.digest  # the sketches are in the model, so a chunk is of one lane
+
+    def load(self, sent: Sequence[Broadcast]) -> None:
+        self.clients = len(sent)
+        if self.sent is sent[0]:
+            return
+        self.sent = sent[0]
+        self.local = blinded(self.template, self.sent).train()
         self.inner = {
-            part.name: inner_name(part.name) if part.sketched else part.name for part in broadcast.plan.tensors
+            part.name: inner_name(part.name) if part.sketched else part.name for part in self.sent.plan.tensors
         }
 
-    def replicate(self, clients: int) -> Params:
+    def start(self) -> Params:
         own = {**dict(self.local.named_parameters()), **dict(self.local.named_buffers())}
-        return {n: own[inner].detach().expand(clients, *own[inner].shape).clone() for n, inner in self.inner.items()}
+        tensors = {name: own[inner].detach() for name, inner in self.inner.items()}
+        return {name: tensor.expand(self.clients, *tensor.shape).clone() for name, tensor in tensors.items()}
 
     def trained_names(self, *, step_in_backward: bool) -> list[str]:
         trained = {name for name, parameter in self.local.named_parameters() if parameter.requires_grad}
@@ -53,8 +64,9 @@ class VmapStack(Stack):
         grads, losses = torch.func.vmap(torch.func.grad_and_value(loss))(trained, fixed, x, y, batch.weight)
         return losses, [grads[self.inner[name]] * batch.rate for name in names]
 
-    def changes(self, params: Params, broadcast: Broadcast, steps: Tensor) -> Params:
-        sent = broadcast.tensors
+    def changes(self, params: Params, steps: Tensor) -> Params:
+        assert self.sent is not None
+        sent = self.sent.tensors
         return {name: (tensor - sent[name].to(tensor)).to(sent[name]) for name, tensor in params.items()}
 
     def chunk_size(self, training: LocalTraining, clients: int) -> int:
@@ -65,14 +77,14 @@ class VmapStack(Stack):
         for name, module in self.template.named_modules():
             if isinstance(module, (*DROPOUTS, *BATCH_NORMS)):
                 return f"{name} ({type(module).__name__}) draws or counts for each client by itself"
-        self.load(broadcast)
+        self.load([broadcast] * 2)
         like = next(iter(self.local.parameters())).detach()
         weight = like.new_full((2, len(x)), 1 / len(x))
         batch = Batch(2, weight, all_kept(weight), like.new_ones(()))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self.gradients(self.replicate(2), torch.stack([x, x]), torch.stack([y, y]), batch)
+                self.gradients(self.start(), torch.stack([x, x]), torch.stack([y, y]), batch)
         except (RuntimeError, NotImplementedError, ValueError) as error:
             return str(error).split("\n")[0]
         return None

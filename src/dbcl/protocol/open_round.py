@@ -1,0 +1,91 @@
+"""A round while it is open: the veiled weights, a broadcast for each lane, and which client is in which lane."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from dbcl import seeds
+from dbcl.blind import sketched
+from dbcl.errors import ProtocolError
+from dbcl.plan import SketchPlan
+from dbcl.protocol.admission import not_finite
+from dbcl.protocol.messages import Broadcast
+from dbcl.round_plan import RoundPlan
+
+Place = tuple[int, int]
+"""A group of clients, and a lane in it."""
+
+
+class OpenRound:
+    """Spreads the clients of a round over its lanes as they ask, and makes the broadcast of each lane once.
+
+    Of every `lanes` clients that ask, each gets another lane, in an order that follows from the round's key: so lanes
+    differ by one client at most. `veiled` is W + N: all lanes show the same noise, or clients of different lanes could
+    average it away. `asked` are those who had asked before a checkpoint was written.
+
+    >>> plan = SketchPlan.of(torch.nn.Linear(4, 2), cover="all")
+    >>> draw = lambda group, lane: plan.draw(bytes(32), 0, lane=lane)
+    >>> veiled = {"weight": torch.ones(2, 4), "bias": torch.ones(2)}
+    >>> opened = OpenRound(plan, bytes(32), draw, veiled, lambda name: torch.float32)
+    >>> sorted(opened.broadcast(client).plan.lane for client in ("alice", "bob"))
+    [0, 1]
+    """
+
+    def __init__(
+        self,
+        plan: SketchPlan,
+        key: bytes,
+        draw: Callable[[int, int], RoundPlan],
+        veiled: Mapping[str, Tensor],
+        wire: Callable[[str], torch.dtype],
+        asked: Mapping[str, int] | None = None,
+    ) -> None:
+        self.plan, self._key, self._draw, self._veiled, self._wire = plan, key, draw, veiled, wire
+        self.asked: dict[str, int] = dict(asked or {})  # the clients by when they asked first
+        self._broadcasts: dict[Place, Broadcast] = {}
+        self._by_digest: dict[str, Place] = {}
+        self.first = self._made((0, 0))
+
+    def broadcast(self, client: str | None = None) -> Broadcast:
+        """What a client receives, the same at every call; that of the first lane for one that is not named."""
+        if client is None or self.plan.lanes == 1:
+            return self.first
+        return self._made(self._place(client))
+
+    def answered(self, digest: str, client: str) -> Broadcast:
+        """The broadcast that an update answers by its plan; the first where there is none such, for the door to say.
+
+        A client that was given one lane must not answer in another.
+        """
+        place = self._by_digest.get(digest)
+        if place is None:
+            return self.first
+        if client in self.asked and place != self._place(client):
+            raise ProtocolError("answers another lane than its own")
+        return self._broadcasts[place]
+
+    def lane_of(self, digest: str) -> int:
+        """The lane that a plan is of."""
+        return self._by_digest[digest][1]
+
+    def by_digest(self) -> dict[str, RoundPlan]:
+        """The plans that were sent, by their digests."""
+        return {digest: self._broadcasts[place].plan for digest, place in self._by_digest.items()}
+
+    def _place(self, client: str) -> Place:
+        number, lanes = self.asked.setdefault(client, len(self.asked)), self.plan.lanes
+        block = number // lanes
+        lane = int(seeds.permutation(self._key, "lanes", block, n=lanes)[number % lanes])
+        return (block if self.plan.grouped else 0), lane
+
+    def _made(self, place: Place) -> Broadcast:
+        if place not in self._broadcasts:
+            plan = self._draw(*place)
+            leaving = {name: V.to(self._wire(name)) for name, V in sketched(self._veiled, plan).items()}
+            wrong = not_finite(leaving)
+            if wrong:
+                raise ProtocolError(f"round {plan.round}: nothing leaves the server, {wrong[0]} holds NaN or infinity")
+            self._broadcasts[place] = Broadcast(plan, leaving, self.plan.least_veil)
+            self._by_digest[plan.digest] = place
+        return self._broadcasts[place]
