@@ -191,7 +191,7 @@ def test_a_plan_and_settings_do_not_mix_and_must_fit_the_model() -> None:
 
 def test_the_table_says_what_a_client_sees() -> None:
     text = str(SketchPlan.of(models.build("mnist-mlp"), veil=0, ratio=(2, 4)))
-    assert "1.weight  200x784  count-v1  196 to 392 of 784 numbers of each row  none" in text
+    assert "1.weight  200x784  lanes-v1  196 to 392 of 784 numbers of each row  none" in text
     assert "in clear: 1.bias, 3.bias, 5.weight, 5.bias" in text
     assert "undo it: 1.weight, 3.weight" in text
 

@@ -45,28 +45,31 @@ def golden_messages() -> dict[str, bytes]:
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) + number / 2)
-    broadcast = dbcl.Server(model, veil=0, insecure_seed=0).open_round()
+    broadcast = dbcl.Server(model, veil=0, insecure_seed=0, lanes=1).open_round()
+    lane = dbcl.Server(model, veil=0, insecure_seed=0).open_round("ann")
     tensors = {name: torch.full_like(tensor, 0.25) for name, tensor in broadcast.tensors.items()}
     update = dbcl.Update(0, broadcast.plan.digest, tensors, examples=600, metrics={"loss": 0.5})
     model[1].weight.requires_grad_(False)
-    frozen = dbcl.Server(model, veil=0, cover=["0.weight"], insecure_seed=0).open_round()
+    frozen = dbcl.Server(model, veil=0, cover=["0.weight"], insecure_seed=0, lanes=1).open_round()
     upwards = torch.nn.Sequential(torch.nn.ConvTranspose1d(4, 2, 1), torch.nn.Linear(1, 1))
     with torch.no_grad():
         for parameter in upwards.parameters():
             parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape))
-    inputs = dbcl.Server(upwards, veil=0, insecure_seed=0).open_round()
+    inputs = dbcl.Server(upwards, veil=0, insecure_seed=0, lanes=1).open_round()
     return {
         "broadcast.dbcl": dbcl.encode(broadcast),
         "broadcast-inputs.dbcl": dbcl.encode(inputs),
         "broadcast-frozen.dbcl": dbcl.encode(frozen),
+        "broadcast-lane.dbcl": dbcl.encode(lane),
         "base.dbcl": dbcl.encode(dbcl.Server(model, cover=["0.weight"], veil=0, send_frozen=True).base()),
         "update.dbcl": dbcl.encode(update),
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["broadcast.dbcl", "broadcast-frozen.dbcl", "broadcast-inputs.dbcl", "base.dbcl", "update.dbcl"]
-)
+@pytest.mark.parametrize("name", [
+    "broadcast.dbcl", "broadcast-frozen.dbcl", "broadcast-inputs.dbcl", "broadcast-lane.dbcl", "base.dbcl",
+    "update.dbcl",
+])  # fmt: skip
 def test_golden_bytes(name: str) -> None:
     """Version 1 of the wire format is these bytes; a change is a new version and new golden files."""
     assert golden_messages()[name] == (GOLDEN / name).read_bytes()

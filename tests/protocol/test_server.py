@@ -122,7 +122,7 @@ def test_a_bad_update_is_refused_by_name_and_the_round_goes_on(server: dbcl.Serv
         server.close_round([bad])  # alone: too few are left, and nothing has changed
     assert same(before, weights(server))
     assert server.round == 0
-    report = server.close_round([good, bad, dbcl.encode(good)])
+    report = server.close_round([good, bad, dbcl.encode(answer(broadcast, 1 + 1e-6))])
     assert report.accepted == 2
     (reason,) = report.refused
     assert reason.startswith("update 1: ")
@@ -298,7 +298,8 @@ def test_whoever_averages_the_lifted_weights_gets_what_close_round_gives(norm_bo
     assert same(one.open_round().tensors, one.open_round().tensors)
 
 
-def test_an_aggregate_that_does_not_fit_leaves_the_round_open(server: dbcl.Server) -> None:
+def test_an_aggregate_that_does_not_fit_leaves_the_round_open() -> None:
+    server = dbcl.Server(net(), insecure_seed=0, lanes=1)
     before = weights(server)
     broadcast = server.open_round()
     sums = {name: torch.ones_like(tensor) for name, tensor in broadcast.tensors.items()}
@@ -327,7 +328,7 @@ def test_an_aggregate_that_does_not_fit_leaves_the_round_open(server: dbcl.Serve
 
 def test_an_aggregate_of_too_few_updates_is_refused() -> None:
     """Where the server learns only a sum, the door still counts."""
-    server = dbcl.Server(net(), door=dbcl.Door(min_updates=3))
+    server = dbcl.Server(net(), door=dbcl.Door(min_updates=3), lanes=1)
     sums = dict(server.open_round().tensors)
     with pytest.raises(ProtocolError, match="made of 2 updates and 3 are needed"):
         server.close(Aggregate(sums, weight=2.0, count=2))

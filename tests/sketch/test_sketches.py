@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dbcl.errors import SketchError
-from dbcl.sketch import SCHEMES, CountSketch, Identity, Sketch, UniformSampling, draw
+from dbcl.sketch import SCHEMES, CountSketch, Identity, LaneSketch, Sketch, UniformSampling, draw
 from dbcl.testing.sketch import SEED, SketchContract
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sketches.json"
@@ -45,6 +45,56 @@ class TestHashedCountSketch(SketchContract):
 class TestUniformSampling(SketchContract):
     def draw(self, dim: int, width: int, seed: bytes = SEED, round: int = 0, name: str = "w") -> Sketch:
         return UniformSampling(dim, width, seed=seed, round=round, name=name)
+
+
+class LaneContract(SketchContract):
+    lane: int
+    lanes: int
+
+    def draw(self, dim: int, width: int, seed: bytes = SEED, round: int = 0, name: str = "w") -> Sketch:
+        return LaneSketch(dim, width, seed=seed, round=round, name=name, lane=self.lane, lanes=self.lanes)
+
+
+class TestFirstLane(LaneContract):
+    lane, lanes = 0, 2
+
+
+class TestSecondLane(LaneContract):
+    lane, lanes = 1, 2
+
+
+class TestLastOfThreeLanes(LaneContract):
+    lane, lanes = 2, 3
+
+
+class TestLastOfFourLanes(LaneContract):
+    lane, lanes = 3, 4
+
+
+@given(width=st.integers(1, 40), lanes=st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_the_lanes_together_lose_nothing_where_the_ratio_divides_the_inputs(width: int, lanes: int) -> None:
+    dim = max(2, width * lanes)
+    width = dim // lanes if lanes > 1 else dim - 1
+    if width * lanes != dim:
+        return
+    drawn = [LaneSketch(dim, width, seed=SEED, lane=lane, lanes=lanes) for lane in range(lanes)]
+    together = sum(sketch.dense() @ sketch.dense().T for sketch in drawn)
+    torch.testing.assert_close(together, torch.eye(dim, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_lanes_share_their_buckets_and_the_first_of_two_is_a_count_sketch() -> None:
+    one, two = (LaneSketch(75, 37, seed=SEED, lane=lane, lanes=2) for lane in (0, 1))
+    assert bool(((one.dense() != 0) == (two.dense() != 0))[:, 1:].all())  # the first bucket has three members
+    sizes = (one.dense() != 0).sum(dim=0)
+    torch.testing.assert_close(one.dense().abs().amax(dim=0), sizes.double().rsqrt())
+    assert one.fingerprint() != two.fingerprint()
+
+
+@pytest.mark.parametrize("lane", [-1, 2])
+def test_a_lane_that_there_is_not(lane: int) -> None:
+    with pytest.raises(SketchError, match="lane must be between 0 and 1"):
+        LaneSketch(8, 4, seed=SEED, lane=lane, lanes=2)
 
 
 class TestIdentity(SketchContract):
@@ -92,6 +142,8 @@ def test_golden() -> None:
             seed=bytes.fromhex(entry["seed"]),
             round=entry["round"],
             name=entry["name"],
+            lane=entry.get("lane", 0),
+            lanes=entry.get("lanes", 1),
         )
         assert sketch.fingerprint() == entry["fingerprint"], entry
         if "matrix" in entry:  # S = R D^(1/2), times the sketch's own scale

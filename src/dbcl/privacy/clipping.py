@@ -14,12 +14,12 @@ from dbcl.errors import ConfigError
 
 
 def norm(tensors: Mapping[str, Tensor]) -> float:
-    """The Euclidean length of all tensors together.
+    """The Euclidean length of all tensors together, to the last digit the same in whatever order they come.
 
     >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     5.0
     """
-    lengths = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors.values()]
+    lengths = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for _, tensor in sorted(tensors.items())]
     return float(torch.linalg.vector_norm(torch.stack(lengths))) if lengths else 0.0
 
 
