@@ -300,8 +300,9 @@ class Server:
     def close(self, aggregate: Aggregate, tally: Tally | None = None) -> RoundReport:
         """Close the round with an aggregate, whoever made it: lift its mean, check it, and step.
 
-        With several lanes the aggregate must be lifted already: `average` does so lane by lane. Where the aggregate does not pass the door, that is a `ProtocolError`, nothing has changed and the round stays
-        open. `tally` is what the report says of the updates behind it.
+        With several lanes the aggregate must be lifted already: `average` does so lane by lane. Where it does not pass
+        the door, that is a `ProtocolError`, nothing has changed and the round stays open. `tally` is what the report
+        says of the updates behind it.
 
         >>> from dbcl.protocol import Aggregate
         >>> server = Server(nn.Linear(6, 2), cover="all", veil=0, lanes=1)

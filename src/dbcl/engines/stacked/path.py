@@ -41,7 +41,7 @@ class Stack:
         return False
 
     def examples(self, x: Tensor, rows: Tensor, clients: Tensor) -> Tensor:
-        """These rows of the data, as the first layer wants them; `clients` says whose each is, by place in the chunk."""
+        """These rows of the data, as the first layer wants them; `clients` says whose each is, by its place."""
         return x.index_select(0, rows)
 
     def gradients(self, params: Params, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, list[Tensor]]:
