@@ -16,7 +16,7 @@ from dbcl.engines.training import LocalTraining
 from dbcl.errors import ConfigError, DbclError
 from dbcl.objective import CLASSIFICATION, Objective
 from dbcl.privacy import UpdateNoise
-from dbcl.protocol import Broadcast, RoundReport, Server, Update, encoded_size
+from dbcl.protocol import Broadcast, RoundReport, Server, Update, UpdateStack, encoded_size
 
 RoundObserver = Callable[[Mapping[int, Broadcast], Mapping[int, Update | bytes]], None]
 """Called after every closed round with what each client of the cohort was sent, and what it answered."""
@@ -69,7 +69,8 @@ class Engine(ABC):
             self.observer(sent, {client: updates[client_name(client)] for client in cohort})
         by_lane = {id(broadcast): encoded_size(broadcast) for broadcast in sent.values()}
         down = sum(by_lane[id(broadcast)] for broadcast in sent.values())
-        return RoundResult(report, down, sum(map(encoded_size, updates.values())))
+        up = encoded_size(updates) if isinstance(updates, UpdateStack) else sum(map(encoded_size, updates.values()))
+        return RoundResult(report, down, up)
 
     @abstractmethod
     def train_cohort(self, sent: Mapping[int, Broadcast]) -> Mapping[str, Update | bytes]:

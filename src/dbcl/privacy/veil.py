@@ -40,7 +40,7 @@ class Veil(ABC):
 
     @abstractmethod
     def noise(self, round: int, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """N_t of one tensor in the space of W, float64 on the CPU; None where the tensor has no veil."""
+        """N_t of one tensor in the space of W, in float64, where the tensor lies; None where it has no veil."""
 
     @abstractmethod
     def guarantee(self) -> str:
@@ -70,6 +70,7 @@ class WhiteVeil(Veil):
     def __init__(self, sizes: Mapping[str, float]) -> None:
         self.sizes = dict(sizes)
         self._begun: tuple[int, bytes, dict[str, float]] | None = None
+        self._devices: dict[str, torch.device] = {}
 
     def begin(self, round: int, key: bytes, model: nn.Module) -> None:
         taus = veil_sizes(model, self.sizes)
@@ -80,6 +81,7 @@ class WhiteVeil(Veil):
                     f"{'all 0' if tau == 0 else 'not finite'}, so nothing leaves the server"
                 )
         self._begun = round, key, taus
+        self._devices = {name: tensor.device for name, tensor in named_tensors(model).items()}
 
     def noise(self, round: int, name: str, shape: tuple[int, ...]) -> Tensor | None:
         if self._begun is None or self._begun[0] != round:
@@ -87,8 +89,8 @@ class WhiteVeil(Veil):
         _, key, taus = self._begun
         if not taus[name] > 0:
             return None
-        drawn = seeds.normals(key, SCHEME, name, n=math.prod(shape))
-        return torch.from_numpy(drawn).reshape(shape).mul_(taus[name])
+        drawn = seeds.normals_on(self._devices[name], key, SCHEME, name, n=math.prod(shape))
+        return drawn.reshape(shape).mul_(taus[name])
 
     def end(self, round: int) -> None:
         self._begun = None

@@ -29,7 +29,7 @@ from dbcl.protocol.inspection import (
     is_shape,
     read_json,
 )
-from dbcl.protocol.messages import Base, Broadcast, Update
+from dbcl.protocol.messages import Base, Broadcast, Update, UpdateStack
 from dbcl.round_plan import MAX_LANES, UNSKETCHED, RoundPlan, RoundTensor
 from dbcl.seeds import SEED_BYTES
 from dbcl.sketch import SCHEMES, LaneSketch
@@ -57,8 +57,8 @@ def encode(message: Broadcast | Update | Base) -> bytes:
     return pack(kind, _header(message), message.tensors)
 
 
-def encoded_size(message: Broadcast | Update | Base | bytes) -> int:
-    """How many bytes `encode` makes of a message, counted without writing the tensors.
+def encoded_size(message: Broadcast | Update | Base | UpdateStack | bytes) -> int:
+    """How many bytes `encode` makes of a message, or of all updates of a stack, counted without writing the tensors.
 
     >>> update = Update(round=0, plan="ab" * 32, tensors={"bias": torch.zeros(2)}, examples=600)
     >>> encoded_size(update) == len(encode(update))
@@ -66,8 +66,12 @@ def encoded_size(message: Broadcast | Update | Base | bytes) -> int:
     """
     if isinstance(message, bytes):
         return len(message)
-    shapes = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in message.tensors.items())
-    return _PREFIX.size + len(_header_text(_header(message))) + _body_size(shapes) + _DIGEST
+    one = message.at(0) if isinstance(message, UpdateStack) else message
+    shapes = tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in one.tensors.items())
+    body = _PREFIX.size + _body_size(shapes) + _DIGEST
+    if isinstance(message, UpdateStack):
+        return sum(body + len(_header_text(_header(update))) for update in message.values())
+    return body + len(_header_text(_header(message)))
 
 
 @lru_cache(maxsize=64)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
@@ -97,11 +98,11 @@ class UpdateStack(Mapping[str, Update]):
     metrics: tuple[Mapping[str, float], ...]
 
     def __getitem__(self, sender: str) -> Update:
-        try:
-            place = self.senders.index(sender)
-        except ValueError:
-            raise KeyError(sender) from None
-        return self.at(place)
+        return self.at(self._places[sender])
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {sender: place for place, sender in enumerate(self.senders)}
 
     def at(self, place: int) -> Update:
         """The update at a place of the stack."""
@@ -109,10 +110,10 @@ class UpdateStack(Mapping[str, Update]):
         return Update(self.round, self.plans[place], tensors, self.examples[place], self.metrics[place])
 
     def only(self, senders: Sequence[str]) -> Mapping[str, Tensor]:
-        """The stacked tensors of some senders, in the order of the stack."""
-        if len(senders) == len(self.senders):
+        """The stacked tensors of some senders."""
+        if tuple(senders) == self.senders:
             return self.tensors
-        rows = [place for place, sender in enumerate(self.senders) if sender in senders]
+        rows = [self._places[sender] for sender in senders]
         return {name: tensor[rows] for name, tensor in self.tensors.items()}
 
     def __iter__(self) -> Iterator[str]:

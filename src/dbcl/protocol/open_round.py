@@ -1,6 +1,6 @@
 """A round while it is open: the veiled weights, a broadcast for each lane, and which client is in which lane."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -39,10 +39,12 @@ class OpenRound:
         draw: Callable[[int, int], RoundPlan],
         veiled: Mapping[str, Tensor],
         wire: Callable[[str], torch.dtype],
-        asked: Mapping[str, int] | None = None,
+        asked: Iterable[str] = (),
     ) -> None:
         self.plan, self._key, self._draw, self._veiled, self._wire = plan, key, draw, veiled, wire
-        self.asked: dict[str, int] = dict(asked or {})  # the clients by when they asked first
+        self._places: dict[str, Place] = {}  # of the clients, in the order in which they asked first
+        for client in asked:
+            self._place(client)
         self._broadcasts: dict[Place, Broadcast] = {}
         self._by_digest: dict[str, Place] = {}
         self.first = self._made((0, 0))
@@ -61,7 +63,7 @@ class OpenRound:
         place = self._by_digest.get(digest)
         if place is None:
             return self.first
-        if client in self.asked and place != self._place(client):
+        if self._places.get(client, place) != place:
             raise ProtocolError("answers another lane than its own")
         return self._broadcasts[place]
 
@@ -73,11 +75,17 @@ class OpenRound:
         """The plans that were sent, by their digests."""
         return {digest: self._broadcasts[place].plan for digest, place in self._by_digest.items()}
 
+    @property
+    def asked(self) -> list[str]:
+        """Who has asked, in the order in which they first did."""
+        return list(self._places)
+
     def _place(self, client: str) -> Place:
-        number, lanes = self.asked.setdefault(client, len(self.asked)), self.plan.lanes
-        block = number // lanes
-        lane = int(seeds.permutation(self._key, "lanes", block, n=lanes)[number % lanes])
-        return (block if self.plan.grouped else 0), lane
+        if client not in self._places:
+            block, number = divmod(len(self._places), self.plan.lanes)
+            order = seeds.permutation(self._key, "lanes", block, n=self.plan.lanes)
+            self._places[client] = (block if self.plan.grouped else 0), int(order[number])
+        return self._places[client]
 
     def _made(self, place: Place) -> Broadcast:
         if place not in self._broadcasts:

@@ -118,7 +118,7 @@ class Server:
         self._base_key = seeds.fresh() if self._insecure is None else seeds.derive(self._insecure, "base")
         self._frozen: tuple[tuple[str, str], ...] | None = None
         self._open: OpenRound | None = None
-        self._asked: dict[str, int] = {}  # who had asked for the round when the checkpoint was written
+        self._asked: list[str] = []  # who had asked for the round when the checkpoint was written
         self._masters = Masters(own)
         trained = [
             self._masters.of(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -365,7 +365,7 @@ class Server:
         if tally.pull > 0:
             self._pulls = [*self._pulls, tally.pull][-RECENT:]
         self._renew_key()
-        self._open, self._asked = None, {}
+        self._open, self._asked = None, []
         return report
 
     def weights(self) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ def server_state(server: "Server") -> State:
     own["pulls"] = server._pulls
     asked = server._asked if server._open is None else server._open.asked
     if asked:
-        own["asked"] = list(asked)
+        own["asked"] = asked
     if server.plan.base:
         own["base_key"] = server._base_key.hex()
     parts = {
@@ -82,7 +82,7 @@ def _restore(server: "Server", state: State, keep_open: bool) -> None:
             f"the checkpoint is of a server with the optimiser {plain(str(kind))} and this one has {ours}"
         )
     number, key, pulls = own["number"], bytes.fromhex(own["key"]), [float(pull) for pull in own.get("pulls", [])]
-    asked = {str(client): number for number, client in enumerate(own.get("asked", []))}
+    asked = [str(client) for client in own.get("asked", [])]
     base_key = bytes.fromhex(own["base_key"]) if server.plan.base else server._base_key
     if not is_count(number) or len(key) != SEED_BYTES or len(base_key) != SEED_BYTES or not all(map(isfinite, pulls)):
         raise ProtocolError("the checkpoint is damaged: its round, a key or a length cannot be what it says")

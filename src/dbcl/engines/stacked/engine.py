@@ -5,7 +5,7 @@ gradient. The updates are those of `LocalEngine`, up to the order of additions.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dbcl.data.examples import TensorExamples
 from dbcl.data.trees import join
+from dbcl.engines.cohort import draw_cohort
 from dbcl.engines.engine import Engine, client_name
 from dbcl.engines.local import train_in_turn
 from dbcl.engines.stacked.batch import Params
@@ -62,6 +63,7 @@ class StackedEngine(Engine):
     y: Tensor
     _stack: Stack | None = None
     _cuda_graph: CudaGraphLoop | None = None
+    _ahead: "dict[tuple[int, ...], _Layout]" = {}  # noqa: RUF012  replaced, never changed in place
 
     def train_cohort(self, sent: Mapping[int, Broadcast]) -> Mapping[str, Update | bytes]:
         with allow_tf32(self.precision == "tf32"):
@@ -77,7 +79,7 @@ class StackedEngine(Engine):
     def _chunks(self, stack: Stack, sent: Mapping[int, Broadcast], size: int) -> list[list[int]]:
         """The clients that are trained together: of similar size, so that little of a chunk is padding."""
         together: dict[object, list[int]] = {}
-        for client in sorted(sent, key=lambda client: -len(self.clients[client])):
+        for client in self._by_size(sent):
             together.setdefault(stack.shares(sent[client]), []).append(client)
         return [queue[start : start + size] for queue in together.values() for start in range(0, len(queue), size)]
 
@@ -130,21 +132,37 @@ class StackedEngine(Engine):
 
     def _train_chunk(self, stack: Stack, clients: list[int], sent: Mapping[int, Broadcast]) -> "_Trained":
         stack.load([sent[client] for client in clients])
-        training, round = self.training, sent[clients[0]].round
-        shards = [self.shards[client] for client in clients]
-        sizes = list(map(len, shards))
-        schedule = Schedule.for_clients(clients, sizes, training, seed=self.seed, round=round)
-        rows = torch.from_numpy(np.concatenate(shards))
-        whose = torch.from_numpy(np.repeat(np.arange(len(clients)), sizes))
-        if not self.x.is_cuda and schedule.index.numel() <= len(rows):  # none twice: lay them out in the steps' order
-            order = schedule.index.flatten()
-            rows, whose, schedule = rows[order], whose[order], schedule.made_sequential()
-        rows = rows.to(self.x.device)
-        x, y = stack.examples(self.x, rows, whose.to(self.x.device)), self.y.index_select(0, rows)
+        round = sent[clients[0]].round
+        layout = self._ahead.get((round, *clients)) or self._lay_out(round, clients)
+        schedule, rows = layout.schedule, layout.rows.to(self.x.device)
+        x, y = stack.examples(self.x, rows, layout.whose.to(self.x.device)), self.y.index_select(0, rows)
         params, losses = self._take_steps(stack, round, clients, x, y, schedule)
         steps = (schedule.counts > 0).sum(dim=0)
-        changes = stack.changes(params, steps)  # before the losses are waited for
+        changes = stack.changes(params, steps)
+        if self.x.is_cuda:  # which takes its steps by itself, so there is time
+            self._look_ahead(round + 1)
         return _Trained(clients, changes, (losses.sum(dim=0).cpu() / steps).tolist())
+
+    def _lay_out(self, round: int, clients: list[int]) -> "_Layout":
+        """Which examples the clients of a chunk take, in which order."""
+        shards = [self.shards[client] for client in clients]
+        sizes = list(map(len, shards))
+        schedule = Schedule.for_clients(clients, sizes, self.training, seed=self.seed, round=round)
+        rows = torch.from_numpy(np.concatenate(shards))
+        whose = torch.from_numpy(np.repeat(np.arange(len(clients)), sizes))
+        if self.x.is_cuda or schedule.index.numel() > len(rows):
+            return _Layout(schedule, rows, whose)
+        order = schedule.index.flatten()  # none twice: laid out in the order of the steps
+        return _Layout(schedule.made_sequential(), rows[order], whose[order])
+
+    def _look_ahead(self, round: int) -> None:
+        """Lay out the next round, which takes longer than all else that a GPU would have to wait for."""
+        cohort = draw_cohort(len(self.clients), self.fraction, seed=self.seed, round=round)
+        clients = self._by_size(cohort)
+        self._ahead = {(round, *clients): self._lay_out(round, clients)}
+
+    def _by_size(self, clients: Iterable[int]) -> list[int]:
+        return sorted(clients, key=lambda client: -len(self.clients[client]))
 
     def _take_steps(
         self, stack: Stack, round: int, clients: list[int], x: Tensor, y: Tensor, schedule: Schedule
@@ -179,6 +197,14 @@ class StackedEngine(Engine):
             changes = noise({name: update.tensors[name] for name in weights}, round=update.round)
             noised[client_name(client)] = replace(update, tensors=changes)
         return noised
+
+
+class _Layout(NamedTuple):
+    """The examples of a chunk: when each is taken, which rows of the data they are, and whose."""
+
+    schedule: Schedule
+    rows: Tensor
+    whose: Tensor
 
 
 class _Trained(NamedTuple):
