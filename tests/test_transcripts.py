@@ -3,7 +3,7 @@
 import copy
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine, coho
 from dbcl.errors import AuditError, ConfigError
 from dbcl.optim import momentum
 from dbcl.protocol import Broadcast, Update
+from dbcl.run.presets import preset
 from dbcl.testing.secrecy import leaks
-from dbcl.transcripts import Recorder, Setting, Transcript, Truth, summed
+from dbcl.transcripts import Recorder, Setting, Transcript, Truth, sums
 
 SEED = bytes(range(32))
 CLIENTS = 4
@@ -36,7 +37,10 @@ COVERED = "0.weight"
 
 
 class Recording:
-    """A small run that is recorded, with a second pair of eyes: `crossed` is (round, broadcast, {client: answer})."""
+    """A small run that is recorded, with a second pair of eyes.
+
+    `crossed` has for every round what each client was sent and what it answered, by client.
+    """
 
     def __init__(
         self,
@@ -63,17 +67,20 @@ class Recording:
         self.setting = Setting(
             "net", (1, 1, 12), 3, TRAINING.settings(), CLIENTS, cohort, veil=settings.get("veil", 0.2)
         )
-        self.crossed: dict[int, tuple[bytes, dict[int, bytes]]] = {}
+        self.crossed: dict[int, tuple[dict[int, bytes], dict[int, bytes]]] = {}
         self.before: list[dict[str, Tensor]] = []
         self.record()
 
     def record(self) -> None:
         recorder = Recorder(self.folder, self.parties, self.server, self.setting)
 
-        def watch(broadcast: Broadcast, chosen: Sequence[int], answers: Sequence[Update | bytes]) -> None:
-            sent = [answer if isinstance(answer, bytes) else dbcl.encode(answer) for answer in answers]
-            self.crossed[broadcast.round] = dbcl.encode(broadcast), dict(zip(chosen, sent, strict=True))
-            recorder(broadcast, chosen, answers)
+        def watch(sent: Mapping[int, Broadcast], answers: Mapping[int, Update | bytes]) -> None:
+            round = next(iter(sent.values())).round
+            self.crossed[round] = (
+                {client: dbcl.encode(broadcast) for client, broadcast in sent.items()},
+                {client: each if isinstance(each, bytes) else dbcl.encode(each) for client, each in answers.items()},
+            )
+            recorder(sent, answers)
 
         self.engine.observer = watch
 
@@ -95,6 +102,7 @@ def raw(transcript: Transcript, round: int) -> dict[str, Any]:
 
 
 ENGINES = pytest.mark.parametrize("kind", [LocalEngine, StackedEngine])
+LANES = pytest.mark.parametrize("lanes", [1, 2])
 
 
 @ENGINES
@@ -109,10 +117,11 @@ def test_a_client_has_the_broadcasts_and_its_own_updates_byte_for_byte(
         assert transcript.rounds == [0, 1, 2]
         assert len(transcript) == 3
         assert transcript.setting == run.setting
-        for round, (broadcast, answers) in run.crossed.items():
-            assert raw(transcript, round) == {"broadcast": broadcast, f"update/{client}": answers[client]}
+        for round, (sent, answers) in run.crossed.items():
+            assert raw(transcript, round) == {"broadcast": sent[client], f"update/{client}": answers[client]}
             seen = transcript[round]
-            assert dbcl.encode(seen.broadcast) == broadcast
+            assert [dbcl.encode(broadcast) for broadcast in seen.broadcasts] == [sent[client]]
+            assert seen.answered(str(client)) is seen.broadcast
             assert {who: dbcl.encode(each) for who, each in seen.updates.items()} == {str(client): answers[client]}
             assert seen.weights is None
             assert seen.round == round
@@ -120,13 +129,17 @@ def test_a_client_has_the_broadcasts_and_its_own_updates_byte_for_byte(
 
 
 @ENGINES
-def test_the_server_has_everybodys_update_and_its_own_weights(tmp_path: Path, kind: type[Engine]) -> None:
-    run = Recording(tmp_path, kind).play(2)
+@LANES
+def test_the_server_has_everybodys_update_and_its_own_weights(tmp_path: Path, kind: type[Engine], lanes: int) -> None:
+    run = Recording(tmp_path, kind, lanes=lanes).play(2)
     transcript = run.of("server")
     assert transcript.client is None
-    for round, (broadcast, answers) in run.crossed.items():
+    for round, (sent, answers) in run.crossed.items():
         seen = transcript[round]
-        assert dbcl.encode(seen.broadcast) == broadcast
+        read = [dbcl.encode(broadcast) for broadcast in seen.broadcasts]
+        assert len(read) == lanes
+        assert set(read) == set(sent.values())
+        assert {int(who): dbcl.encode(seen.answered(who)) for who in seen.updates} == sent
         assert {who: dbcl.encode(each) for who, each in seen.updates.items()} == {
             str(client): answer for client, answer in answers.items()
         }
@@ -136,23 +149,33 @@ def test_the_server_has_everybodys_update_and_its_own_weights(tmp_path: Path, ki
 
 
 @ENGINES
-def test_under_secure_aggregation_the_server_has_only_the_average(tmp_path: Path, kind: type[Engine]) -> None:
-    run = Recording(tmp_path, kind).play(2)
+@LANES
+def test_under_secure_aggregation_the_server_has_only_the_average_of_each_lane(
+    tmp_path: Path, kind: type[Engine], lanes: int
+) -> None:
+    run = Recording(tmp_path, kind, lanes=lanes).play(3)
+    unequal = 0
     for round, (_, answers) in run.crossed.items():
         seen = run.of("server-sum")[round]
-        assert list(seen.updates) == ["sum"]
+        assert sorted(seen.updates) == (["sum"] if lanes == 1 else ["sum 0", "sum 1"])
+        assert len(seen.broadcasts) == lanes
         decoded = [dbcl.decode_update(answer) for answer in answers.values()]
-        examples = torch.tensor([float(each.examples) for each in decoded], dtype=torch.float64)
-        assert len(set(examples.tolist())) > 1
-        total = seen.updates["sum"]
-        assert total.examples == examples.sum()
-        assert total.round == round
-        for name, tensor in total.tensors.items():
-            every = torch.stack([each.tensors[name] for each in decoded])
-            torch.testing.assert_close(tensor, torch.tensordot(examples / examples.sum(), every, dims=1))
+        assert {total.plan for total in seen.updates.values()} == {each.plan for each in decoded}
+        for who, total in seen.updates.items():
+            assert seen.answered(who).plan.digest == total.plan
+            own = [each for each in decoded if each.plan == total.plan]
+            assert len(own) == CLIENTS / lanes
+            examples = torch.tensor([float(each.examples) for each in own], dtype=torch.float64)
+            unequal += len(set(examples.tolist())) > 1
+            assert total.examples == examples.sum()
+            assert total.round == round
+            for name, tensor in total.tensors.items():
+                every = torch.stack([each.tensors[name] for each in own])
+                torch.testing.assert_close(tensor, torch.tensordot(examples / examples.sum(), every, dims=1))
         parts = {bytes(tensor.numpy().tobytes()) for each in decoded for tensor in each.tensors.values()}
         whole = (run.folder / "server-sum" / f"{round:06d}.safetensors").read_bytes()
         assert not any(part in whole for part in parts)
+    assert unequal > 0
 
 
 def test_a_client_that_is_not_chosen_sees_nothing_of_the_round(tmp_path: Path) -> None:
@@ -183,9 +206,10 @@ def test_both_engines_record_the_same(tmp_path: Path) -> None:
         first, second = one.of(party), two.of(party)
         assert first.rounds == second.rounds
         for a, b in zip(first, second, strict=True):
-            assert a.broadcast.plan == b.broadcast.plan
+            assert [sent.plan for sent in a.broadcasts] == [sent.plan for sent in b.broadcasts]
             assert a.updates.keys() == b.updates.keys()
-            pairs = [(a.broadcast.tensors, b.broadcast.tensors), (a.weights or {}, b.weights or {})]
+            pairs = [(x.tensors, y.tensors) for x, y in zip(a.broadcasts, b.broadcasts, strict=True)]
+            pairs += [(a.weights or {}, b.weights or {})]
             pairs += [(a.updates[who].tensors, b.updates[who].tensors) for who in a.updates]
             for mine, other in pairs:
                 torch.testing.assert_close(dict(mine), dict(other), rtol=0, atol=1e-10)
@@ -203,17 +227,21 @@ def test_the_truth_is_what_happened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("veil", [0.0, 0.2])
-def test_estimates_meet_the_truth_as_scored(tmp_path: Path, veil: float) -> None:
+@LANES
+def test_estimates_meet_the_truth_as_scored(tmp_path: Path, veil: float, lanes: int) -> None:
     """Equal shares, so that a client's part is one in all chosen; with momentum, what the round put in counts."""
-    run = Recording(tmp_path, veil=veil, optimizer=momentum(0.5))
+    run = Recording(tmp_path, veil=veil, optimizer=momentum(0.5), lanes=lanes)
     run.engine.clients = run.examples.divide(np.array_split(np.arange(40), CLIENTS))
     run.setting = Setting(**{**asdict(run.setting), "momentum": 0.5})
     run.record()
     run.play(4)
     view = views(run.of("client-1"))[COVERED]
-    sketch, answers = view.sketches[2], run.crossed[2][1]
-    others = sum(dbcl.decode_update(answer).tensors[COVERED] for who, answer in answers.items() if who != 1)
-    real = [torch.zeros(8, 12, dtype=torch.float64)] * 2 + [sketch.lift(others / CLIENTS)]
+    sent, answers = run.crossed[2]
+    sketches = {who: dbcl.decode_broadcast(broadcast).sketches()[COVERED] for who, broadcast in sent.items()}
+    assert len({sketch.fingerprint() for sketch in sketches.values()}) == lanes
+    lifted = {who: sketches[who].lift(dbcl.decode_update(each).tensors[COVERED]) for who, each in answers.items()}
+    others = torch.stack([change for who, change in lifted.items() if who != 1]).sum(dim=0)
+    real = [torch.zeros(8, 12, dtype=torch.float64)] * 2 + [others / CLIENTS]
     scores = score(Truth(tmp_path), view, real)
     assert scores.cosines[2] == pytest.approx(1.0, abs=1e-9)
     assert scores.errors[2] == pytest.approx(0.0, abs=1e-6)
@@ -347,7 +375,17 @@ def test_estimators_need_a_clients_own_folder_and_nothing_else(tmp_path: Path, v
 def test_a_sum_is_weighted_by_examples_and_reads_bytes() -> None:
     one = Update(0, "ab", {"w": torch.ones(2)}, examples=1)
     two = Update(0, "ab", {"w": torch.full((2,), 5.0)}, examples=3)
-    assert summed([dbcl.encode(one), two]).tensors["w"].tolist() == [4.0, 4.0]
+    made = sums([dbcl.encode(one), two])
+    assert list(made) == ["sum"]
+    assert made["sum"].tensors["w"].tolist() == [4.0, 4.0]
+
+
+def test_the_sums_of_lanes_are_apart_and_know_their_plans() -> None:
+    lanes = {plan: [Update(0, plan, {"w": torch.full((2,), v)}, examples=1) for v in (1.0, 3.0)] for plan in "ab"}
+    made = sums([lanes["b"][0], lanes["a"][0], lanes["b"][1], lanes["a"][1]])
+    assert sorted(made) == ["sum 0", "sum 1"]
+    assert {each.plan: each.tensors["w"].tolist() for each in made.values()} == {"a": [2.0, 2.0], "b": [2.0, 2.0]}
+    assert [each.examples for each in made.values()] == [2, 2]
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -377,7 +415,7 @@ def test_train_records_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     transcript = Transcript(folder / "client-0")
     assert transcript.setting.clients == 20
     assert transcript.setting.cohort == 10
-    assert (transcript.setting.momentum, transcript.setting.veil) == (0.5, 0.2)
+    assert (transcript.setting.momentum, transcript.setting.veil) == (preset("blind").server_momentum, 0.2)
     taking_part = json.loads((folder / "truth" / "cohorts.json").read_text())
     assert transcript.rounds == [int(round) for round, clients in taking_part.items() if 0 in clients]
     for path in Path("whole/transcripts").rglob("*.*"):
