@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,11 +155,12 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_layers_with_their_inputs_on_any_axis_are_exact(kind: str) -> None:
+@pytest.mark.parametrize(("lane", "lanes"), [(0, 1), (0, 2), (1, 2), (2, 3), (3, 4)])
+def test_layers_with_their_inputs_on_any_axis_are_exact(kind: str, lane: int, lanes: int) -> None:
     build, layers, inputs = OTHERS[kind]
     x = torch.randn(5, 7 if kind == "experts" else 9, dtype=torch.float64)
-    error = largest_error(lambda: seeded(build), lambda model: model(x).square().mean(), inputs, layers=layers)
-    assert error < 1e-13
+    settings: dict[str, Any] = {"layers": layers, "lane": lane, "lanes": lanes, "ratio": max(2, lanes)}
+    assert largest_error(lambda: seeded(build), lambda model: model(x).square().mean(), inputs, **settings) < 1e-12
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -297,7 +297,7 @@ def _by_word(model: nn.Module, word: str, inputs: Mapping[str, tuple[int, ...]])
         total = sum(parameter.numel() for parameter in model.parameters())
         sizes = [sum(model.get_parameter(name).numel() for name in weights) for weights in hidden]
         hidden = [weights for weights, size in zip(hidden, sizes, strict=True) if size >= LARGE * total]
-        if not hidden:
+        if layers and not hidden:
             return set(), [f"no layer but the output layer holds {LARGE:.0%} of the parameters; use cover='hidden'"]
     picked = [name for weights in hidden for name in weights]
     return {first[id(model.get_parameter(name))] for name in picked}, []  # a tied weight by its first name
