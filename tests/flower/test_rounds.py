@@ -134,13 +134,24 @@ class TestTheWire:
             assert isinstance(message.content["dbcl"]["broadcast"], bytes)
 
     def test_evaluation_never_veils_the_same_weights_a_second_time(self) -> None:
+        """A node trains in the lane in which it has evaluated; all lanes show one noise."""
         carried, _, strategy = self.play()
         sent = [message for message in carried if message.metadata.dst_node_id >= 1000]
         by_round: dict[int, set[bytes]] = {}
+        by_node: dict[tuple[int, int], set[bytes]] = {}
         for message in sent:
             data = message.content["dbcl"]["broadcast"]
-            by_round.setdefault(dbcl.decode_broadcast(data).round, set()).add(data)
-        assert {round: len(broadcasts) for round, broadcasts in by_round.items()} == {0: 1, 1: 1, 2: 1}
+            broadcast = dbcl.decode_broadcast(data)
+            by_round.setdefault(broadcast.round, set()).add(data)
+            by_node.setdefault((broadcast.round, message.metadata.dst_node_id), set()).add(data)
+        assert {round: len(broadcasts) for round, broadcasts in by_round.items()} == {0: 2, 1: 2, 2: 2}
+        assert len(by_node) == 3 * NODES
+        assert {len(broadcasts) for broadcasts in by_node.values()} == {1}
+        for broadcasts in by_round.values():
+            one, two = map(dbcl.decode_broadcast, broadcasts)
+            assert sorted([one.plan.lane, two.plan.lane]) == [0, 1]
+            for name in one.tensors.keys() - one.sketches().keys():
+                assert torch.equal(one.tensors[name], two.tensors[name])
         assert strategy.server.round == 2
 
     def test_messages_come_as_lists(self) -> None:
@@ -257,13 +268,13 @@ class TestFaults:
         assert "refused node 1002" in caplog.text
         assert dict(result.train_metrics_clientapp[1])["dbcl-refused"] == 1
         server = dbcl.Server(net(), insecure_seed=0)
-        broadcast = server.open_round()
-        answers = []
+        sent = {client: server.open_round(client) for client in range(NODES)}
+        answers = {}
         for client in (0, 1, 3):
-            local = dbcl.blinded(net(), broadcast)
+            local = dbcl.blinded(net(), sent[client])
             x, y = examples(client)
             TRAINING.train(local, (x, y), seed=bytes(32), round=0, client=client)
-            answers.append(dbcl.update(local, broadcast, examples=len(x)))
+            answers[str(client)] = dbcl.update(local, sent[client], examples=len(x))
         server.close_round(answers)
         for name, parameter in server.model.named_parameters():
             torch.testing.assert_close(weights(strategy)[name], parameter.detach(), rtol=1e-5, atol=1e-6)
@@ -512,21 +523,24 @@ class TestGoingOn:
         assert not torch.equal(weights(expected)["0.weight"], weights(again)["0.weight"])
 
     def test_the_open_rounds_secrets_are_on_the_disk_before_anything_is_sent(self, tmp_path: Path) -> None:
+        """Which node is in which lane, too: one that got two lanes of a round would have no sketch before it."""
+
         class Noting(LocalGrid):
             def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-                sent.append(next(iter(messages)).content["dbcl"]["broadcast"])
+                sent.append({each.metadata.dst_node_id: each.content["dbcl"]["broadcast"] for each in messages})
                 raise CrashError
 
-        sent: list[bytes] = []
-        for _ in range(2):  # fresh secrets, no experiment seed: the second process must send the very same bytes
+        sent: list[dict[int, bytes]] = []
+        for _ in range(6):  # fresh secrets, no experiment seed: the next process must send the very same bytes
             strategy = self.make(tmp_path, insecure_seed=None)
             # Other initial weights each time, as of a net that nobody seeds: the veil of a round hides one set only.
             shift = len(sent) / 8
             initial = ArrayRecord({name: tensor + shift for name, tensor in net().state_dict().items()})
             with pytest.raises(CrashError):
                 strategy.start(Noting(clients(), NODES), initial, num_rounds=1)
-        assert len(sent) == 2
-        assert sent[0] == sent[1]
+        assert [len(nodes) for nodes in sent] == [3] * 6  # of four, chosen anew each time
+        for node in range(1000, 1000 + NODES):
+            assert len({nodes[node] for nodes in sent if node in nodes}) == 1
 
     def test_a_finished_run_plays_nothing_more_and_longer_ones_go_on(self, tmp_path: Path) -> None:
         self.make(tmp_path).start(LocalGrid(clients(), NODES), num_rounds=2)

@@ -80,16 +80,16 @@ def by_hand(inner: flower.Strategy, rounds: int, **settings: Any) -> nn.Module:
     server = dbcl.Server(model, insecure_seed=0, **settings)
     grid = LocalGrid(ClientApp(), NODES)
     for round in range(rounds):
-        broadcast = server.open_round()
         W = {name: tensor.detach().clone() for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
         asked = list(inner.configure_train(round + 1, ArrayRecord(W), ConfigRecord(), grid))
-        replies, answers = [], []
+        replies, answers = [], {}
         for message in sorted(asked, key=lambda message: message.metadata.dst_node_id):
             client = message.metadata.dst_node_id - 1000
+            broadcast = server.open_round(f"node {client}")
             local = dbcl.blinded(net(), broadcast)
             more = answer(local, round, client)
-            answers.append(dbcl.update(local, broadcast, **more))
-            changes = dict(answers[-1].tensors)
+            answers[f"node {client}"] = dbcl.update(local, broadcast, **more)
+            changes = dict(answers[f"node {client}"].tensors)
             for name, sketch in broadcast.sketches().items():
                 changes[name] = sketch.lift(changes[name])
             made = {name: changes[name] if name in server.statistics else W[name] + changes[name] for name in W}
@@ -106,12 +106,23 @@ def by_hand(inner: flower.Strategy, rounds: int, **settings: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_three_rounds_give_what_the_strategy_gives_when_fed_by_hand(name: str) -> None:
+LANES: dict[str, list[dict[str, Any]]] = {
+    "FedAdam": [{"lanes": 1}, {"lanes": 4, "ratio": 4}, {"grouped": True}],
+    "Krum": [{"lanes": 1}, {"lanes": 4, "ratio": 4}],
+}
+"""Beside the default of two."""
+
+
+@pytest.mark.parametrize(
+    ("name", "lanes"), [(name, each) for name in STRATEGIES for each in [{}, *LANES.get(name, [])]]
+)
+def test_three_rounds_give_what_the_strategy_gives_when_fed_by_hand(name: str, lanes: dict[str, Any]) -> None:
     door = dbcl.Door(max_influence=None)  # by hand nobody is held back
-    strategy = DoubleBlind(STRATEGIES[name](), net(), veil=0.1, insecure_seed=0, door=door)
+    strategy = DoubleBlind(STRATEGIES[name](), net(), veil=0.1, insecure_seed=0, door=door, **lanes)
     result = strategy.start(LocalGrid(clients(), NODES), num_rounds=3)
-    expected = by_hand(STRATEGIES[name](), 3, veil=0.1)
+    expected = by_hand(STRATEGIES[name](), 3, veil=0.1, **lanes)
+    counts = strategy.reports[0].lanes
+    assert (sum(counts), max(counts) - min(counts) <= 1) == (NODES, True)
     for key, tensor in expected.state_dict().items():
         if tensor.is_floating_point():
             torch.testing.assert_close(strategy.server.model.state_dict()[key], tensor, rtol=0, atol=1e-10)
@@ -135,18 +146,19 @@ def test_server_side_clipping_inside_clips_and_adds_its_noise() -> None:
     assert difference.std().item() == pytest.approx(0.5 / NODES, rel=0.33)
 
 
-def test_averaging_after_the_lift_is_averaging_before_it() -> None:
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_averaging_after_the_lift_is_averaging_before_it(lanes: int) -> None:
     """FedAvg inside DoubleBlind against the server's own average in the sketched space."""
-    strategy = DoubleBlind(flower.FedAvg(**QUIET), net(), insecure_seed=0)
+    strategy = DoubleBlind(flower.FedAvg(**QUIET), net(), insecure_seed=0, lanes=lanes)
     strategy.start(LocalGrid(clients(), NODES), num_rounds=2)
-    server = dbcl.Server(net(), insecure_seed=0)
+    server = dbcl.Server(net(), insecure_seed=0, lanes=lanes)
     for round in range(2):
-        broadcast = server.open_round()
-        answers = []
+        answers = {}
         for client in range(NODES):
+            broadcast = server.open_round(client)
             local = dbcl.blinded(net(), broadcast)
             more = answer(local, round, client)
-            answers.append(dbcl.update(local, broadcast, **more))
+            answers[str(client)] = dbcl.update(local, broadcast, **more)
         server.close_round(answers)
     for one, other in zip(strategy.server.model.parameters(), server.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)

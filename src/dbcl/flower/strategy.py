@@ -311,6 +311,8 @@ class DoubleBlind(Strategy):
         ]
         for node in sorted({*grid.get_node_ids(), *self._asked}):
             self._numbers.setdefault(node, len(self._numbers))
+        if self.server.plan.lanes > 1:
+            self._save()  # after a crash a node must get the lane that it has seen, whoever is asked then
         return messages
 
     def _by_node(self, replies: Iterable[Message]) -> dict[int, Message]:
