@@ -324,23 +324,25 @@ def message_bytes(model: nn.Module, plan: SketchPlan, wire: str | None = None) -
 def transcript_bytes(run: Run) -> int:
     """About how much the transcripts of a run's remaining rounds will take on the disk; 0 where nothing is recorded.
 
-    A client's take a message each way in the rounds of its own, the server's a broadcast, all updates and the weights,
-    and the truth the weights of every round.
+    A client's take a message each way in the rounds of its own, the server's a broadcast of each lane, all updates (or
+    their sum in each lane) and the weights, and the truth the weights of every round.
 
     >>> import tempfile
     >>> run = Run.start(RunConfig(rounds=3, transcripts=("server",)), Path(tempfile.mkdtemp()) / "run")
     >>> transcript_bytes(run) // 10**6
-    18
+    19
     """
     config = run.config
     if not config.transcripts:
         return 0
     message = message_bytes(run.session.model, run.session.plan, config.wire)
     weights = sum(tensor.nbytes for tensor in run.session.model.state_dict().values())
+    plan = run.session.plan
+    broadcasts = config.cohort if plan.grouped else min(plan.lanes, config.cohort)
     a_round = float(weights)
     for party in config.transcripts:
         if party.isdigit():
             a_round += config.cohort / config.clients * 2 * message
         else:
-            a_round += weights + message + (1 if party == "server-sum" else config.cohort) * message
+            a_round += weights + (broadcasts + (broadcasts if party == "server-sum" else config.cohort)) * message
     return int(a_round * max(0, config.rounds - run.session.round))
