@@ -56,12 +56,12 @@ def main() -> float:
     print(server.plan)
     reached = 0.0
     for number in range(1, ROUNDS + 1):
-        broadcast = server.open_round()  # 2: blinds W; the only thing that leaves the server
-        answers = []
-        for share in shares:
+        answers = {}
+        for client, share in enumerate(shares):
+            broadcast = server.open_round(client)  # 2: blinds W; the only thing that leaves the server
             local = dbcl.blinded(net(), broadcast)  # 3: a client's model; W is nowhere in it
             loss = train(local, digits.x_train[share], digits.y_train[share])
-            answers.append(dbcl.update(local, broadcast, examples=len(share), metrics={"loss": loss}))  # 4
+            answers[str(client)] = dbcl.update(local, broadcast, examples=len(share), metrics={"loss": loss})  # 4
         report = server.close_round(answers)  # 5: checks, averages, lifts, steps
         if number % 5 == 0:
             reached = accuracy(server.model, digits.x_test, digits.y_test)

@@ -64,9 +64,11 @@ def main() -> dbcl.Server:
     mixed = torch.randperm(len(digits.y_train))[:600]  # the digits lie in order
     server = dbcl.Server(model, plan, optimizer=dbcl.optim.momentum(0.5), door=dbcl.Door(min_updates=2))
     for _ in range(2):
-        broadcast = server.open_round()
-        wire = dbcl.encode(broadcast)
-        answers = [answer(wire, digits.x_train[share], digits.y_train[share]) for share in mixed.chunk(3)]
+        answers = {}
+        for client, share in zip(("ann", "bob", "eve"), mixed.chunk(3), strict=True):
+            broadcast = server.open_round(client)  # in one of two lanes, whose sketches complement each other
+            wire = dbcl.encode(broadcast)
+            answers[client] = answer(wire, digits.x_train[share], digits.y_train[share])
         report = server.close_round(answers)
         print(f"round {report.round}: {report.accepted} accepted, {len(wire):,} bytes to each client")
         for name, sketch in broadcast.sketches().items():

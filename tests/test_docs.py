@@ -98,6 +98,9 @@ def test_both_sides_of_the_readmes_diff_train(sign: str) -> None:
     class Client:
         data = torch.ones(5, 8)
 
+        def __init__(self, name: str) -> None:
+            self.name = name
+
     def train(model: torch.nn.Module, data: torch.Tensor) -> None:
         model(data).square().mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -107,7 +110,13 @@ def test_both_sides_of_the_readmes_diff_train(sign: str) -> None:
         return torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
 
     trained: list[torch.nn.Module] = []
-    names: dict[str, Any] = {"Net": net, "train": train, "clients": [Client(), Client()], "rounds": 2, "copy": copy}
+    names: dict[str, Any] = {
+        "Net": net,
+        "train": train,
+        "clients": [Client("ann"), Client("bob")],
+        "rounds": 2,
+        "copy": copy,
+    }
     exec(code.replace("average(...)", "local"), names)
     assert len(trained) == 4
     assert ("server" in names and names["server"].round == 2) == (sign == "+")
