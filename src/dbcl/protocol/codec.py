@@ -86,7 +86,7 @@ def decode_broadcast(data: bytes) -> Broadcast:
     >>> import dbcl
     >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round()
     >>> decode_broadcast(encode(broadcast)).sketches()
-    {'weight': CountSketch(6 -> 3)}
+    {'weight': LaneSketch(6 -> 3, lane 0 of 2)}
     """
     header, tensors = unpack(BROADCAST, data)
     _require_floats("broadcast", tensors)

@@ -42,7 +42,7 @@ class Broadcast:
 
         >>> import torch, dbcl
         >>> dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round().sketches()
-        {'weight': CountSketch(6 -> 3)}
+        {'weight': LaneSketch(6 -> 3, lane 0 of 2)}
         """
         return dict(self.plan.sketches)
 

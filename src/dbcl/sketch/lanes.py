@@ -22,10 +22,10 @@ class LaneSketch(BucketSketch):
     >>> import torch
     >>> lanes = [LaneSketch(4, 2, seed=bytes(32), lane=k, lanes=2) for k in (0, 1)]
     >>> lanes[1].dense(torch.float32).round(decimals=2)
-    tensor([[-0.7100,  0.0000],
-            [ 0.0000, -0.7100],
-            [ 0.7100,  0.0000],
-            [ 0.0000,  0.7100]])
+    tensor([[ 0.7100,  0.0000],
+            [ 0.0000,  0.7100],
+            [ 0.0000,  0.7100],
+            [-0.7100,  0.0000]])
     >>> sum(lane.dense() @ lane.dense().T for lane in lanes).round(decimals=6).equal(torch.eye(4).double())
     True
     """
