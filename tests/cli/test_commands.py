@@ -47,6 +47,13 @@ def test_plan_shows_what_a_client_would_see(invoke: Invoke) -> None:
     half = json.loads(invoke("plan", "cifar-cnn", "--shape", "3,32,32", "--wire", "bfloat16", "--json"))
     assert half["message_bytes"] < 0.26 * half["plain_message_bytes"]
     assert "no veil" in invoke("plan", "mnist-mlp", "--veil", "0")
+    schemes = {
+        number: {
+            row["sketch"] for row in json.loads(invoke("plan", "mnist-mlp", "--lanes", number, "--json"))["tensors"]
+        }
+        for number in ("1", "3")
+    }
+    assert schemes == {"1": {"count-v1", "none"}, "3": {"lanes-v1", "none"}}
     with pytest.raises(ConfigError, match="shape is channels,height,width"):
         invoke("plan", "mnist-mlp", "--shape", "28")
 

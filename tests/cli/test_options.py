@@ -34,7 +34,8 @@ def test_every_setting_is_an_option() -> None:
 
 def test_plan_takes_those_that_decide_what_a_client_sees() -> None:
     own = {"model", "preset", "shape", "outputs", "as_json"}
-    assert set(inspect.signature(plan).parameters) - own == {"cover", "sketch", "ratio", "veil", "wire"}
+    decide = {"cover", "sketch", "ratio", "lanes", "buckets", "veil", "wire"}
+    assert set(inspect.signature(plan).parameters) - own == decide
 
 
 def options_of(command: str) -> dict:

@@ -283,7 +283,7 @@ TYPOS = [
         (("",), "No such command"),
         (("--verbose",), "No such option"),
         (("--versoin",), "--version"),
-        (("train", "--clents", "3"), "Did you mean '--clients'"),
+        (("train", "--clents", "3"), "Did you mean one of: .*'--clients'"),
         (("train", "--ruonds", "3"), "--rounds"),
         (("train", "--qiuet"), "--quiet"),
         (("train", "--batch_size", "3"), "--batch-size"),
@@ -430,6 +430,14 @@ PLAN = [
         ("wire must be one of", "mnist-mlp", "--wire", "int8"),
         ("sketch must be one of", "mnist-mlp", "--sketch", "none"),
         ("matches no parameter", "mnist-mlp", "--cover", "conv*"),
+        ("lanes must be 1 or more, got 0", "mnist-mlp", "--lanes", "0"),
+        ("lanes must be between 1 and 1024, got 1025", "mnist-mlp", "--lanes", "1025"),
+        ("'two' is not a valid integer", "mnist-mlp", "--lanes", "two"),
+        ("sampling-v1 has one, got 2", "mnist-mlp", "--lanes", "2", "--sketch", "sampling-v1"),
+        ("sketch must be one of count-v1", "mnist-mlp", "--sketch", "lanes-v1"),
+        ("buckets must be one of shared, grouped, got 'own'", "mnist-mlp", "--buckets", "own"),
+        ("grouped needs two lanes or more", "mnist-mlp", "--buckets", "grouped", "--lanes", "1"),
+        ("grouped needs two lanes or more", "mnist-mlp", "--buckets", "grouped", "--preset", "plain"),
     )
 ]
 

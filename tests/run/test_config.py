@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dbcl import models
 from dbcl.errors import ConfigError, ProtocolError
+from dbcl.run.assemble import build_plan
 from dbcl.run.config import RunConfig
 from dbcl.run.presets import PRESETS, explain, from_toml, preset, to_toml
 from dbcl.run.settings import about
@@ -15,6 +17,7 @@ def test_the_presets_are_what_they_say() -> None:
     blind, paper, plain = (preset(name) for name in ("blind", "paper", "plain"))
     assert (blind.cover, blind.ratio, blind.veil, blind.server_optimizer) == ("hidden", 2, 0.2, "momentum")
     assert (paper.cover, paper.ratio, paper.veil, paper.server_optimizer) == ("hidden", 2, 0, "fedavg")
+    assert (blind.lanes, paper.lanes, blind.buckets, paper.buckets) == (None, 1, "shared", "shared")
     assert preset("veil") == dataclasses.replace(blind, sketch="identity-v1")
     assert (plain.sketch, plain.veil, plain.server_optimizer) == ("identity-v1", 0, "fedavg")
     same = ("data", "model", "clients", "fraction", "epochs", "batch_size", "lr", "algorithm")
@@ -39,10 +42,12 @@ def test_a_preset_names_only_settings_and_the_default_one_comes_first() -> None:
         st.tuples(PATTERNS, st.just('we"ird\\*')),
     ),
     norm_bound=st.one_of(st.none(), st.floats(0.1, 10)),
+    lanes=st.one_of(st.none(), st.integers(1, 9)),
+    buckets=st.sampled_from(["shared", "grouped"]),
     transcripts=st.sampled_from([(), ("0", "server")]),
 )
-def test_a_configuration_survives_its_file(seed, veil, ratio, cover, norm_bound, transcripts) -> None:
-    config = RunConfig(seed=seed, veil=veil, ratio=ratio, cover=cover, norm_bound=norm_bound, transcripts=transcripts)
+def test_a_configuration_survives_its_file(**settings) -> None:
+    config = RunConfig(**settings)
     assert from_toml(to_toml(config)) == config
 
 
@@ -72,6 +77,11 @@ def test_options_win_over_a_file_of_ones_own(tmp_path: Path) -> None:
         ("server_optimizer = 'x'", "server_optimizer must be one of fedavg, momentum, adam"),
         ("wire = 'int8'", "wire must be one of float64, float32"),
         ("sketch = 'x'", "sketch must be one of count-v1"),
+        ("lanes = 0", "lanes must be 1 or more, got 0"),
+        ("lanes = 2.5", "lanes must be a whole number, got 2.5"),
+        ("lanes = true", "lanes must be a whole number, got True"),
+        ("buckets = 'own'", "buckets must be one of shared, grouped, got 'own'"),
+        ("sketch = 'lanes-v1'", "sketch must be one of count-v1"),
         ("clients = 0", "clients must be 1 or more, got 0"),
         ("fraction = 1.5", "fraction must be above 0 and at most 1, got 1.5"),
         ("target = 97.0", "target is an accuracy between 0 and 1, got 97.0"),
@@ -113,6 +123,23 @@ def test_a_file_may_hold_the_text_that_an_option_takes() -> None:
     text = from_toml("cover = 'conv*, !conv1*'\nratio = '2-4'\ntranscripts = '0,server'")
     assert text == from_toml("cover = ['conv*', '!conv1*']\nratio = [2.0, 4.0]\ntranscripts = ['0', 'server']")
     assert from_toml("cover = 'all'").cover == "all"
+
+
+@pytest.mark.parametrize(
+    ("text", "lanes", "grouped", "scheme"),
+    [
+        ("", 2, False, "lanes-v1"),
+        ("ratio = 4.0", 4, False, "lanes-v1"),
+        ("ratio = [2.0, 4.0]", 2, False, "lanes-v1"),
+        ("ratio = 1.3", 1, False, "count-v1"),
+        ("lanes = 1", 1, False, "count-v1"),
+        ("lanes = 3\nbuckets = 'grouped'", 3, True, "lanes-v1"),
+        ("sketch = 'count-hashed-v1'", 1, False, "count-hashed-v1"),
+    ],
+)
+def test_the_lanes_of_a_run_are_those_of_its_plan(text: str, lanes: int, grouped: bool, scheme: str) -> None:
+    plan = build_plan(from_toml(text), models.build("mnist-mlp"))
+    assert (plan.lanes, plan.grouped, plan.tensors[0].scheme) == (lanes, grouped, scheme)
 
 
 def test_a_seed_in_a_file_fixes_the_secrets_and_the_noise_of_clients_too() -> None:

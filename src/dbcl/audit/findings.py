@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-SEATS = ("client", "server", "anyone")
+SEATS = ("client", "colluders", "server", "anyone")
+"""A client alone, clients of all lanes that pool what they saw, the server, and anyone with the finished model."""
 ATTACKERS = ("naive", "adaptive")
 CASES = ("pictures", "tested rounds", "scored rounds", "members", "rounds")
 """The entries of a finding's budget that say how many cases its value rests on; the first that is there counts."""

@@ -1,6 +1,7 @@
 """A short run under the settings of a real one, in which the auditor decides what the victim trains on.
 
-Client 0 is the attacker, client 1 the victim, the others are bystanders. Everybody takes one step of plain SGD a round,
+Client 0 is the attacker, client 1 the victim, the others are bystanders; or some of them, one in every lane, are
+attackers together (`colluders_of`), and client 0 is a bystander. Everybody takes one step of plain SGD a round,
 which is what shows a single batch most clearly: the worst case for the victim, and the setting of the paper.
 """
 
@@ -54,10 +55,22 @@ class Rehearsal:
     script: Script
     make_model: Callable[[int], nn.Module] | None = None
     """Makes the network, where its name in the transcripts does not say how."""
+    colluders: tuple[int, ...] = ()
+    """Clients that pool what they saw; empty where client 0 attacks alone."""
+
+    @property
+    def seat(self) -> str:
+        """Where the attacker sits, as findings name it."""
+        return "colluders" if self.colluders else "client"
 
     @property
     def attacker(self) -> Transcript:
-        return self._transcript(f"client-{ATTACKER}")
+        return self._transcript(f"client-{self.colluders[0] if self.colluders else ATTACKER}")
+
+    @property
+    def allies(self) -> list[Transcript]:
+        """The transcripts of those who share what they saw with the attacker."""
+        return [self._transcript(f"client-{number}") for number in self.colluders[1:]]
 
     @property
     def server(self) -> Transcript:
@@ -80,12 +93,14 @@ def rehearse(
     *,
     seed: int = 0,
     weights: dict[str, Tensor] | None = None,
+    colluders: tuple[int, ...] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Rehearsal:
-    """Play a script under a run's network, cover, ratio, sketch, veil and wire, and record attacker and server.
+    """Play a script under a run's network, cover, ratio, sketch, lanes, veil and wire; record attacker and server.
 
-    It starts from `weights`, or from initial weights as a run of that configuration has them. All secrets come from
-    `seed`, so that it can be repeated; that is safe, since all parties are the auditor's.
+    `colluders` are the clients that attack together in place of client 0. It starts from `weights`, or from initial
+    weights as a run of that configuration has them. All secrets come from `seed`, so that it can be repeated; that is
+    safe, since all parties are the auditor's.
 
     >>> import tempfile
     >>> from dbcl.run import task_of
@@ -115,12 +130,24 @@ def rehearse(
         seed=seeds.derive(bytes(32), "rehearsal", seed),
         noise=None if noise is None else replace(noise, insecure_seed=seed),
     )
-    engine.observer = Recorder(folder, [str(ATTACKER), "server"], engine.session, known)
+    attackers = map(str, colluders or [ATTACKER])
+    engine.observer = Recorder(folder, [*attackers, "server"], engine.session, known)
     for number in range(rounds):
         engine.play_round()
         if progress is not None:
             progress(number + 1, rounds)
-    return Rehearsal(folder, script, task.make_model)
+    return Rehearsal(folder, script, task.make_model, colluders)
+
+
+def colluders_of(lanes: int) -> tuple[int, ...]:
+    """Clients of a rehearsal with 2 x lanes parties or more that are in all lanes together, the victim not among them.
+
+    The server spreads clients over the lanes in blocks of as many as there are lanes; these are the second block.
+
+    >>> colluders_of(2)
+    (2, 3)
+    """
+    return tuple(range(lanes, 2 * lanes))
 
 
 def draw_batches(examples: NDArray[np.int64], shape: tuple[int, ...], seed: int) -> Script:

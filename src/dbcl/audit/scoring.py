@@ -107,8 +107,9 @@ def predicted_cosine(truth: Truth, view: View, veil: float) -> float:
     >>> round(predicted_cosine(played.truth, views(played.attacker)["1.bias"], veil=0.0), 3)
     1.0
     """
+    rows = len(view.seen[0])
     sizes = [
-        float(view.sketches[index].apply(true_change(truth, view, index)).square().mean())
+        float(true_change(truth, view, index).square().sum()) / (rows * view.update_width(index))
         for index in range(len(view.rounds) - 1)
     ]
     return float(veil_cosine(known_scales(view, veil).veil / float(np.mean(sizes)) ** 0.5))

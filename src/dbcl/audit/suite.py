@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
+from numpy.typing import NDArray
 from torch import nn
 
 from dbcl._version import __version__
@@ -20,10 +21,11 @@ from dbcl.audit.attacks.labels import label_finding
 from dbcl.audit.attacks.matching import Matching
 from dbcl.audit.attacks.membership import membership_findings
 from dbcl.audit.attacks.properties import property_findings
-from dbcl.audit.attacks.updates import Changes, estimates, update_findings
+from dbcl.audit.attacks.updates import estimates, update_findings
+from dbcl.audit.attacks.victim import Changes
 from dbcl.audit.budget import FULL, Budget
 from dbcl.audit.findings import Audit, Finding, with_interval
-from dbcl.audit.rehearsal import ATTACKER, VICTIM, Script, draw_batches, rehearse
+from dbcl.audit.rehearsal import ATTACKER, VICTIM, Rehearsal, Script, colluders_of, draw_batches, rehearse
 from dbcl.data.examples import Rows
 from dbcl.errors import AuditError, DataError, DbclError
 from dbcl.plan import SketchPlan
@@ -106,9 +108,11 @@ def audit(
     `task` is that of a run that `dbcl.simulate` played: `audit(run.folder, task=run.task)`. Where the settings of a run
     name code of somebody's, as module:name, it is audited only with `trust`.
 
-    A rehearsal has `clients` parties, all in every round, who each take one step of SGD on one batch. `tell` is called
-    with what is being done, `progress` with how many steps of the work are done, and of how many: every round, tensor,
-    picture and shadow model is one. A part that fails becomes a finding that says why, and the others go on.
+    A rehearsal has `clients` parties, all in every round, who each take one step of SGD on one batch. For a run with
+    lanes there is one more, of at least twice as many parties as lanes, in which one client of each lane pools what it
+    saw. `tell` is called with what is being done, `progress` with how many steps of the work are done, and of how many:
+    every round, tensor, picture and shadow model is one. A part that fails becomes a finding that says why, and the
+    others go on.
 
     >>> audit(Path("nowhere"))
     Traceback (most recent call last):
@@ -124,7 +128,10 @@ def audit(
     }
     parts |= {"properties": _properties, "pictures": _pictures, "membership": _membership}
     plan = build_plan(config, task.make_model(0), task.layers)
-    steps = Steps(_expected(budget, len(plan.tensors), len(parts) - 3), progress)
+    recordings = len(parts) - 3
+    if plan.lanes > 1:
+        parts["colluders"] = partial(_colluders, plan.lanes)
+    steps = Steps(_expected(budget, len(plan.tensors), recordings, plan.lanes), progress)
     progress(0, steps.ends[-1])
 
     def tell_and_step(text: str) -> None:
@@ -157,14 +164,17 @@ def audit(
     )
 
 
-def _expected(budget: Budget, tensors: int, recordings: int) -> list[int]:
-    """About how many steps each part takes: the recorded transcripts, properties, pictures and membership."""
+def _expected(budget: Budget, tensors: int, recordings: int, lanes: int) -> list[int]:
+    """About how many steps each part takes: recorded transcripts, properties, pictures, membership and colluders."""
     updates = 2 * len(budget.estimators) * tensors  # estimated, then scored
     learners = 2 + len(budget.estimators) + 2  # the attacker's own batches, a forest for each source, fidelities
-    properties = 1 + budget.rounds + updates + learners + budget.rounds - min(budget.min_lag, budget.rounds // 3)
+    filters = budget.rounds - min(budget.min_lag, budget.rounds // 3)
+    # With several lanes server and client have different models of the victim's, and each its own filters.
+    properties = 1 + budget.rounds + updates + learners + filters * min(lanes, 2)
     each_picture = 4 + budget.inverting  # two from the server's seat, two from a client's
     pictures = 1 + _picture_rounds(budget) + 2 * tensors + budget.pictures * each_picture
-    return [*[updates] * recordings, properties, pictures, 3 + budget.shadow_models]
+    together = [1 + budget.rounds + 2 * tensors + 5 + filters] if lanes > 1 else []
+    return [*[updates] * recordings, properties, pictures, 3 + budget.shadow_models, *together]
 
 
 def _picture_rounds(budget: Budget) -> int:
@@ -179,12 +189,14 @@ def _recorded(folder: Path, job: Job) -> list[Finding]:
     return [replace(finding, attack=f"{finding.attack} ({transcript.party} of the run)") for finding in each]
 
 
-def _updates(transcript: Transcript, truth: Truth, found: dict[str, Changes], job: Job) -> list[Finding]:
+def _updates(
+    transcript: Transcript, truth: Truth, found: dict[str, Changes], job: Job, allies: Sequence[Transcript] = ()
+) -> list[Finding]:
     """The findings about updates, with how many rounds each was scored on."""
     min_lag = min(job.budget.min_lag, len(transcript) // 2)
     every = len(transcript) - 1  # from each seen round to the next
     scored = sum(lag >= min_lag for lag in range(1, every + 1))
-    each = update_findings(transcript, truth, found, job.tell, min_lag=job.budget.min_lag)
+    each = update_findings(transcript, truth, found, job.tell, min_lag=job.budget.min_lag, allies=allies)
     return [
         replace(finding, budget={**finding.budget, "scored rounds": scored if finding.attack in found else every})
         for finding in each
@@ -202,10 +214,16 @@ def _properties(job: Job) -> list[Finding]:
     if job.task.holds is None:
         job.not_attacked["property"] = "no property of these examples is known; it can be given with the data"
         return findings
-    return findings + property_findings(
+    return findings + _inferred(rehearsal, job, job.task.holds, own, found)
+
+
+def _inferred(
+    rehearsal: Rehearsal, job: Job, holds: NDArray[np.bool_], own: Rows, found: dict[str, Changes]
+) -> list[Finding]:
+    return property_findings(
         rehearsal,
         job.task,
-        job.task.holds,
+        holds,
         own,
         found,
         batches=job.budget.own_batches,
@@ -214,6 +232,28 @@ def _properties(job: Job) -> list[Finding]:
         tell=job.tell,
         min_lag=job.budget.min_lag,
     )
+
+
+def _colluders(lanes: int, job: Job) -> list[Finding]:
+    """Updates and properties, from a rehearsal in which one client of each lane shows the others what it saw."""
+    clients = max(job.clients, 2 * lanes)
+    own, script = property_script(job.task, job.budget, clients, job.seed)
+    job.tell(f"rehearsal: {lanes} of {clients} clients collude")
+    rehearsal = rehearse(
+        job.config,
+        job.task,
+        script,
+        job.scratch / "colluders",
+        seed=job.seed,
+        colluders=colluders_of(lanes),
+        progress=lambda *_: job.step(),
+    )
+    found = estimates(rehearsal.attacker, ["smoother"], job.tell, allies=rehearsal.allies)
+    findings = _updates(rehearsal.attacker, rehearsal.truth, found, job, rehearsal.allies)
+    if job.task.holds is not None:
+        findings += _inferred(rehearsal, job, job.task.holds, own, found)
+    together = f"{lanes} of {clients} clients together, one of each lane"
+    return [replace(each, note=f"{together}; {each.note}" if each.note else together) for each in findings]
 
 
 def property_script(task: Task, budget: Budget, clients: int, seed: int) -> tuple[Rows, Script]:
@@ -255,7 +295,8 @@ def _pictures(job: Job) -> list[Finding]:
     job.tell("rehearsal: single pictures")
     where = job.scratch / "pictures"
     rehearsal = rehearse(config, job.task, script, where, seed=job.seed, progress=lambda *_: job.step())
-    names = ["option I", "rewind"] if config.veil == 0 else ["option I", "smoother"]
+    lanes = rehearsal.attacker[0].broadcast.plan.lanes
+    names = ["option I", "rewind"] if config.veil == 0 and lanes == 1 else ["option I", "smoother"]
     found = estimates(rehearsal.attacker, names, job.tell)
     matching = Matching(steps=budget.steps, restarts=budget.restarts, tv=1e-3 if config.veil else 0.0)
     inverting = Matching("cosine", steps=4 * budget.steps, restarts=1, tv=0.1) if budget.inverting else None
@@ -298,16 +339,22 @@ def _membership(job: Job) -> list[Finding]:
 def seats(plan: SketchPlan, config: RunConfig) -> tuple[tuple[str, str, str], ...]:
     """Who sees what under a plan: party, what it receives, what it does not.
 
-    >>> config = RunConfig(veil=0.0)
+    >>> config = RunConfig(veil=0.0, lanes=1)
     >>> seats(build_plan(config, task_of(config).make_model(0)), config)[0][1][:65]
     "the sketches' seeds; sketches of 1.weight, 3.weight without noise"
     """
     sketched = [tensor.name for tensor in plan.tensors if tensor.sketched]
     noise = f" with secret noise of {config.veil:g} times their size" if config.veil else " without noise"
     clear = f"; in clear: {', '.join(plan.in_clear)}" if plan.in_clear else ""
+    lane = f" in one of {plan.lanes} lanes" if plan.lanes > 1 else ""
+    client = f"the sketches' seeds; sketches of {', '.join(sketched) or 'nothing'}{lane}{noise}{clear}; its own data"
+    together = (
+        ("colluders", f"sketches in all {plan.lanes} lanes together, which are the weights{noise}; their own data",
+         "other clients' updates one by one"),
+    ) if plan.lanes > 1 else ()  # fmt: skip
     return (
-        ("client", f"the sketches' seeds; sketches of {', '.join(sketched) or 'nothing'}{noise}{clear}; its own data",
-         "the true weights; other clients' updates one by one"),
+        ("client", client, "the true weights; other clients' updates one by one"),
+        *together,
         ("server", "the true weights, all seeds, each client's update", "clients' data"),
         ("anyone", "the finished model, if it is published", "the messages, if the transport encrypts them"),
     )  # fmt: skip
@@ -326,4 +373,5 @@ def _run_facts(folder: Path) -> dict[str, Any]:
 
 def _failed(what: str, error: Exception) -> Finding:
     target = {"pictures": "image", "properties": "property", "membership": "membership"}.get(what, "update")
-    return Finding(what, "client", "adaptive", target, "cosine", float("nan"), failures=(str(error),))
+    seat = "colluders" if what == "colluders" else "client"
+    return Finding(what, seat, "adaptive", target, "cosine", float("nan"), failures=(str(error),))

@@ -13,7 +13,7 @@ from dbcl.run import config, message_bytes, presets
 from dbcl.run.assemble import build_plan
 
 
-@with_settings("cover", "sketch", "ratio", "veil", "wire")
+@with_settings("cover", "sketch", "ratio", "lanes", "buckets", "veil", "wire")
 def plan(
     model: Annotated[str, typer.Argument(show_default=False)],
     preset: Preset = None,

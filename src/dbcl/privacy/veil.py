@@ -112,17 +112,27 @@ def veil_sizes(model: nn.Module, rhos: Mapping[str, float]) -> dict[str, float]:
     0.178...
     """
     tensors = named_tensors(model)
-    whole = _rms(model.parameters())
+    lengths = _lengths([*tensors.values(), *model.parameters()])
+    whole = _rms(model.parameters(), lengths)
     taus = {}
     for name, rho in rhos.items():
         module, _ = owner(model, name)
-        floor = _rms(module.parameters(recurse=False)) or whole
-        taus[name] = rho * max(_rms([tensors[name]]), floor) if rho else 0.0
+        floor = _rms(module.parameters(recurse=False), lengths) or whole
+        taus[name] = rho * max(_rms([tensors[name]], lengths), floor) if rho else 0.0
     return taus
 
 
-def _rms(tensors: Iterable[Tensor]) -> float:
-    listed = [tensor.detach() for tensor in tensors if plain_numbers(tensor)]
+def _lengths(tensors: Iterable[Tensor]) -> dict[int, float]:
+    """The length of every tensor, by its id; a GPU is asked once for all of them."""
+    own = {id(tensor): tensor.detach() for tensor in tensors if plain_numbers(tensor)}
+    if not own:
+        return {}
+    home = next(iter(own.values())).device
+    each = [torch.linalg.vector_norm(tensor, dtype=torch.float64).to(home) for tensor in own.values()]
+    return dict(zip(own, torch.stack(each).tolist(), strict=True))
+
+
+def _rms(tensors: Iterable[Tensor], lengths: Mapping[int, float]) -> float:
+    listed = [tensor for tensor in tensors if id(tensor) in lengths]
     count = sum(tensor.numel() for tensor in listed)
-    lengths = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in listed]
-    return float(torch.linalg.vector_norm(torch.stack(lengths))) / math.sqrt(count) if count else 0.0
+    return math.hypot(*(lengths[id(tensor)] for tensor in listed)) / math.sqrt(count) if count else 0.0

@@ -214,8 +214,12 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     ['b']
     """
     # A sum is cheap, and finite only where all numbers are; where it is not, it may just have grown too large.
-    numbers = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-    doubtful = [name for name, tensor in numbers.items() if not math.isfinite(float(tensor.detach().sum()))]
+    numbers = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if not numbers:
+        return []
+    home = next(iter(numbers.values())).device
+    sums = torch.stack([tensor.sum(dtype=torch.float64).to(home) for tensor in numbers.values()]).tolist()
+    doubtful = [name for name, total in zip(numbers, sums, strict=True) if not math.isfinite(total)]
     return [name for name in doubtful if not numbers[name].isfinite().all()]
 
 

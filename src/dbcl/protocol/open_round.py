@@ -15,6 +15,8 @@ from dbcl.round_plan import RoundPlan
 
 Place = tuple[int, int]
 """A group of clients, and a lane in it."""
+DRAWN = 64
+"""For so many groups the order of the lanes is drawn at once."""
 
 
 class OpenRound:
@@ -42,6 +44,7 @@ class OpenRound:
         asked: Iterable[str] = (),
     ) -> None:
         self.plan, self._key, self._draw, self._veiled, self._wire = plan, key, draw, veiled, wire
+        self._orders: list[list[int]] = []  # of the lanes, for as many clients in turn
         self._places: dict[str, Place] = {}  # of the clients, in the order in which they asked first
         for client in asked:
             self._place(client)
@@ -83,8 +86,10 @@ class OpenRound:
     def _place(self, client: str) -> Place:
         if client not in self._places:
             block, number = divmod(len(self._places), self.plan.lanes)
-            order = seeds.permutation(self._key, "lanes", block, n=self.plan.lanes)
-            self._places[client] = (block if self.plan.grouped else 0), int(order[number])
+            if block % DRAWN == 0 and number == 0:
+                words = seeds.words(self._key, "lanes", block, n=DRAWN * self.plan.lanes)
+                self._orders += words.reshape(DRAWN, -1).argsort(axis=1, kind="stable").tolist()
+            self._places[client] = (block if self.plan.grouped else 0), self._orders[block][number]
         return self._places[client]
 
     def _made(self, place: Place) -> Broadcast:

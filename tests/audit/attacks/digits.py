@@ -18,5 +18,5 @@ def digit(*numbers: int) -> tuple[Tensor, Tensor]:
 def round_of(name: str, seed: int = 0, **plan: object) -> tuple[nn.Module, dbcl.Broadcast, nn.Module]:
     """The server's model, its broadcast without a veil, and the model of a client that received it."""
     model = models.build(name, seed=seed).double()
-    broadcast = dbcl.Server(model, veil=0, insecure_seed=seed, **plan).open_round()
+    broadcast = dbcl.Server(model, veil=0, insecure_seed=seed, **{"lanes": 1, **plan}).open_round()
     return model, broadcast, dbcl.blinded(model, broadcast)

@@ -17,6 +17,7 @@ from dbcl.audit.attacks.roc import measure_auc
 from dbcl.audit.attacks.round_filters import MagnitudeFilter, fidelities
 from dbcl.audit.attacks.sources import Source
 from dbcl.audit.attacks.updates import estimates
+from dbcl.audit.attacks.victim import VictimsRound
 from dbcl.audit.findings import Finding
 from dbcl.data import Dataset
 from dbcl.data.traits import properties_of
@@ -126,14 +127,16 @@ def test_an_estimate_that_was_shrunk_is_known_to_be() -> None:
     own = OwnExamples(of_pictures(RunConfig(), DIGITS), np.arange(len(DIGITS.y_train)) % 2 == 0, OWN)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 20), nn.ReLU(), nn.Linear(20, 10))
-    models = [blinded(net, Server(net, veil=0, insecure_seed=seed).open_round()) for seed in range(12)]
+    sent = [Server(net, veil=0, lanes=1, insecure_seed=seed).open_round() for seed in range(12)]
+    models = [blinded(net, broadcast) for broadcast in sent]
     rows, batches = [], []
     for number, model in enumerate(models):
         index = torch.from_numpy(REST[32 * number : 32 * number + 32])
         clean = own.gradient(model, index)
         rows.append({name: 0.1 * (g + 0.05 * torch.randn_like(g)) for name, g in clean.items()})
         batches.append(clean)
-    source = Source("an estimate", "client", "adaptive", rows, 1, exact=False)
+    victims = [VictimsRound(broadcast, 1, 1) for broadcast in sent]
+    source = Source("an estimate", "client", "adaptive", rows, victims, exact=False)
     made = OwnBatches(batches, np.zeros(12, dtype=bool), np.arange(12))
     (found,) = fidelities([source], models, own, made, seed=0)
     for share, variance in (found["1.weight"], found["3.weight"]):

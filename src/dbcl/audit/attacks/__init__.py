@@ -8,9 +8,10 @@
 | `properties.py` | a property of the victim's batch  | server; client-0                                           |
 | `membership.py` | whether an example was trained on | no transcript: the finished model, and one broadcast of it |
 
-In a rehearsal client 0 is the attacker; client-N is any client of the run itself. The rest is what these attacks are
-made of: `gradients.py`, `matching.py` and `first_layer.py` for pictures; `sources.py`, `own_data.py`, `learners.py` and
-`round_filters.py` for properties; `roc.py` for all that is told apart by scores.
+In a rehearsal client 0 is the attacker, or several clients are together; client-N is any client of the run itself. The
+rest is what these attacks are made of: `victim.py` for the lane that the victim is in; `gradients.py`, `matching.py`
+and `first_layer.py` for pictures; `sources.py`, `own_data.py`, `learners.py` and `round_filters.py` for properties;
+`roc.py` for all that is told apart by scores.
 """
 
 from collections.abc import Callable

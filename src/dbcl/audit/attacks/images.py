@@ -19,8 +19,9 @@ from dbcl.audit.attacks.first_layer import FirstLayer, dense_first_layer, solve_
 from dbcl.audit.attacks.gradients import as_gradient
 from dbcl.audit.attacks.labels import label_chance, labels_of_gradient
 from dbcl.audit.attacks.matching import Matching, Recovered, recover
-from dbcl.audit.attacks.updates import ESTIMATORS, Changes, others_update, others_update_lifted
-from dbcl.audit.estimators.view import View, views
+from dbcl.audit.attacks.updates import ESTIMATORS, others_update_lifted
+from dbcl.audit.attacks.victim import Changes, VictimsRound, victims_rounds
+from dbcl.audit.estimators.view import views
 from dbcl.audit.findings import Finding
 from dbcl.audit.rehearsal import VICTIM, Rehearsal
 from dbcl.blind import lift
@@ -120,10 +121,12 @@ def image_findings(
     """
     attempts = _Attempts(dataset, settings, inverting, solver_steps, tell, len(rounds))
     template = rehearsal.attacker.template().double()
-    seen = views(rehearsal.attacker)
+    seen = views(rehearsal.attacker, allies=rehearsal.allies)
+    known = victims_rounds(rehearsal, seen, found, rounds) if found else []
     for number, round in enumerate(rounds):
         _server_attacks(attempts, number, rehearsal.server, round, template)
-        _client_attacks(attempts, number, rehearsal.attacker, round, template, seen, found)
+        if known:
+            _client_attacks(attempts, number, rehearsal, round, template, known[number], found)
     victims = torch.from_numpy(rehearsal.script[list(rounds), VICTIM, 0])
     return [
         finding
@@ -135,10 +138,11 @@ def image_findings(
 def _server_attacks(attempts: _Attempts, number: int, transcript: Transcript, round: int, template: nn.Module) -> None:
     """The server knows W and the victim's update."""
     known, lr = transcript[round], transcript.setting.local.lr
-    client, sent = blinded(template, known.broadcast), known.updates[str(VICTIM)].tensors
+    broadcast, sent = known.answered(str(VICTIM)), known.updates[str(VICTIM)].tensors
+    client = blinded(template, broadcast)
     assert known.weights is not None
     gradient = as_gradient(_double(sent), lr)
-    lifted = as_gradient(_double(lift(known.broadcast.plan, sent)), lr)
+    lifted = as_gradient(_double(lift(broadcast.plan, sent)), lr)
     attempts.match(
         _Attack("matching the lifted update", "server", "naive"), _plain_model(template, known.weights), lifted, number
     )
@@ -146,37 +150,40 @@ def _server_attacks(attempts: _Attempts, number: int, transcript: Transcript, ro
     if attempts.inverting is not None:
         attack = _Attack("inverting gradients through the sketch", "server", "adaptive")
         attempts.match(attack, client, gradient, number, attempts.inverting)
-    attempts.solve(_Attack("solving the first layer", "server", "adaptive"), gradient, known.broadcast)
+    attempts.solve(_Attack("solving the first layer", "server", "adaptive"), gradient, broadcast)
 
 
 def _client_attacks(
     attempts: _Attempts,
     number: int,
-    transcript: Transcript,
+    rehearsal: Rehearsal,
     round: int,
     template: nn.Module,
-    seen: Mapping[str, View],
+    victim: VictimsRound,
     found: Mapping[str, Changes],
 ) -> None:
-    """A client has only estimates of the victim's update."""
-    broadcast, setting, index = transcript[round].broadcast, transcript.setting, transcript.rounds.index(round)
+    """A client has only estimates of the victim's update, and in another lane than its own of the victim's model."""
+    transcript, seat = rehearsal.attacker, rehearsal.seat
+    setting, index = transcript.setting, transcript.rounds.index(round)
     for name, changes in found.items():
         kind = ESTIMATORS[name][0]
         if kind == "naive":  # takes every V lifted for W
+            broadcast = transcript[round].broadcast
             update = others_update_lifted(changes, index, setting.cohort)
             parts = {part.name: part for part in broadcast.plan.tensors}
             update = {n: parts[n].layout.weight(c) if parts[n].sketched else c for n, c in update.items()}
             shapes = {part.name: part.shape for part in broadcast.plan.tensors}
             model = _plain_model(template, lift(broadcast.plan, broadcast.tensors))
         else:
-            update = others_update(seen, changes, index, setting.cohort)
+            broadcast = victim.broadcast
+            update = victim.others_update(changes, index, setting.cohort)
             shapes = {part.name: part.sent_shape for part in broadcast.plan.tensors}
             model = blinded(template, broadcast)
         shaped = {tensor: change.double().reshape(shapes[tensor]) for tensor, change in update.items()}
         gradient = as_gradient(shaped, setting.local.lr)
         if kind == "adaptive" and (name != "rewind" or setting.veil == 0):
-            attempts.solve(_Attack(f"solving the first layer on {name}", "client", "adaptive"), gradient, broadcast)
-        attempts.match(_Attack(f"matching on {name}", "client", kind), model, gradient, number)
+            attempts.solve(_Attack(f"solving the first layer on {name}", seat, "adaptive"), gradient, broadcast)
+        attempts.match(_Attack(f"matching on {name}", seat, kind), model, gradient, number)
 
 
 def _picture_findings(

@@ -1,4 +1,4 @@
-"""What an attacker learns a property from: examples of its own, and their gradients at the models that it received."""
+"""What an attacker learns a property from: examples of its own, and their gradients at the models of the rounds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from dbcl.audit.attacks.gradients import gradients
 from dbcl.protocol import Broadcast, blinded
 from dbcl.run.task import Task
-from dbcl.transcripts import Transcript
 
 Gradients = dict[str, Tensor]
 """One gradient, by the names of the plan."""
@@ -61,9 +60,15 @@ class OwnBatches:
 
 
 def own_batches(
-    transcript: Transcript, examples: OwnExamples, rounds: Sequence[int], *, batches: int, size: int, seed: int
+    template: nn.Module,
+    broadcasts: Sequence[Broadcast],
+    examples: OwnExamples,
+    *,
+    batches: int,
+    size: int,
+    seed: int,
 ) -> OwnBatches:
-    """Compute gradients of `batches` batches of each kind at the model that the attacker received in each round.
+    """Compute gradients of `batches` batches of each kind at the model of each broadcast.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -73,18 +78,17 @@ def own_batches(
     >>> config = preset("paper", model="dlg-lenet")
     >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> examples = OwnExamples(task_of(config), np.arange(4000) % 2 == 0, np.arange(100))
-    >>> own_batches(played.attacker, examples, [0, 1], batches=1, size=4, seed=0).rounds
+    >>> sent = [played.attacker[round].broadcast for round in (0, 1)]
+    >>> own_batches(played.attacker.template(), sent, examples, batches=1, size=4, seed=0).rounds
     array([0, 0, 1, 1])
     """
     rng = np.random.default_rng(seed)
-    template = transcript.template()
     kinds = (True, False) * batches
     made = []
-    for round in rounds:
-        broadcast = transcript[round].broadcast
+    for broadcast in broadcasts:
         model = blinded(template, broadcast)
         made += [over_weights(broadcast, examples.gradient(model, examples.draw(rng, kind, size))) for kind in kinds]
-    return OwnBatches(made, np.array(kinds * len(rounds)), np.repeat(np.arange(len(rounds)), len(kinds)))
+    return OwnBatches(made, np.array(kinds * len(broadcasts)), np.repeat(np.arange(len(broadcasts)), len(kinds)))
 
 
 def over_weights(broadcast: Broadcast, gradient: Gradients) -> Gradients:

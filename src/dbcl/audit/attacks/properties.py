@@ -16,7 +16,8 @@ from dbcl.audit.attacks.own_data import OwnBatches, OwnExamples, over_weights, o
 from dbcl.audit.attacks.roc import Array, Flags, measure_auc
 from dbcl.audit.attacks.round_filters import filter_scores
 from dbcl.audit.attacks.sources import Source, sources
-from dbcl.audit.attacks.updates import MIN_LAG, Changes
+from dbcl.audit.attacks.updates import MIN_LAG
+from dbcl.audit.attacks.victim import Changes
 from dbcl.audit.findings import Curve, Finding
 from dbcl.audit.rehearsal import VICTIM, Rehearsal
 from dbcl.errors import AuditError
@@ -40,8 +41,8 @@ def property_findings(
     """Infer whether the victim's batch had a property, from each seat, by forest and by matched filters.
 
     `holds` says which training examples have it, and `own` which of them are the attacker's. For the forest the
-    attacker makes so many `batches` of each kind in each round, at the models that it received; for the filters it
-    takes the gradients of so many `examples` of each kind.
+    attacker makes so many `batches` of each kind in each round, at the models that the victim received, as far as the
+    attacker has them (victim.py); for the filters it takes the gradients of so many `examples` of each kind.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -63,26 +64,36 @@ def property_findings(
     if min(truth.sum(), (~truth).sum()) < 5:
         raise AuditError(f"only {truth.sum()} of {len(truth)} tested rounds have the property")
     own_examples = OwnExamples(task, holds, own)
-    every = sources(rehearsal, found, tested)
-    tell("property: the attacker's own batches")
-    made = own_batches(attacker, own_examples, tested, batches=batches, size=size, seed=seed)
-    findings = []
-    broadcasts = [attacker[round].broadcast for round in tested]
-    budget = {"own batches": len(made.gradients), "tested rounds": len(tested)}
-    for source in every:
-        tell(f"property: random forest on {source.name}, {source.seat}'s seat")
-        began = perf_counter()
-        scores = _forest_scores(source, made, broadcasts, seed)
-        findings.append(_finding("random forest", source, scores, truth, budget, began, seed))
-    began = perf_counter()
     template = attacker.template()
-    models = [blinded(template, broadcast) for broadcast in broadcasts]
-    filtered = filter_scores(models, own_examples, every, made, own_examples=examples, size=size, seed=seed, tell=tell)
-    budget = {"own examples a round": examples * 2, "tested rounds": len(tested)}
-    for learner, of_sources in filtered.items():
-        for source, scores in zip(every, of_sources, strict=True):
-            findings.append(_finding(learner, source, scores, truth, budget, began, seed))
-    return findings
+    forests, filters = [], []
+    for group in _by_broadcasts(sources(rehearsal, found, tested)):
+        broadcasts = [victim.broadcast for victim in group[0].victims]
+        tell("property: the attacker's own batches")
+        made = own_batches(template, broadcasts, own_examples, batches=batches, size=size, seed=seed)
+        budget = {"own batches": len(made.gradients), "tested rounds": len(tested)}
+        for source in group:
+            tell(f"property: random forest on {source.name}, {source.seat}'s seat")
+            began = perf_counter()
+            scores = _forest_scores(source, made, broadcasts, seed)
+            forests.append(_finding("random forest", source, scores, truth, budget, began, seed))
+        began = perf_counter()
+        models = [blinded(template, broadcast) for broadcast in broadcasts]
+        filtered = filter_scores(
+            models, own_examples, group, made, own_examples=examples, size=size, seed=seed, tell=tell
+        )
+        budget = {"own examples a round": examples * 2, "tested rounds": len(tested)}
+        for learner, of_sources in filtered.items():
+            for source, scores in zip(group, of_sources, strict=True):
+                filters.append(_finding(learner, source, scores, truth, budget, began, seed))
+    return forests + filters
+
+
+def _by_broadcasts(every: Sequence[Source]) -> list[list[Source]]:
+    """The sources in groups that have the victim's models alike: those of the server, and those of the clients."""
+    groups: dict[tuple[int, ...], list[Source]] = {}
+    for source in every:
+        groups.setdefault(tuple(id(victim.broadcast) for victim in source.victims), []).append(source)
+    return list(groups.values())
 
 
 def _finding(

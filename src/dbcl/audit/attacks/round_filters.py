@@ -50,15 +50,19 @@ def filter_scores(
 ) -> dict[str, Array]:
     """The log odds of every source in every tested round, by filter: (sources, rounds) each.
 
-    `models` are those that the attacker received in the tested rounds; `size` is the victim's batch size.
+    `models` are those that the victim was sent in the tested rounds, as the attacker has them; `size` is the victim's
+    batch size.
 
     >>> from dbcl import Server, blinded
+    >>> from dbcl.audit.attacks.victim import VictimsRound
     >>> from dbcl.run import RunConfig, task_of
     >>> examples = OwnExamples(task_of(RunConfig()), np.arange(4000) % 2 == 0, np.arange(40))
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-    >>> model = blinded(net, Server(net, veil=0, cover="all").open_round())
+    >>> broadcast = Server(net, veil=0, cover="all").open_round()
+    >>> model = blinded(net, broadcast)
     >>> gradient = examples.gradient(model, torch.arange(8))
-    >>> source = Source("the update itself", "server", "adaptive", [gradient], 1, exact=True)
+    >>> victims = [VictimsRound(broadcast, 1, 1)]
+    >>> source = Source("the update itself", "server", "adaptive", [gradient], victims, exact=True)
     >>> made = OwnBatches([gradient], np.array([True]), np.array([0]))
     >>> scores = filter_scores([model], examples, [source], made, own_examples=16, size=8, seed=0, tell=str)
     >>> {name: each.shape for name, each in scores.items()}
@@ -97,7 +101,7 @@ def _tested(
         if gain > 0:
             value = source.gradients[index][name].double().numpy().ravel() / gain
             # The bystanders' part is unknown, but its expectation is the mean gradient.
-            row[group == column] = value - (source.others - 1) * row[group == column]
+            row[group == column] = value - (source.victims[index].crowd(name) - 1) * row[group == column]
             noise[column] = variance
     return row, noise
 
@@ -165,23 +169,26 @@ def fidelities(
     """For every source and tensor the gain and the noise of the estimate; without tensors of which nothing is seen.
 
     An estimate shrinks what it is unsure of. With the mean m of all gradients of a round, which the attacker knows from
-    examples of its own, E <estimate, m> = gain * others * <m, m>, summed over the rounds. Two independent means make
+    examples of its own, E <estimate, m> = gain * crowd * <m, m>, summed over the rounds. Two independent means make
     <m, m> unbiased.
 
     >>> from dbcl import Server, blinded
+    >>> from dbcl.audit.attacks.victim import VictimsRound
     >>> from dbcl.run import RunConfig, task_of
     >>> examples = OwnExamples(task_of(RunConfig()), np.arange(4000) % 2 == 0, np.arange(40))
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-    >>> model = blinded(net, Server(net, veil=0, cover="all").open_round())
+    >>> broadcast = Server(net, veil=0, cover="all").open_round()
+    >>> model = blinded(net, broadcast)
     >>> gradient = examples.gradient(model, torch.arange(8))
-    >>> source = Source("the update itself", "server", "adaptive", [gradient], 1, exact=True)
+    >>> victims = [VictimsRound(broadcast, 1, 1)]
+    >>> source = Source("the update itself", "server", "adaptive", [gradient], victims, exact=True)
     >>> made = OwnBatches([gradient], np.array([True]), np.array([0]))
     >>> fidelities([source], [model], examples, made, seed=0)[0]["1.bias"]
     Fidelity(gain=1.0, noise=0.0)
     """
     rng = np.random.default_rng(seed + 2)
     half = max(1, min(128, examples.count(True), examples.count(False)))
-    inner = [dict.fromkeys(source.gradients[0], 0.0) for source in sources]  # <estimate, m> / others
+    inner = [dict.fromkeys(source.gradients[0], 0.0) for source in sources]  # <estimate, m> / crowd
     power = [dict.fromkeys(source.gradients[0], 0.0) for source in sources]  # |estimate|^2
     square: dict[str, float] = {}  # <m, m>
     for index, model in enumerate(models):
@@ -194,7 +201,8 @@ def fidelities(
         for number, source in enumerate(sources):
             for name, tensor in source.gradients[index].items():
                 shown = tensor.double().reshape(one[name].shape)
-                inner[number][name] += float((shown * (one[name] + two[name]) / 2).sum()) / source.others
+                crowd = max(1, source.victims[index].crowd(name))
+                inner[number][name] += float((shown * (one[name] + two[name]) / 2).sum()) / crowd
                 power[number][name] += float(shown.square().sum())
     typical = {
         name: float(np.mean([row[name].double().square().sum() for row in made.gradients])) * len(models)
@@ -205,21 +213,24 @@ def fidelities(
         each = {}
         for name, tensor in source.gradients[0].items():
             sums = inner[number][name], power[number][name], square[name], typical[name]
-            gain, noise = _gain_and_noise(source, *sums)
+            crowds = np.array([victim.crowd(name) for victim in source.victims], dtype=np.float64)
+            gain, noise = _gain_and_noise(source.exact, crowds, *sums)
             if gain > 0:
                 each[name] = Fidelity(gain, noise / len(models) / tensor.numel())
         found.append(each)
     return found
 
 
-def _gain_and_noise(source: Source, inner: float, power: float, square: float, typical: float) -> tuple[float, float]:
-    """The gain, and the squared length of the noise, from sums over the rounds."""
-    if source.exact:
+def _gain_and_noise(
+    exact: bool, crowds: Array, inner: float, power: float, square: float, typical: float
+) -> tuple[float, float]:
+    """The gain, and the squared length of the noise, from sums over the rounds; `crowds` are who is in each sum."""
+    if exact:
         # With two parties nothing else is in it; with more, the bystanders' batches are.
-        return 1.0, max(0.0, typical - square) * (source.others - 1)
+        return 1.0, max(0.0, typical - square) * float(crowds.mean() - 1)
     gain = min(1.0, inner / square) if square > 0 else 1.0
     if gain <= 0:
         return 0.0, 0.0
     # What the victim's batch varies by belongs to the filter; all else that the mean does not explain is noise.
-    expected = typical - square + source.others**2 * square
+    expected = typical - square + float(np.square(crowds).mean()) * square
     return gain, max(0.0, power / gain**2 - expected)

@@ -5,21 +5,24 @@ from dataclasses import dataclass
 
 from dbcl.audit.attacks.gradients import as_gradient
 from dbcl.audit.attacks.own_data import Gradients
-from dbcl.audit.attacks.updates import ESTIMATORS, Changes
+from dbcl.audit.attacks.updates import ESTIMATORS
+from dbcl.audit.attacks.victim import Changes, VictimsRound, victims_rounds
 from dbcl.audit.estimators.options import option_2
-from dbcl.audit.estimators.view import View, views
+from dbcl.audit.estimators.view import views
 from dbcl.audit.rehearsal import VICTIM, Rehearsal
+from dbcl.protocol import Broadcast
 from dbcl.transcripts import Transcript
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The sum of the other clients' gradients in V's space as an attacker has it, one for each tested round.
+    """The sum of the other clients' gradients in the space of the victim's V as an attacker has it, for tested rounds.
 
-    `others` is how many clients are in the sum. `exact` says that the attacker knows it to be the very sum, because
-    there was no veil on what it was computed from.
+    `victims` holds for each of these rounds what the victim was sent, as the attacker has it, and how many clients are
+    in the sum. `exact` says that the attacker knows it to be the very sum, because there was no veil on what it was
+    computed from.
 
-    >>> Source("rewind", "client", "adaptive", [], others=1, exact=True).seat
+    >>> Source("rewind", "client", "adaptive", [], [], exact=True).seat
     'client'
     """
 
@@ -27,14 +30,15 @@ class Source:
     seat: str
     attacker: str
     gradients: list[Gradients]
-    others: int
+    victims: Sequence[VictimsRound]
     exact: bool
 
 
 def sources(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Sequence[int]) -> list[Source]:
     """The server's, each estimator's, and what a client gets from the unsketched tensors alone.
 
-    Buffers, such as running means, have no gradient and are left out.
+    Where clients collude, it is they who are rehearsed, and the server is left out. Buffers, such as running means,
+    have no gradient and are left out.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -47,43 +51,61 @@ def sources(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Sequence
     >>> [(source.name, source.seat) for source in sources(played, {}, tested=[0, 1])]
     [('the update itself', 'server'), ('unsketched tensors only', 'client')]
     """
-    return [_of_server(rehearsal.server, tested), *_of_client(rehearsal.attacker, found, tested)]
+    client = _of_client(rehearsal, found, tested)
+    if rehearsal.colluders:
+        return client
+    return [_of_server(rehearsal.server, tested, client[0].victims if client else []), *client]
 
 
-def _of_server(transcript: Transcript, tested: Sequence[int]) -> Source:
+def _of_server(transcript: Transcript, tested: Sequence[int], held: Sequence[VictimsRound]) -> Source:
+    """The server has what the victim was sent; where a client has the same (`held`), its object is taken."""
     lr, trained = transcript.setting.local.lr, _trained(transcript)
-    updates = (transcript[round].updates[str(VICTIM)].tensors for round in tested)
+    rounds = [transcript[round] for round in tested]
     gradients = [
-        as_gradient({name: tensor for name, tensor in update.items() if name in trained}, lr) for update in updates
+        as_gradient({n: tensor for n, tensor in seen.updates[str(VICTIM)].tensors.items() if n in trained}, lr)
+        for seen in rounds
     ]
-    return Source("the update itself", "server", "adaptive", gradients, 1, exact=True)
+    sent = [seen.answered(str(VICTIM)) for seen in rounds]
+    victims = [VictimsRound(broadcast, 1, 1) for broadcast in sent]
+    if held and all(_equal(one.broadcast, broadcast) for one, broadcast in zip(held, sent, strict=True)):
+        victims = [VictimsRound(one.broadcast, 1, 1) for one in held]
+    return Source("the update itself", "server", "adaptive", gradients, victims, exact=True)
 
 
-def _of_client(transcript: Transcript, found: Mapping[str, Changes], tested: Sequence[int]) -> list[Source]:
-    seen, setting, trained = views(transcript), transcript.setting, _trained(transcript)
-    others = setting.cohort - 1
+def _of_client(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Sequence[int]) -> list[Source]:
+    transcript, seat = rehearsal.attacker, rehearsal.seat
+    seen = views(transcript, allies=rehearsal.allies)
+    setting, trained = transcript.setting, _trained(transcript)
+    victims = victims_rounds(rehearsal, seen, found, tested)
 
     def sums(changes: Changes) -> list[Gradients]:
         of_trained = {name: guesses for name, guesses in changes.items() if name in trained}
-        return [as_gradient(_sum(seen, of_trained, n, setting.cohort), setting.local.lr) for n in range(len(tested))]
+        each = [victim.others_sum(of_trained, index, setting.cohort) for index, victim in enumerate(victims)]
+        return [as_gradient(changed, setting.local.lr) for changed in each]
 
     sources = []
+    lanes = transcript[tested[0]].broadcast.plan.lanes
+    # Whoever sees one of two lanes sees what the other client left alone, and whoever sees them all sees everything.
+    all_known = (lanes == 2 and setting.cohort == 2) or all(
+        view.sketches[0].width == view.dim for view in seen.values()
+    )
     for name, changes in found.items():
         kind = ESTIMATORS[name][0]
-        exact = setting.veil == 0 and kind == "adaptive"
-        sources.append(Source(name, "client", kind, sums(changes), others, exact))
+        exact = setting.veil == 0 and kind == "adaptive" and (lanes == 1 or (all_known and name != "rewind"))
+        sources.append(Source(name, seat, kind, sums(changes), victims, exact))
     plan = transcript[tested[0]].broadcast.plan
     unsketched = [part.name for part in plan.tensors if not part.sketched and part.name in trained]
     if unsketched:
         differences: Changes = {name: option_2(seen[name]) for name in unsketched}
         exact = setting.veil == 0
-        sources.append(Source("unsketched tensors only", "client", "naive", sums(differences), others, exact))
+        sources.append(Source("unsketched tensors only", seat, "naive", sums(differences), victims, exact))
     return sources
 
 
-def _sum(seen: Mapping[str, View], changes: Changes, index: int, cohort: int) -> Gradients:
-    """The estimated sum of the others' updates of one round, in V's space."""
-    return {name: seen[name].sketches[index].apply(guesses[index]) * cohort for name, guesses in changes.items()}
+def _equal(one: Broadcast, other: Broadcast) -> bool:
+    """Whether two broadcasts are of one lane and number for number the same."""
+    tensors = one.tensors.items()
+    return one.plan.digest == other.plan.digest and all(tensor.equal(other.tensors[name]) for name, tensor in tensors)
 
 
 def _trained(transcript: Transcript) -> set[str]:

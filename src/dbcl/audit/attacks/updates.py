@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from dbcl.audit.attacks import OnProgress
+from dbcl.audit.attacks.victim import Changes
 from dbcl.audit.estimators.options import option_1, option_2
 from dbcl.audit.estimators.rewind import rewind
 from dbcl.audit.estimators.smoother import fitted_scales, known_scales, shaped_smoother, smoother
@@ -18,8 +19,6 @@ MIN_LAG = 40
 """Only rounds with so many seen rounds after them are scored: going backward, the first guess has faded by then."""
 FEW = 8
 """A tensor of fewer numbers than this is not scored by its cosine."""
-Changes = dict[str, list[Tensor]]
-"""For each tensor the estimated changes from each seen round to the next, as matrices over W's columns."""
 
 ESTIMATORS: dict[str, tuple[str, Callable[[View, float], list[Tensor]]]] = {
     "option I": ("naive", lambda view, veil: option_1(view)),
@@ -35,8 +34,14 @@ ESTIMATORS: dict[str, tuple[str, Callable[[View, float], list[Tensor]]]] = {
 """By name: which kind of attacker uses it, and the estimator itself, a function of a view and the veil's size."""
 
 
-def estimates(transcript: Transcript, names: Sequence[str], tell: OnProgress = lambda text: None) -> dict[str, Changes]:
-    """Run estimators on every tensor that a client saw.
+def estimates(
+    transcript: Transcript,
+    names: Sequence[str],
+    tell: OnProgress = lambda text: None,
+    *,
+    allies: Sequence[Transcript] = (),
+) -> dict[str, Changes]:
+    """Run estimators on every tensor that a client saw, alone or together with `allies`.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -50,7 +55,7 @@ def estimates(transcript: Transcript, names: Sequence[str], tell: OnProgress = l
     >>> len(found["option I"]["1.bias"])  # from each of three rounds to the next
     2
     """
-    seen = views(transcript)
+    seen = views(transcript, allies=allies)
     found: dict[str, Changes] = {}
     for name in names:
         _, run = ESTIMATORS[name]
@@ -61,7 +66,13 @@ def estimates(transcript: Transcript, names: Sequence[str], tell: OnProgress = l
 
 
 def update_findings(
-    transcript: Transcript, truth: Truth, found: Mapping[str, Changes], tell: OnProgress, *, min_lag: int = MIN_LAG
+    transcript: Transcript,
+    truth: Truth,
+    found: Mapping[str, Changes],
+    tell: OnProgress,
+    *,
+    min_lag: int = MIN_LAG,
+    allies: Sequence[Transcript] = (),
 ) -> list[Finding]:
     """How well the others' updates were estimated: the median cosine over the rounds, of the worst tensor.
 
@@ -80,7 +91,7 @@ def update_findings(
     >>> [(finding.attack, finding.measure) for finding in findings]
     [('option I', 'cosine'), ('option I', 'relative error'), ('tensors in clear', 'cosine')]
     """
-    seen = views(transcript)
+    seen, seat = views(transcript, allies=allies), "colluders" if allies else "client"
     min_lag = min(min_lag, len(transcript) // 2)
     findings = []
     for name, changes in found.items():
@@ -98,14 +109,14 @@ def update_findings(
         curves = tuple(Curve(t, tuple(map(float, s.lags)), s.cosines) for t, s in scores.items() if t in sketched)
         findings.append(
             Finding(
-                name, "client", attacker, "update", "cosine", scores[worst].median_cosine(min_lag), low, high, 0.0,
+                name, seat, attacker, "update", "cosine", scores[worst].median_cosine(min_lag), low, high, 0.0,
                 budget, note=note, curves=curves, axes=("rounds seen after it", "cosine with the update"),
             )
         )  # fmt: skip
         error = scores[worst].median_error(min_lag)
         findings.append(
             Finding(
-                name, "client", attacker, "update", "relative error", error, chance=1.0, budget=budget,
+                name, seat, attacker, "update", "relative error", error, chance=1.0, budget=budget,
                 note=f"{worst}; 1 is what saying 'no change' gives",
             )
         )  # fmt: skip
@@ -114,7 +125,7 @@ def update_findings(
         best = max(abs(score(truth, seen[t], found[next(iter(found))][t]).median_cosine()) for t in clear)
         kind = "in clear" if transcript.setting.veil == 0 else "unsketched, veiled"
         note = f"{', '.join(clear)}: the difference of two broadcasts, no attack at all"
-        findings.append(Finding(f"tensors {kind}", "client", "naive", "update", "cosine", best, chance=0.0, note=note))
+        findings.append(Finding(f"tensors {kind}", seat, "naive", "update", "cosine", best, chance=0.0, note=note))
     return findings
 
 
@@ -123,25 +134,8 @@ def _telling(seen: Mapping[str, View], tensors: Iterable[str]) -> list[str]:
     return [tensor for tensor in tensors if seen[tensor].seen[0].numel() >= FEW]
 
 
-def others_update(views: Mapping[str, View], changes: Changes, index: int, cohort: int) -> dict[str, Tensor]:
-    """An estimate of the others' average update in V's space, as a client would have sent it.
-
-    `index` counts the rounds that the attacker saw. With one other client it is that client's update; with more it is
-    the mean of all others.
-
-    >>> import torch
-    >>> from dbcl.sketch import Identity
-    >>> seen = (torch.zeros(1, 2),) * 2
-    >>> view = View("w", (0, 1), (1, 1), (Identity(2), Identity(2)), seen, seen)
-    >>> others_update({"w": view}, {"w": [torch.ones(1, 2)]}, 0, cohort=2)
-    {'w': tensor([[2., 2.]])}
-    """
-    scale = cohort / max(1, cohort - 1)
-    return {name: views[name].sketches[index].apply(guesses[index]) * scale for name, guesses in changes.items()}
-
-
 def others_update_lifted(changes: Changes, index: int, cohort: int) -> dict[str, Tensor]:
-    """The same in W's space, as matrices.
+    """An estimate of the others' average update in W's space, as matrices; `index` counts the rounds that were seen.
 
     >>> import torch
     >>> others_update_lifted({"w": [torch.ones(1, 2)]}, 0, cohort=2)

@@ -13,8 +13,9 @@ from dbcl.sketch.buckets import BucketSketch
 class WhiteUpdates:
     """Updates whose entries in V's space are independent, with standard deviation `update`: covariance R R^T in W's.
 
-    Of a round that the client missed it does not know the sketch, so there the covariance is isotropic; without
-    `known_range` it is so in all rounds.
+    With several lanes it is the mean of R_k R_k^T over the others, by the share of them in each lane. Of a round that
+    the client missed it does not know the sketch, so there the covariance is isotropic; without `known_range` it is so
+    in all rounds.
 
     >>> from dbcl.sketch import Identity
     >>> seen = (torch.zeros(1, 2), torch.ones(1, 2))
@@ -28,14 +29,15 @@ class WhiteUpdates:
 
     def isotropic(self, t: int) -> float:
         """The variance of each entry in a missed round, so that the update has the length of a seen round's."""
-        return self.variance * self.view.sketches[t].width / self.view.dim
+        return self.variance * self.view.update_width(t) / self.view.dim
 
     def add(self, t: int, covariance: Tensor, factor: float) -> None:
         """Add `factor` times the covariance of the t-th seen round's update, in place."""
         if not self.known_range:
             return self.add_missed(t, covariance, factor)
-        for rows, columns, values in _range(self.view.sketches[t], covariance):
-            covariance[rows, columns] += factor * self.variance * values
+        for sketch, share in self.view.lanes(t):
+            for rows, columns, values in _range(sketch, covariance):
+                covariance[rows, columns] += factor * share * self.variance * values
         return None
 
     def add_missed(self, t: int, covariance: Tensor, factor: float) -> None:
@@ -46,7 +48,10 @@ class WhiteUpdates:
         """x times the covariance of a seen round's update."""
         if not self.known_range:
             return self.times_missed(t, x)
-        return self.variance * self.view.sketches[t].lift(self.view.sketches[t].apply(x))
+        found = torch.zeros_like(x)
+        for sketch, share in self.view.lanes(t):
+            found += share * self.variance * sketch.lift(sketch.apply(x))
+        return found
 
     def times_missed(self, t: int, x: Tensor) -> Tensor:
         """x times the covariance of a missed round's update."""
@@ -54,7 +59,7 @@ class WhiteUpdates:
 
 
 class ShapedUpdates(WhiteUpdates):
-    """Updates whose columns vary together as a matrix C over W's columns says, seen through R_t.
+    """Updates whose columns vary together as a matrix C over W's columns says, seen through R_t of each lane.
 
     >>> from dbcl.sketch import Identity
     >>> seen = (torch.zeros(1, 2), torch.ones(1, 2))
@@ -68,9 +73,11 @@ class ShapedUpdates(WhiteUpdates):
         self.columns = columns
 
     def _dense(self, t: int) -> Tensor:
-        sketch = self.view.sketches[t]
-        compact = sketch.apply(sketch.apply(self.columns).T)
-        return self.variance / compact.diagonal().mean() * sketch.lift(sketch.lift(compact).T)
+        found = torch.zeros_like(self.columns)
+        for sketch, share in self.view.lanes(t):
+            compact = sketch.apply(sketch.apply(self.columns).T)
+            found += share * self.variance / compact.diagonal().mean() * sketch.lift(sketch.lift(compact).T)
+        return found
 
     def add(self, t: int, covariance: Tensor, factor: float) -> None:
         covariance.add_(self._dense(t).to(covariance), alpha=factor)

@@ -1,6 +1,6 @@
 """A Kalman filter over the rounds that a client saw, and the smoother that goes back over them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dbcl.audit.estimators.covariance import WhiteUpdates
 from dbcl.audit.estimators.view import View
-from dbcl.sketch import Sketch
+from dbcl.errors import AuditError
+from dbcl.sketch import Identity, Sketch
 from dbcl.sketch.buckets import BucketSketch
 
 OnStep = Callable[[int, int], None]
@@ -26,6 +27,33 @@ class Scales:
     veil: float
     update: float
     weight: float
+
+
+class Smoothed(list[Tensor]):
+    """The expected changes of W from each seen round to the next, less the client's own part; `start` is W at first.
+
+    >>> from dbcl.sketch import Identity
+    >>> one = torch.ones(1, 1)
+    >>> view = View("w", (0, 1, 2), (1,) * 3, (Identity(1),) * 3, (0 * one, 3 * one, 6 * one), (one,) * 3)
+    >>> [float(W) for W in Smoothed([2 * one, 2 * one], start=0 * one).weights(view)]
+    [0.0, 3.0, 6.0]
+    """
+
+    def __init__(self, changes: Iterable[Tensor], start: Tensor) -> None:
+        super().__init__(changes)
+        self.start = start
+
+    def weights(self, view: View) -> Iterator[Tensor]:
+        """The expected W before each seen round, one after another: all that the rounds together say of it."""
+        if view.momentum and max(view.gaps) > 1:
+            raise AuditError(f"{view.name}: with momentum, W follows from its changes only where no round was missed")
+        weights, velocity = self.start, torch.zeros_like(self.start)
+        yield weights
+        for t, change in enumerate(self):
+            own = view.lr * view.sketches[t].lift(view.own[t].to(change))
+            velocity = view.momentum * velocity + change + own
+            weights = weights + velocity
+            yield weights
 
 
 class KalmanSmoother:
@@ -80,8 +108,11 @@ class KalmanSmoother:
             state, covariance = self._forward(t, state, covariance, gain, factor, error)
         return total
 
-    def smooth(self) -> list[Tensor]:
-        """The expected change of W from each seen round to the next, less the client's own part."""
+    def smooth(self) -> Smoothed:
+        """The expected change of W from each seen round to the next, less the client's own part, and W at first.
+
+        The adjoint r of the first round, before it was seen, gives E[W_0 | all that was seen] = var(W_0) r.
+        """
         kept: dict[int, Tensor] = {}
         errors = []
         state, covariance = self._start()
@@ -108,7 +139,7 @@ class KalmanSmoother:
                 back.reshape(len(r), self.blocks, -1)[:, 0] += lifted
                 r = back
                 self._report(2 * self.total - t)
-        return found[::-1]
+        return Smoothed(found[::-1], (self.scales.weight**2 * r[:, : self.view.dim]).double())
 
     def _start(self) -> tuple[Tensor, Tensor]:
         dim = self.view.dim
@@ -188,8 +219,10 @@ class KalmanSmoother:
 
 def _apply_to_rows(sketch: Sketch, matrix: Tensor) -> Tensor:  # (dim, n) -> (width, n)
     """R^T M; unlike `apply` of the transpose it reads and writes whole rows of memory."""
-    if not isinstance(sketch, BucketSketch):
+    if isinstance(sketch, Identity):
         return matrix.clone()
+    if not isinstance(sketch, BucketSketch):
+        return sketch.apply(matrix.T).T.contiguous()
     tables = sketch.tables(matrix)
     out = matrix.index_select(0, tables.layers[0]).mul_(tables.apply_weights[0][:, None])
     for layer, weight in zip(tables.layers[1:], tables.apply_weights[1:], strict=True):

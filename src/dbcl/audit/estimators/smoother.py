@@ -10,7 +10,9 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from dbcl.audit.estimators.covariance import ShapedUpdates, WhiteUpdates
-from dbcl.audit.estimators.kalman import KalmanSmoother, OnStep, Scales
+from dbcl.audit.estimators.kalman import KalmanSmoother, OnStep, Scales, Smoothed
+from dbcl.audit.estimators.others import Lanes
+from dbcl.audit.estimators.pooled import is_complete
 from dbcl.audit.estimators.view import View
 from dbcl.sketch import Identity
 
@@ -47,31 +49,34 @@ def fitted_scales(view: View, start: Scales, *, rounds: int = 24, rows: int = 64
     return Scales(float(veil), float(update), start.weight)
 
 
-def smoother(view: View, scales: Scales, *, known_range: bool = True, on_step: OnStep | None = None) -> list[Tensor]:
+def smoother(view: View, scales: Scales, *, known_range: bool = True, on_step: OnStep | None = None) -> Smoothed:
     """The best linear estimate of every change given all rounds: a Kalman filter and a backward pass.
 
-    Updates are taken to be white with the variance `scales.update`^2 in V's space, in the range of R_t; or, without
-    `known_range`, anywhere.
+    Updates are taken to be white with the variance `scales.update`^2 in V's space, in the range of R_t of every lane
+    that others are in; or, without `known_range`, anywhere.
 
     >>> seen, own = tuple(torch.full((1, 1), float(t)).double() for t in range(4)), (torch.zeros(1, 1).double(),) * 4
     >>> view = View("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, seen, own)
     >>> [round(float(change), 3) for change in smoother(view, Scales(veil=1e-6, update=1.0, weight=1.0))]
     [1.0, 1.0, 1.0]
     """
-    if all(isinstance(sketch, Identity) for sketch in view.sketches):
+    whole = all(isinstance(sketch, Identity) for sketch in view.sketches)
+    shares = [_isotropic(view.lanes(t)) if whole else None for t in range(len(view.rounds))]
+    if all(share is not None for share in shares):
         shape = view.seen[0].shape
         entries = replace(  # every entry is a random walk of its own
             view,
             sketches=(Identity(1),) * len(view.sketches),
             seen=tuple(v.reshape(-1, 1) for v in view.seen),
             own=tuple(u.reshape(-1, 1) for u in view.own),
+            others=tuple(((Identity(1), float(share or 0.0)),) for share in shares),
         )
-        changes = KalmanSmoother(entries, scales, WhiteUpdates(entries, scales.update)).smooth()
-        return [change.reshape(shape) for change in changes]
+        found = KalmanSmoother(entries, scales, WhiteUpdates(entries, scales.update)).smooth()
+        return Smoothed([change.reshape(shape) for change in found], found.start.reshape(shape))
     return KalmanSmoother(view, scales, WhiteUpdates(view, scales.update, known_range=known_range), on_step).smooth()
 
 
-def shaped_smoother(view: View, scales: Scales, *, groups: int = 4, on_step: OnStep | None = None) -> list[Tensor]:
+def shaped_smoother(view: View, scales: Scales, *, groups: int = 4, on_step: OnStep | None = None) -> Smoothed:
     """The smoother with updates shaped by rows and columns as the client's own are: vec(U) ~ N(0, A x C).
 
     In the basis of A's eigenvectors rows are independent again, with variances that are A's eigenvalues, and the veil
@@ -91,15 +96,26 @@ def shaped_smoother(view: View, scales: Scales, *, groups: int = 4, on_step: OnS
     variances, axes = torch.linalg.eigh(rows)
     turned = replace(view, seen=tuple(axes.T @ v for v in view.seen), own=tuple(axes.T @ u for u in view.own))
     changes = [torch.zeros(len(axes), view.dim, dtype=torch.float64) for _ in view.rounds[:-1]]
+    start = torch.zeros(len(axes), view.dim, dtype=torch.float64)
     parts = torch.tensor_split(torch.arange(len(axes)), min(groups, len(axes)))
     for number, part in enumerate(parts):
         update = scales.update * float(variances[part].mean()) ** 0.5
         some = KalmanSmoother(turned.rows(part), scales, ShapedUpdates(view, update, columns)).smooth()
         for change, found in zip(changes, some, strict=True):
             change[part] = found
+        start[part] = some.start
         if on_step is not None:
             on_step(number + 1, len(parts))
-    return [axes @ change for change in changes]
+    return Smoothed([axes @ change for change in changes], axes @ start)
+
+
+def _isotropic(lanes: Lanes) -> float | None:
+    """The share s for which the mean of R_k R_k^T over the others is s I; None where there is no such number."""
+    if all(isinstance(sketch, Identity) for sketch, _ in lanes):
+        return sum(share for _, share in lanes)
+    shares = [share for _, share in lanes]
+    whole = sum(sketch.width for sketch, _ in lanes) == lanes[0][0].dim and max(shares) - min(shares) < 1e-9
+    return shares[0] if whole and is_complete([sketch for sketch, _ in lanes]) else None
 
 
 def _shrunk(matrix: Tensor, weight: float = 0.1) -> Tensor:

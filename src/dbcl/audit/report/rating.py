@@ -93,12 +93,15 @@ def risks(audit: Audit) -> list[Risk]:
 def worst_by_seat(audit: Audit) -> dict[str, Finding | None]:
     """For each seat the finding that is worst by `severity`; None where no attack from it gave a result.
 
+    Colluders are left out where none were rehearsed: with one lane they see no more than one client does.
+
     >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99)
     >>> {seat: worst and worst.attack for seat, worst in worst_by_seat(Audit("a", {}, {}, (), (finding,), 1.0)).items()}
     {'client': 'rewind', 'server': None, 'anyone': None}
     """
     rated = [finding for finding in audit.findings if RANK[word(finding)]]
-    return {seat: max((f for f in rated if f.seat == seat), key=severity, default=None) for seat in SEATS}
+    seats = [seat for seat in SEATS if seat != "colluders" or any(each.seat == seat for each in audit.findings)]
+    return {seat: max((f for f in rated if f.seat == seat), key=severity, default=None) for seat in seats}
 
 
 def includes_guessing(finding: Finding) -> bool:

@@ -12,17 +12,20 @@ from dbcl.engines import cohort_size
 GLOSSARY = {
     "adaptive attacker": "knows how the defence works and uses it. Judge by this one.",
     "AUC": "chance that a true case is ranked above a false one: 0.5 is a coin, 1 is certain.",
+    "colluders": "clients, one of each lane, that put together what they received.",
     "cosine": "angle between an estimated update and the true one: 1 is the exact direction, 0 is nothing.",
     "error": "length of the mistake divided by the length of the truth; guessing zero gives 1.",
     "in clear": "sent to every client without sketch and without noise.",
     "interval": "the range in which the value would fall with other examples: 95 % of the rounds for updates, the "
     "worst and the best picture for pictures, and for all else a 95 % confidence interval (bootstrap, or from the "
     "number of cases).",
+    "lanes": "complementary sketches of one round; each client trains in one of them.",
     "members found at 1 % false alarms": "share of the training examples that an attacker finds who wrongly accuses "
     "1 % of the others (true positives at 1 % false positives).",
     "naive attacker": "an attack as its paper published it, unaware of the defence.",
     "PSNR": "likeness to the original in decibels; above 20 a person recognises it, above 30 it looks the same.",
-    "seat": "the place from which an attacker works: a client of the run, its server, or anyone with the final model.",
+    "seat": "the place from which an attacker works: a client of the run, several clients that collude, its server, or "
+    "anyone with the final model.",
     "secure aggregation": "a protocol by which the server learns the sum of many updates and no single one.",
     "sketch": "a random projection of the weights, made from a seed that every client knows.",
     "SSIM": "likeness of two pictures to the eye, 1 for equal ones.",
@@ -32,6 +35,7 @@ GLOSSARY = {
 
 WHO = {
     "client": "A client that remembers what it received",
+    "colluders": "Clients of all lanes that put together what they received",
     "server": "The server",
     "anyone": "Anyone who has the finished model",
 }
@@ -55,10 +59,12 @@ VERDICTS = {
 }
 SEAT_NOTES = {
     "client": "The veil is there to stop clients.",
+    "colluders": "Together they see through the sketch in every round; all lanes show the same veil, which stays.",
     "server": "Sketch and veil do not stop the server, which makes both: under every preset it must be trusted.",
     "anyone": "No preset protects a model that is given away.",
 }
 NO_VEIL = "There is no veil here, and a sketch alone does not stop a client that remembers what it received."
+NO_VEIL_TOGETHER = "There is no veil here, and clients of all lanes together receive the weights themselves."
 NO_PROOF = (
     "Nothing is safe because an attack failed. Every figure on this page is what these attacks got with this budget, "
     "so it is a lower bound: a better attacker gets as much or more."
@@ -107,7 +113,8 @@ def verdicts(audit: Audit) -> list[tuple[int, str, str, str]]:
     (4, 'A client got as much as if there were no defence.')
     """
     who = {**WHO, "client": "A client"}
-    notes = {**SEAT_NOTES, "client": NO_VEIL} if audit.settings.get("veil") == 0 else SEAT_NOTES
+    no_veil = {"client": NO_VEIL, "colluders": NO_VEIL_TOGETHER}
+    notes = {**SEAT_NOTES, **no_veil} if audit.settings.get("veil") == 0 else SEAT_NOTES
     lines = []
     for seat, worst in worst_by_seat(audit).items():
         rank = RANK[word(worst)] if worst else 0

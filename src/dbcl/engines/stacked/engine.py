@@ -71,8 +71,7 @@ class StackedEngine(Engine):
             stack = self._stack_for(first)
             if stack is None:
                 return train_in_turn(self, sent)
-            stack.load([first])
-            size = self.chunk or stack.chunk_size(self.training, len(sent))
+            size = self.chunk or stack.chunk_size(self.training, sent)
             trained = [self._train_chunk(stack, chunk, sent) for chunk in self._chunks(stack, sent, size)]
             return self._updates(sent, trained)
 

@@ -1,6 +1,6 @@
 """What a path supplies to the training loop: a client's network with a client axis."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -55,8 +55,8 @@ class Stack:
         """
         raise NotImplementedError
 
-    def chunk_size(self, training: LocalTraining, clients: int) -> int:
-        """How many of these clients are best trained together."""
+    def chunk_size(self, training: LocalTraining, sent: Mapping[int, Broadcast]) -> int:
+        """How many of the clients who were sent these are best trained together."""
         raise NotImplementedError
 
 

@@ -1,6 +1,6 @@
 """The fast path, for a network that is a plain sequence of known layers: a list of stages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from dbcl.statistics import is_statistic, own_part
 CACHE_BYTES = 16 << 20
 """On a CPU, a chunk of clients may touch about this much memory in a step: more, and memory sets the pace."""
 SKETCH_BLOCK = 500
-"""How many examples are sketched together, so that they stay in the cache."""
+"""On a CPU, so many examples are sketched together, so that they stay in the cache."""
 
 
 class StageStack(Stack):
@@ -114,8 +114,9 @@ class StageStack(Stack):
         if tables is None:
             torch.index_select(x, 0, rows, out=memory[:total])
         else:
-            for start in range(0, total, SKETCH_BLOCK):
-                end = min(start + SKETCH_BLOCK, total)
+            block = total if x.is_cuda else SKETCH_BLOCK
+            for start in range(0, total, block):
+                end = min(start + block, total)
                 whose = clients[start:end] if tables.lift_weight.ndim > 1 else None
                 tables.project_into(memory[start:end], x.index_select(0, rows[start:end]), whose)
         return memory[:total]
@@ -171,16 +172,17 @@ class StageStack(Stack):
             changed[name] = change.to(broadcast.tensors[name])
         return {part.name: changed[part.name] for part in broadcast.plan.tensors}
 
-    def chunk_size(self, training: LocalTraining, clients: int) -> int:
+    def chunk_size(self, training: LocalTraining, sent: Mapping[int, Broadcast]) -> int:
         if self.like.is_cuda:
-            return clients
+            return len(sent)
         if self.step_bytes is None:
+            self.load([next(iter(sent.values()))])
             self.step_bytes = self._bytes_touched(training.batch_size)
-        return max(1, min(clients, MAX_CHUNK, CACHE_BYTES // max(1, self.step_bytes)))
+        return max(1, min(len(sent), MAX_CHUNK, CACHE_BYTES // max(1, self.step_bytes)))
 
     def _bytes_touched(self, batch_size: int) -> int:
         """Bytes that one client's step touches: parameters and gradients, and every stage's output and its gradient."""
-        params = {name: tensor[:1] for name, tensor in self.start().items()}
+        params = self.start()  # of the one client that is loaded
         total = 2 * sum(tensor.numel() for tensor in params.values())
         first = torch.zeros(batch_size, dtype=torch.int64)
         x = self.examples(self.example, first, first)

@@ -1,7 +1,7 @@
 """The general path: `torch.func` batches the client's own model over the client axis."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -69,8 +69,8 @@ class VmapStack(Stack):
         sent = self.sent.tensors
         return {name: (tensor - sent[name].to(tensor)).to(sent[name]) for name, tensor in params.items()}
 
-    def chunk_size(self, training: LocalTraining, clients: int) -> int:
-        return clients if next(iter(self.local.parameters())).is_cuda else min(clients, MAX_CHUNK)
+    def chunk_size(self, training: LocalTraining, sent: Mapping[int, Broadcast]) -> int:
+        return len(sent) if next(iter(self.template.parameters())).is_cuda else min(len(sent), MAX_CHUNK)
 
     def problem(self, broadcast: Broadcast, x: Tensor, y: Tensor) -> str | None:
         """Why this model cannot go through `torch.func`, found by trying a step of two clients; None where it can."""
