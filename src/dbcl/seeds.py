@@ -60,27 +60,31 @@ def normals(seed: bytes, *labels: Label, n: int) -> NDArray[np.float64]:
     >>> normals(bytes(32), "veil", n=2).round(3)
     array([0.538, 0.925])
     """
-    drawn = words(seed, *labels, n=(n + 1) // 2)  # one word for two numbers: 32 bits of radius, 32 of angle
+    return _box_muller(words(seed, *labels, n=(n + 1) // 2), n)
+
+
+def _box_muller(drawn: NDArray[np.uint64], n: int) -> NDArray[np.float64]:
+    # One word for two numbers: 32 bits of radius, 32 of angle.
     radius = np.sqrt(-2.0 * np.log(((drawn >> np.uint64(32)) + np.uint64(1)) * 2.0**-32))  # of a number in (0, 1]
     angle = (drawn & np.uint64(0xFFFFFFFF)) * (2.0 * math.pi * 2.0**-32)
     turned = torch.from_numpy(angle)  # PyTorch's sine and cosine take a third of the time of NumPy's
     return np.concatenate([radius * turned.cos().numpy(), radius * turned.sin().numpy()])[:n]
 
 
-def normals_on(device: torch.device, seed: bytes, *labels: Label, n: int) -> Tensor:
-    """`normals` as a tensor on a device, made there of the same words: only these are copied.
+def normals_on(device: torch.device, drawn: NDArray[np.uint64], n: int) -> Tensor:
+    """The numbers that `normals` makes of words, made on a device: only the words are copied to it.
 
     On a GPU the sine and the cosine may differ from the CPU's in the last digit.
 
-    >>> normals_on(torch.device("cpu"), bytes(32), "veil", n=2).round(decimals=3)
+    >>> normals_on(torch.device("cpu"), words(bytes(32), "veil", n=1), 2).round(decimals=3)
     tensor([0.5380, 0.9250], dtype=torch.float64)
     """
     if device.type == "cpu":
-        return torch.from_numpy(normals(seed, *labels, n=n))
-    drawn = torch.from_numpy(words(seed, *labels, n=(n + 1) // 2).view(np.int64)).to(device)
-    high = (drawn >> 32) & 0xFFFFFFFF
+        return torch.from_numpy(_box_muller(drawn, n))
+    there = torch.from_numpy(drawn.view(np.int64)).to(device)
+    high = (there >> 32) & 0xFFFFFFFF
     radius = ((high + 1).double() * 2.0**-32).log_().mul_(-2.0).sqrt_()
-    angle = (drawn & 0xFFFFFFFF).double() * (2.0 * math.pi * 2.0**-32)
+    angle = (there & 0xFFFFFFFF).double() * (2.0 * math.pi * 2.0**-32)
     return torch.cat([radius * angle.cos(), radius * angle.sin()])[:n]
 
 

@@ -23,7 +23,8 @@ class Session(Protocol):
     """Whoever holds a model and plays rounds with others: a server, or a peer.
 
     `model` holds the true weights and `released` what is evaluated and kept as the result, which may be another.
-    `open` gives what a client of the round receives, the same until `close` takes the updates and steps.
+    `open` gives what a client of the round receives, the same until `close` takes the updates and steps. `prepare` may
+    be called between the two, by an engine that has time to spare.
 
     >>> import dbcl
     >>> session: Session = ServerSession(dbcl.Server(nn.Linear(6, 2), cover="all"))
@@ -44,6 +45,8 @@ class Session(Protocol):
     def released(self) -> nn.Module: ...
 
     def open(self, client: str) -> Broadcast: ...
+
+    def prepare(self) -> None: ...
 
     def close(self, updates: Updates) -> RoundReport: ...
 
@@ -91,6 +94,10 @@ class ServerSession:
     def open(self, client: str) -> Broadcast:
         """A client's broadcast of the round."""
         return self.server.open_round(client)
+
+    def prepare(self) -> None:
+        """Draw what the next round needs beside the weights."""
+        self.server.prepare()
 
     def close(self, updates: Updates) -> RoundReport:
         """Step on the updates, and take the new weights into the average."""

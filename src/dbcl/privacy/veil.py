@@ -9,7 +9,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dbcl import seeds
@@ -46,6 +48,9 @@ class Veil(ABC):
     def guarantee(self) -> str:
         """What the noise promises, in a sentence; "none" where it promises nothing."""
 
+    def prepare(self, key: bytes, shapes: Mapping[str, tuple[int, ...]]) -> None:  # noqa: B027
+        """A later round will begin with this key: whatever can be drawn without its weights may be drawn now."""
+
     def end(self, round: int) -> None:  # noqa: B027  most kinds keep nothing
         """The round is closed, and its noise will not be asked for again."""
 
@@ -71,6 +76,7 @@ class WhiteVeil(Veil):
         self.sizes = dict(sizes)
         self._begun: tuple[int, bytes, dict[str, float]] | None = None
         self._devices: dict[str, torch.device] = {}
+        self._ahead: dict[tuple[bytes, str], NDArray[np.uint64]] = {}
 
     def begin(self, round: int, key: bytes, model: nn.Module) -> None:
         taus = veil_sizes(model, self.sizes)
@@ -89,8 +95,20 @@ class WhiteVeil(Veil):
         _, key, taus = self._begun
         if not taus[name] > 0:
             return None
-        drawn = seeds.normals_on(self._devices[name], key, SCHEME, name, n=math.prod(shape))
-        return drawn.reshape(shape).mul_(taus[name])
+        count = math.prod(shape)
+        words = self._ahead.pop((key, name), None)
+        if words is None:
+            words = self._words(key, name, count)
+        return seeds.normals_on(self._devices[name], words, count).reshape(shape).mul_(taus[name])
+
+    def prepare(self, key: bytes, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._ahead = {
+            (key, name): self._words(key, name, math.prod(shape)) for name, shape in shapes.items() if self.sizes[name]
+        }
+
+    @staticmethod
+    def _words(key: bytes, name: str, count: int) -> NDArray[np.uint64]:
+        return seeds.words(key, SCHEME, name, n=(count + 1) // 2)
 
     def end(self, round: int) -> None:
         self._begun = None

@@ -114,6 +114,7 @@ class Server:
         self._wire = WIRE_DTYPES[wire] if wire is not None else None
         self._insecure = None if insecure_seed is None else seeds.derive(bytes(32), "experiment", insecure_seed)
         self._pulls: list[float] = []
+        self._next_key: bytes | None = None
         self._renew_key()
         self._base_key = seeds.fresh() if self._insecure is None else seeds.derive(self._insecure, "base")
         self._frozen: tuple[tuple[str, str], ...] | None = None
@@ -154,6 +155,17 @@ class Server:
                 self._asked,
             )
         return self._open.broadcast(None if client is None else str(client))
+
+    def prepare(self) -> None:
+        """Draw what the next round needs beside the weights, for whoever has time while the clients train.
+
+        >>> server = Server(nn.Linear(6, 2), cover="all")
+        >>> _ = server.open_round()
+        >>> server.prepare()
+        """
+        self._next_key = self._new_key(self.round + 1)
+        shapes = {tensor.name: tensor.shape for tensor in self.plan.tensors}
+        self.veil.prepare(seeds.derive(self._next_key, "veil"), shapes)
 
     def _draw(self, group: int, lane: int) -> RoundPlan:
         labels = ("sketch", group) if group else ("sketch",)
@@ -444,8 +456,11 @@ class Server:
 
     def _renew_key(self) -> None:
         """Draw the round's secret, for the weights as they are now."""
-        self._key = seeds.fresh() if self._insecure is None else seeds.derive(self._insecure, "round", self.round)
+        self._key, self._next_key = self._next_key or self._new_key(self.round), None
         self._key_of = self._versions()
+
+    def _new_key(self, round: int) -> bytes:
+        return seeds.fresh() if self._insecure is None else seeds.derive(self._insecure, "round", round)
 
     def _versions(self) -> list[object]:
         """What changes when anybody writes to the weights."""

@@ -92,7 +92,7 @@ def _restore(server: "Server", state: State, keep_open: bool) -> None:
     if server._masters.tensors:
         server._masters.load(state.part("masters").tensors)
     server.round, server._key, server._base_key, server._pulls = number, key, base_key, pulls
-    server._asked = asked
+    server._asked, server._next_key = asked, None
     server._key_of = server._versions()
     if not keep_open:
         server._open = None

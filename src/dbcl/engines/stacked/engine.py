@@ -155,7 +155,10 @@ class StackedEngine(Engine):
         return _Layout(schedule.made_sequential(), rows[order], whose[order])
 
     def _look_ahead(self, round: int) -> None:
-        """Lay out the next round, which takes longer than all else that a GPU would have to wait for."""
+        """Lay out the next round and draw its secrets, which takes longest of all that a GPU would wait for."""
+        if any(laid_out[0] == round for laid_out in self._ahead):
+            return
+        self.session.prepare()
         cohort = draw_cohort(len(self.clients), self.fraction, seed=self.seed, round=round)
         clients = self._by_size(cohort)
         self._ahead = {(round, *clients): self._lay_out(round, clients)}

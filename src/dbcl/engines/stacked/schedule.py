@@ -49,8 +49,13 @@ class Schedule:
         counts = np.zeros((steps, len(clients)), dtype=np.int64)
         for place, (own, offset) in enumerate(zip(batches, offsets, strict=True)):
             index[:, place] = offset
+            order = np.concatenate(own)
+            if len(order) == len(own) * width:  # whole batches
+                counts[: len(own), place] = width
+                index[: len(own), place] += order.reshape(-1, width)
+                continue
             counts[: len(own), place] = [len(batch) for batch in own]
-            index[:, place][np.arange(width) < counts[:, place, None]] += np.concatenate(own)
+            index[:, place][np.arange(width) < counts[:, place, None]] += order
         weight = (np.arange(width) < counts[..., None]) / np.maximum(counts, 1)[..., None]
         padded = bool((counts != width).any())
         return cls(torch.from_numpy(index), torch.from_numpy(weight), torch.from_numpy(counts), padded)
