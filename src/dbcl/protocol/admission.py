@@ -34,6 +34,10 @@ class Door:
     the median client, or where there are fewer than three clients, the median of the last rounds. None takes every
     update as it is.
 
+    `max_times_median` is for clients whose training diverges: an update that is longer than so many times the median
+    of the round's is refused, where there are three or more. One with more examples than the median client takes more
+    steps, and may be as many times longer. None refuses none for its length.
+
     >>> Door(min_updates=0)
     Traceback (most recent call last):
         ...
@@ -45,6 +49,7 @@ class Door:
     clip: bool = True
     max_examples: int = 10_000_000
     max_influence: float | None = 1.5
+    max_times_median: float | None = 10.0
 
     def __post_init__(self) -> None:
         if self.min_updates < 1:
@@ -55,6 +60,8 @@ class Door:
             raise ProtocolError(f"max_examples must be 1 or more, got {self.max_examples}")
         if self.max_influence is not None and not self.max_influence >= 1:
             raise ProtocolError(f"max_influence must be 1 or more, got {self.max_influence}")
+        if self.max_times_median is not None and not self.max_times_median >= 1:
+            raise ProtocolError(f"max_times_median must be 1 or more, got {self.max_times_median}")
 
     def __str__(self) -> str:
         """What the door does, in a sentence."""
@@ -63,6 +70,8 @@ class Door:
             said.append(f"updates {'shortened to' if self.clip else 'at most'} {self.norm_bound:g} long")
         if self.max_influence is not None:
             said.append(f"no client counts or pulls more than {self.max_influence:g} times the median one")
+        if self.max_times_median is not None:
+            said.append(f"none longer than {self.max_times_median:g} times the median")
         return "; ".join(said)
 
     def admit(self, message: Update | bytes, broadcast: Broadcast) -> "Admitted":
@@ -149,6 +158,25 @@ class Door:
             raise ProtocolError(f"its length {length:.4g} is above the bound {self.norm_bound:g}")
         factor = clip_factor(length, self.norm_bound)
         return Admitted(update, factor, float(update.examples), length * factor)
+
+    def outliers(self, accepted: Mapping[str, "Admitted"]) -> dict[str, str]:
+        """Those updates that are too long beside the others, and why.
+
+        >>> def sent(length):
+        ...     return Admitted(Update(0, "ab", {}, examples=10), 1.0, 10.0, length)
+        >>> Door().outliers({"ann": sent(1.0), "bob": sent(1.2), "cleo": sent(31.0)})
+        {'cleo': "its length 31 is 26 times the round's median: its training has diverged, or it means harm"}
+        """
+        if self.max_times_median is None or len(accepted) < ENOUGH:
+            return {}
+        middle = statistics.median(each.length for each in accepted.values())
+        usual = statistics.median(each.weight for each in accepted.values())
+        found = {}
+        for who, each in accepted.items():
+            if each.length > self.max_times_median * middle * max(1.0, each.weight / usual) > 0:
+                times = f"its length {each.length:.4g} is {each.length / middle:.0f} times the round's median"
+                found[who] = f"{times}: its training has diverged, or it means harm"
+        return found
 
     def balance(
         self, accepted: Mapping[str, "Admitted"], recent: Sequence[float]

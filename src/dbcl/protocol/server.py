@@ -247,7 +247,9 @@ class Server:
         return replace(self._admission(accepted, refused), stack=stack)
 
     def _admission(self, accepted: Mapping[str, Admitted], refused: Mapping[str, str]) -> Admission:
-        balanced, pull = self.door.balance(accepted, self._pulls)
+        refused = {**refused, **self.door.outliers(accepted)}
+        within = {who: each for who, each in accepted.items() if who not in refused}
+        balanced, pull = self.door.balance(within, self._pulls)
         lane_of = self._opened().lane_of
         answers = Counter(lane_of(each.update.plan) for each in balanced.values())
         return Admission(

@@ -275,6 +275,11 @@ class RunConfig:
         "0 takes every update as it is",
         SERVER,
     )
+    max_times_median: float | None = described(
+        10.0,
+        "An update longer than so many times the round's median is refused: its client has diverged; 0 takes all",
+        SERVER,
+    )
     norm_bound: float | None = described(
         None, "The server scales longer updates down to this norm", SERVER, unset="it does not"
     )
@@ -455,4 +460,5 @@ class RunConfig:
             norm_bound=self.norm_bound,
             max_examples=self.max_examples,
             max_influence=self.max_influence or None,
+            max_times_median=self.max_times_median or None,
         )

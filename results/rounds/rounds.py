@@ -1,0 +1,155 @@
+"""How many rounds and bytes a run takes to an accuracy: a scan of settings, and the presets side by side.
+
+    python results/rounds/rounds.py scan [--model mnist-cnn]   server momentum and running mean, preset blind
+    python results/rounds/rounds.py presets [--model ...]      plain, veil, paper, blind: rounds and bytes to the target
+    python results/rounds/rounds.py cifar                      CIFAR-10: the accuracy after 300 rounds
+    python results/rounds/rounds.py unequal                    clients with unequal data: Dirichlet 0.3, two shards each
+    python results/rounds/rounds.py diverging                  the CNN at rates at which clients diverge, door by door
+    python results/rounds/rounds.py report                     the tables and the picture of what lies here
+
+A row for each run goes to rows.jsonl beside this file; a row that is there is not made again, so an interrupted scan
+goes on. DBCL_DATA says where the datasets lie. On 2 cores mnist-mlp takes minutes; the others want --device cuda.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dbcl.engines import evaluate
+from dbcl.run import preset, task_of
+from dbcl.run.assemble import build_engine, build_session, new_seed
+
+HERE = Path(__file__).parent
+ROWS = HERE / "rows.jsonl"
+TARGETS = {"mnist-mlp": 0.97, "mnist-cnn": 0.99}
+MOST = {"mnist-mlp": 200, "mnist-cnn": 110}
+CLIENTS = {"mnist-mlp": {"epochs": 1, "lr": 0.05}, "mnist-cnn": {"epochs": 5, "lr": 0.05}}
+"""100 clients, 10 a round, batches of 10: the paper's setting."""
+
+Job = tuple[str, str, dict[str, Any], float | None, int]
+"""A part of this file, a preset, its changed settings, the accuracy to reach and the most rounds."""
+
+
+def scan(model: str, seeds: int) -> Iterator[Job]:
+    rates = {"mnist-mlp": (0.05,), "mnist-cnn": (0.02, 0.03)}[model]
+    for seed, lr, ema, momentum in itertools.product(range(seeds), rates, (0.0, 0.8), (0.5, 0.6, 0.7, 0.8)):
+        settings = {"server_optimizer": "momentum", "server_momentum": momentum, "ema_decay": ema, "seed": seed}
+        yield "scan", "blind", {"model": model, **CLIENTS[model], "lr": lr, **settings}, TARGETS[model], MOST[model]
+
+
+def presets(model: str, seeds: int) -> Iterator[Job]:
+    ways = [("plain", {}), ("veil", {}), ("paper", {}), ("blind", {}), ("blind", {"buckets": "grouped"})]
+    ways += [("blind", {"lanes": 1})]
+    for seed, (name, settings) in itertools.product(range(seeds), ways):
+        own = {"model": model, **CLIENTS[model], **settings, "seed": seed}
+        yield "presets", name, own, TARGETS[model], MOST[model]
+
+
+def cifar(model: str, seeds: int) -> Iterator[Job]:
+    for seed, name in itertools.product(range(seeds), ("plain", "blind")):
+        settings = {"data": "cifar10", "model": "cifar-cnn", "epochs": 5, "batch_size": 50, "lr": 0.05, "seed": seed}
+        yield "cifar", name, settings, None, 300
+
+
+def unequal(model: str, seeds: int) -> Iterator[Job]:
+    splits = [({"partition": "dirichlet", "alpha": 0.3}, 0.95), ({"partition": "shards"}, 0.93)]
+    ways = [("plain", {}), ("paper", {}), ("blind", {"lanes": 1}), ("blind", {}), ("blind", {"buckets": "grouped"})]
+    for seed, (split, target), (name, settings) in itertools.product(range(seeds), splits, ways):
+        own = {"model": "mnist-mlp", **CLIENTS["mnist-mlp"], **split, **settings, "seed": seed}
+        yield "unequal", name, own, target, 150
+
+
+def diverging(model: str, seeds: int) -> Iterator[Job]:
+    doors: list[dict[str, Any]] = [{"max_influence": 0.0}, {}]
+    for seed, lr, door in itertools.product(range(seeds), (0.05, 0.1, 0.15), doors):
+        settings = {"model": "mnist-cnn", "epochs": 5, "lr": lr, **door, "seed": seed}
+        yield "diverging", "blind", settings, TARGETS["mnist-cnn"], 60
+
+
+JOBS = {"scan": scan, "presets": presets, "cifar": cifar, "unequal": unequal, "diverging": diverging}
+
+
+def play(job: Job, device: str) -> dict[str, Any]:
+    """One run, until it reaches its target."""
+    part, name, settings, target, most = job
+    config = preset(name, **{"data": "mnist", **settings}, device=device)
+    task = task_of(config)
+    seed = new_seed(config)
+    session = build_session(config, task, seed=seed)
+    engine = build_engine(config, task, session, seed=seed)
+    held_out = task.held_out.to(torch.device(device))
+    sent, refused, curve, error = 0, 0, [], ""
+    began = time.perf_counter()
+    for number in range(1, most + 1):
+        try:
+            result = engine.play_round()
+        except Exception as problem:
+            error = str(problem).split("\n")[0]
+            break
+        sent += result.bytes_down + result.bytes_up
+        refused += len(result.report.refused)
+        curve.append(round(evaluate(session.released, held_out).score, 4))
+        print(f"\r{part} {name} {settings}: round {number}, {curve[-1]:.4f}  ", end="", file=sys.stderr, flush=True)
+        if target is not None and curve[-1] >= target:
+            break
+    reached = target is not None and bool(curve) and curve[-1] >= target
+    row = {"part": part, "preset": name, "settings": settings, "target": target, "rounds": len(curve)}
+    row |= {"reached": reached, "bytes": sent, "refused": refused, "accuracy": curve[-1] if curve else None}
+    row |= {"seconds": round(time.perf_counter() - began, 1), "device": device, "torch": torch.__version__}
+    return {**row, "error": error, "curve": curve}
+
+
+def key(part: str, name: str, settings: dict[str, Any]) -> str:
+    return json.dumps([part, name, settings], sort_keys=True)
+
+
+def rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=[*JOBS, "report"])
+    parser.add_argument("--model", choices=list(TARGETS), default="mnist-mlp")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    options = parser.parse_args()
+    globals()["ROWS"] = options.rows
+    if options.part == "report":
+        report()
+        return
+    done = {key(row["part"], row["preset"], row["settings"]) for row in rows()}
+    for job in JOBS[options.part](options.model, options.seeds):
+        if key(*job[:3]) not in done:
+            row = play(job, options.device)
+            with ROWS.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"\n{row['preset']} {row['settings']}: {row['rounds'] if row['reached'] else 'not'} {row['accuracy']}")
+
+
+def report() -> None:
+    """Medians over the seeds, as Markdown."""
+    table: dict[str, list[dict[str, Any]]] = {}
+    for row in rows():
+        settings = {name: value for name, value in row["settings"].items() if name != "seed"}
+        table.setdefault(key(row["part"], row["preset"], settings), []).append(row)
+    for name, group in sorted(table.items()):
+        rounds = [row["rounds"] if row["reached"] else float("inf") for row in group]
+        sent = statistics.median(row["bytes"] for row in group) / 1e6
+        print(name, len(group), "median", statistics.median(rounds), sorted(rounds), f"{sent:.1f} MB",
+              "accuracy", statistics.median(row["accuracy"] or 0 for row in group))  # fmt: skip
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    main()
