@@ -32,7 +32,8 @@ from dbcl.audit import simulation
 from dbcl.audit.attacks.gradients import as_gradient, gradients
 from dbcl.audit.attacks.matching import Matching, recover
 from dbcl.audit.attacks.properties import property_findings
-from dbcl.audit.attacks.updates import Changes, estimates, others_update
+from dbcl.audit.attacks.updates import estimates
+from dbcl.audit.attacks.victim import Changes, victims_rounds
 from dbcl.audit.budget import FULL
 from dbcl.audit.estimators.kalman import Scales
 from dbcl.audit.estimators.smoother import smoother
@@ -91,7 +92,7 @@ def one_picture(name: str, index: int, number: int, steps: int, tv: float) -> di
     x, y = dataset.x_test[index : index + 1].double(), dataset.y_test[index : index + 1]
     box, shape = pictures.span(dataset), dataset.shape
     model, template = (models.build("dlg-lenet", shape=shape, seed=seed).double() for seed in (number, 99))
-    broadcast = Server(model, veil=0, ratio=2, insecure_seed=number).open_round()
+    broadcast = Server(model, veil=0, ratio=2, lanes=1, insecure_seed=number).open_round()
     client = blinded(template, broadcast)
     plain, sketched = gradients(model, x, y), gradients(client, x, y)
     sketched = {key: value.detach() for key, value in sketched.items()}
@@ -114,12 +115,11 @@ def client_pictures(config: RunConfig, dataset: data.Dataset, scratch: Path, est
     script = draw_batches(np.arange(len(dataset.y_train)), (48 + count, 2, 1), 5)
     rehearsal = rehearse(config, of_pictures(config, dataset), script, scratch)
     found = estimates(rehearsal.attacker, [estimator], quiet)[estimator]
-    seen = views(rehearsal.attacker)
+    known = victims_rounds(rehearsal, views(rehearsal.attacker), {estimator: found}, range(count))
     template, box, values = rehearsal.attacker.template().double(), pictures.span(dataset), []
     for number in range(count):
         quiet(f"a client's seat, {estimator}, veil {config.veil}: picture {number}")
-        broadcast = rehearsal.attacker[number].broadcast
-        changes = others_update(seen, found, number, 2)
+        broadcast, changes = known[number].broadcast, known[number].others_update(found, number, 2)
         target = {name: change.reshape(broadcast.tensors[name].shape) for name, change in changes.items()}
         noisy = config.veil > 0
         settings = Matching(
@@ -137,7 +137,7 @@ def batch(count: int) -> list[dict[str, float]]:
     dataset = data.load("mnist")
     x, y = dataset.x_test[:count].double(), dataset.y_test[:count]
     model, template = (models.build("dlg-lenet", shape=dataset.shape, seed=seed).double() for seed in (0, 99))
-    broadcast = Server(model, veil=0, ratio=2, insecure_seed=0).open_round()
+    broadcast = Server(model, veil=0, ratio=2, lanes=1, insecure_seed=0).open_round()
     client = blinded(template, broadcast)
     target = {key: value.detach() for key, value in gradients(client, x, y).items()}
     quiet(f"{count} pictures at once")
