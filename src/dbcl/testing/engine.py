@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dbcl
 from dbcl.data import Examples, examples_of
-from dbcl.engines import LocalTraining
+from dbcl.engines import LocalTraining, draw_cohort
 from dbcl.errors import ConfigError
 from dbcl.objective import Objective
 from dbcl.privacy import UpdateNoise
@@ -40,6 +40,17 @@ def net() -> nn.Module:
 
 
 SHARDS = [np.arange(0, 40), np.arange(40, 47), np.arange(47, 48), np.arange(48, 90)]  # unequal on purpose
+
+
+LANES: dict[str, dict[str, Any]] = {
+    "one": {"lanes": 1},
+    "two": {},
+    "four": {"ratio": 4},
+    "more than the ratio": {"lanes": 4},
+    "fewer than the ratio": {"lanes": 2, "ratio": 4},
+    "grouped": {"grouped": True},
+    "grouped, of many widths": {"grouped": True, "ratio": (2, 4)},
+}
 
 
 class TwoInputs(nn.Module):
@@ -87,24 +98,54 @@ class EngineContract(ABC):
     @pytest.mark.parametrize("veil", [0.0, 0.2])
     def test_three_rounds_are_the_sum_of_their_clients(self, training: LocalTraining, veil: float) -> None:
         """The engine against a loop written out here with the five verbs."""
-        engine = self.start(training, veil=veil)
+        reports = self.assert_as_written_out(training, rounds=3, veil=veil)
+        assert [report.accepted for report in reports] == [4, 4, 4]
+
+    @pytest.mark.parametrize("lanes", LANES)
+    def test_clients_are_trained_in_their_lanes(self, lanes: str) -> None:
+        reports = self.assert_as_written_out(LocalTraining(lr=0.1, momentum=0.5), rounds=2, cover="all", **LANES[lanes])
+        assert all(max(report.lanes) - min(report.lanes) <= 1 for report in reports)
+
+    def test_a_cohort_may_be_smaller_than_the_lanes(self) -> None:
+        reports = self.assert_as_written_out(LocalTraining(lr=0.1), rounds=4, fraction=0.5, ratio=4, cover="all")
+        assert [sorted(report.lanes) for report in reports] == [[0, 0, 1, 1]] * 4
+
+    def test_all_updates_of_a_lane_may_be_refused(self) -> None:
+        door = dbcl.Door(max_examples=20)  # the first and the last client have more
+        reports = self.assert_as_written_out(LocalTraining(lr=0.1), rounds=5, cover="all", door=door)
+        assert [report.accepted for report in reports] == [2] * 5
+        assert {len(report.unanswered) for report in reports} == {0, 1}
+
+    def assert_as_written_out(
+        self, training: LocalTraining, *, rounds: int, fraction: float = 1.0, **settings: Any
+    ) -> list[dbcl.RoundReport]:
+        """Compare the engine's weights and reports with those of a loop over clients; gives the reports."""
+        engine = self.start(training, fraction, **settings)
         torch.manual_seed(1)
-        server = dbcl.Server(net(), insecure_seed=0, veil=veil)
-        for round in range(3):
+        server = dbcl.Server(net(), insecure_seed=0, **settings)
+        reports = []
+        for round in range(rounds):
             result = engine.play_round()
+            sent = {
+                client: server.open_round(f"client {client}")
+                for client in draw_cohort(len(SHARDS), fraction, seed=SEED, round=round)
+            }
             updates = {}
-            for client, own in enumerate(clients()):
-                broadcast = server.open_round(f"client {client}")
-                local = dbcl.blinded(net(), broadcast)
+            for client, broadcast in sent.items():
+                own, local = clients()[client], dbcl.blinded(net(), broadcast)
                 metrics = training.train(local, own, seed=SEED, round=round, client=client)
                 counted = len(own) if training.steps is None else min(len(own), training.batch_size)
                 updates[f"client {client}"] = dbcl.update(local, broadcast, examples=counted, metrics=metrics)
             report = server.close_round(updates)
-            assert result.report.accepted == report.accepted == 4
-            assert result.report.examples == report.examples
+            reports.append(report)
+            for name in ("accepted", "examples", "clipped", "lanes"):
+                assert getattr(result.report, name) == getattr(report, name)
+            assert sorted(result.report.refused) == sorted(report.refused)
+            assert result.report.norm == pytest.approx(report.norm, rel=1e-9)
             assert result.report.metrics["loss"] == pytest.approx(report.metrics["loss"], rel=1e-9)
         for name, tensor in server.model.state_dict().items():
             assert (tensor - engine.session.model.state_dict()[name]).abs().max() < 1e-10
+        return reports
 
     def test_clients_clip_and_noise_their_updates_before_they_are_encoded(self) -> None:
         """What reaches the server is noised already, by each client with noise of its own."""

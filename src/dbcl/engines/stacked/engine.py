@@ -180,6 +180,9 @@ class StackedEngine(Engine):
 
     def _updates(self, sent: Mapping[int, Broadcast], trained: "list[_Trained]") -> Mapping[str, Update]:
         """The updates of all chunks, together as they lie, or where clients noise them, one by one."""
+        shapes = {tuple(tensor.shape[1:] for tensor in chunk.changes.values()) for chunk in trained}
+        if len(shapes) > 1:  # groups of clients whose sketches differ in width
+            return {sender: update for chunk in trained for sender, update in self._updates(sent, [chunk]).items()}
         clients = [client for chunk in trained for client in chunk.clients]
         broadcast = sent[clients[0]]
         stack = UpdateStack(
