@@ -21,6 +21,28 @@ class TestStackedEngine(EngineContract):
         return StackedEngine(*arguments, **more)
 
 
+class TestStackedEngineByVmap(EngineContract):
+    """The contract's networks in a wrapper of which the fast path has no form."""
+
+    def engine(self, server: dbcl.Server, template: nn.Module, *arguments: Any, **more: Any) -> StackedEngine:
+        template.register_forward_hook(lambda module, inputs, output: output)
+        return StackedEngine(server, template, *arguments, **more)
+
+    def test_it_takes_this_path(self) -> None:
+        engine = self.start(LocalTraining())
+        engine.play_round()
+        assert engine.path == "vmap"
+
+
+class TestStackedEngineByLoop(EngineContract):
+    """The same with one client after another."""
+
+    def engine(self, *arguments: Any, **more: Any) -> StackedEngine:
+        engine = StackedEngine(*arguments, **more)
+        engine.path, engine.why = "loop", "the test says so"
+        return engine
+
+
 class TestStackedEngineInChunks(EngineContract):
     def engine(self, *arguments: Any, **more: Any) -> StackedEngine:
         engine = StackedEngine(*arguments, **more)
@@ -191,6 +213,73 @@ def test_every_path_is_exact(name: str, sketch: str) -> None:
         make, shape, LocalTraining(lr=0.05, epochs=2, batch_size=5, momentum=0.3), outputs=3, sketch=sketch
     )
     assert engine.path == path, engine.why
+    assert worst < 1e-10
+
+
+LANED: dict[str, dict[str, Any]] = {
+    "two": {},
+    "four": {"ratio": 4},
+    "three, uneven": {"ratio": 3},
+    "grouped": {"grouped": True},
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("lanes", LANED)
+def test_every_path_is_exact_in_every_lane(name: str, lanes: str) -> None:
+    """Batch norm, dropout, convolutions and the rest, of clients that are in different lanes."""
+    make, shape, path = STACKS[name]
+    worst, engine = distance(
+        make,
+        shape,
+        LocalTraining(lr=0.05, epochs=2, batch_size=5, momentum=0.3),
+        outputs=3,
+        cover="all",
+        **LANED[lanes],
+    )
+    assert engine.path == path, engine.why
+    assert worst < 1e-10
+
+
+@pytest.mark.parametrize(
+    "training", [LocalTraining(lr=0.05), LocalTraining(lr=0.05, momentum=0.5), LocalTraining(steps=1)]
+)
+@pytest.mark.parametrize("chunk", [None, 1, 2, 5])
+def test_chunks_may_hold_clients_of_any_lanes(training: LocalTraining, chunk: int | None) -> None:
+    """Eleven clients in four lanes: a chunk is of one lane, or of some, or of all."""
+    generator = torch.Generator().manual_seed(0)
+    examples = examples_of((torch.randn(88, 12, generator=generator).double(), torch.arange(88) % 3))
+    shards = np.split(np.arange(88), np.cumsum([3, 14, 1, 9, 9, 9, 5, 11, 7, 2]))
+    states, reports = [], []
+    for kind in (LocalEngine, StackedEngine):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+        server = dbcl.Server(model, insecure_seed=0, ratio=4, cover="all")
+        engine = kind(server, copy.deepcopy(model), examples.divide(shards), training, seed=SEED)
+        if kind is StackedEngine:
+            engine.chunk = chunk
+        reports.append([engine.play_round().report for _ in range(3)])
+        states.append(model.state_dict())
+    assert engine.path == "stages"
+    assert max(float((states[0][key] - states[1][key]).abs().max()) for key in states[0]) < 1e-10
+    assert [report.lanes for report in reports[0]] == [report.lanes for report in reports[1]]
+    assert {tuple(sorted(report.lanes)) for report in reports[0]} == {(2, 3, 3, 3)}
+
+
+class Scaled(nn.Module):
+    """Has a parameter that is one number and no axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.scale = nn.Linear(12, 8), nn.Linear(8, 3), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.relu(self.one(x)) * self.scale)
+
+
+def test_a_parameter_may_be_a_single_number() -> None:
+    worst, engine = distance(Scaled, ROWS, LocalTraining(lr=0.05), outputs=3)
+    assert engine.path == "vmap"
     assert worst < 1e-10
 
 

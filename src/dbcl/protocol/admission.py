@@ -224,7 +224,7 @@ def _measure(stack: UpdateStack, measured: Collection[str]) -> tuple[list[float]
     """The length of every update of a stack, and whether it holds anything that a closer look would refuse."""
     squares, odd = [], []
     for name, tensor in stack.tensors.items():
-        flat = tensor.flatten(1)
+        flat = tensor.unsqueeze(-1).flatten(1)  # (clients, numbers), of a single number too
         if name in measured:
             odd.append(~flat.isfinite().all(dim=1))
             if name.endswith("running_var"):

@@ -103,7 +103,7 @@ def stacked_sums(
     table = torch.tensor(shares, dtype=torch.float64)
     for name, tensor in stack.items():
         wide = tensor.to(like[name])
-        added = (table.to(wide) @ wide.flatten(1)).view(len(shares), *wide.shape[1:])
+        added = (table.to(wide) @ wide.unsqueeze(-1).flatten(1)).view(len(shares), *wide.shape[1:])
         for own, each in zip(sums, added, strict=True):
             own[name] = each
     return sums

@@ -238,7 +238,10 @@ class Server:
         opened = self._opened()
         accepted: dict[str, Admitted] = {}
         refused: dict[str, str] = {}
-        answered = [opened.answered(digest, who) for who, digest in zip(stack.senders, stack.plans, strict=True)]
+        try:
+            answered = [opened.answered(digest, who) for who, digest in zip(stack.senders, stack.plans, strict=True)]
+        except ProtocolError:  # somebody answers another lane than its own
+            return self.admit(stack.items())
         for who, found in zip(stack.senders, self.door.admit_stack(stack, answered), strict=True):
             if isinstance(found, Admitted):
                 accepted[who] = found
