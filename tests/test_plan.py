@@ -150,6 +150,14 @@ def test_all_problems_are_named_at_once() -> None:
         (net(), {"ratio": 9, "cover": ["0.*"]}, "0.weight: width must be between 1 and 7 .its inputs less one., got 0"),
         (net(), {"sketch": "magic"}, "0.weight: unknown sketch 'magic'; choose one of count-v1"),
         (net(), {"cover": "everything"}, "cover must be 'hidden', 'large', 'all' or a list of words and name patterns"),
+        (net(), {"lanes": 0}, "lanes must be between 1 and 1024, got 0"),
+        (net(), {"lanes": -1}, "lanes must be between 1 and 1024, got -1"),
+        (net(), {"lanes": 1025}, "lanes must be between 1 and 1024, got 1025"),
+        (net(), {"lanes": 2, "sketch": "count-hashed-v1"}, "count-hashed-v1 has one, got 2"),
+        (net(), {"lanes": 2, "sketch": "sampling-v1"}, "lanes are of the balanced count sketch: sampling-v1 has one"),
+        (net(), {"lanes": 2, "sketch": "identity-v1"}, "identity-v1 has one, got 2"),
+        (net(), {"lanes": 1, "grouped": True}, "grouped needs two lanes or more"),
+        (net(), {"sketch": "sampling-v1", "grouped": True}, "grouped needs two lanes or more"),
         (net(), {"veil": float("nan")}, "veil must be 0 or more, got nan"),
         (nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)), {}, "0.weight: has no shape yet"),
         (nn.Embedding(5, 4, max_norm=1.0), {"cover": ["weight"]}, "sparse gradients or max_norm cannot be covered"),
@@ -194,6 +202,56 @@ def test_the_table_says_what_a_client_sees() -> None:
     assert "1.weight  200x784  lanes-v1  196 to 392 of 784 numbers of each row  none" in text
     assert "in clear: 1.bias, 3.bias, 5.weight, 5.bias" in text
     assert "undo it: 1.weight, 3.weight" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "lanes"),
+    [
+        ({}, 2),
+        ({"ratio": 1.4}, 1),
+        ({"ratio": 1.5}, 2),
+        ({"ratio": 2.5}, 3),
+        ({"ratio": 4}, 4),
+        ({"ratio": (2, 4)}, 2),
+        ({"ratio": 2, "lanes": 5}, 5),
+        ({"ratio": 4, "lanes": 1}, 1),
+        ({"sketch": "lanes-v1"}, 2),
+        ({"sketch": "lanes-v1", "lanes": 1}, 1),
+        ({"sketch": "count-hashed-v1"}, 1),
+        ({"sketch": "sampling-v1"}, 1),
+        ({"sketch": "identity-v1"}, 1),
+    ],
+)
+def test_as_many_lanes_as_the_ratio_unless_told_otherwise(settings: dict, lanes: int) -> None:
+    plan = SketchPlan.of(net(), **settings)
+    assert plan.lanes == lanes
+    scheme = settings.get("sketch", "count-v1")
+    balanced = "lanes-v1" if lanes > 1 else "count-v1"
+    assert plan.tensors[0].scheme == (balanced if scheme in ("count-v1", "lanes-v1") else scheme)
+    assert (f"lanes: {lanes}, whose sketches complement each other" in str(plan)) == (lanes > 1)
+    assert dbcl.Server(net(), plan).open_round("ann").plan.lanes == lanes
+
+
+def test_lanes_and_groups_are_part_of_what_a_plan_is() -> None:
+    plans = [SketchPlan.of(net(), **each) for each in ({"lanes": 1}, {}, {"lanes": 3}, {"grouped": True})]
+    assert len({plan.digest for plan in plans}) == 4
+    assert plans[1] == SketchPlan.of(net(), lanes=2, grouped=False)
+    assert plans[0] == SketchPlan.of(net(), sketch="count-v1", lanes=1)
+    assert "each client trains in one of them; every 2 clients have buckets of their own" in str(plans[3])
+    assert plans[3].adjust("0.*", ratio=4).grouped
+    with pytest.raises(PlanError, match="give either a plan or lanes, not both"):
+        dbcl.Server(net(), plans[0], lanes=2)
+    with pytest.raises(PlanError, match="give either a plan or grouped, not both"):
+        dbcl.Server(net(), plans[1], grouped=True)
+
+
+def test_the_lanes_of_a_round_have_the_same_widths_and_one_that_is_not_of_lanes_is_shared() -> None:
+    plan = SketchPlan.of(models.build("mnist-mlp"), ratio=(2, 4)).adjust("3.weight", sketch="count-v1")
+    for round in range(3):
+        one, two = (plan.draw(bytes(32), round, lane=lane) for lane in (0, 1))
+        assert one.tensors == two.tensors
+        assert one.sketches["1.weight"].fingerprint() != two.sketches["1.weight"].fingerprint()
+        assert one.sketches["3.weight"].fingerprint() == two.sketches["3.weight"].fingerprint()
 
 
 def test_buffers_that_are_constants_stay_at_home() -> None:

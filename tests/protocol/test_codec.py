@@ -87,6 +87,7 @@ def test_half_the_bytes_of_a_plain_exchange(name: str) -> None:
     sketched = exchange(dbcl.Server(model, ratio=2))
     plain = exchange(dbcl.Server(model, SketchPlan.of(model, sketch="identity-v1", veil=0)))
     assert sketched <= 0.51 * plain
+    assert sketched == pytest.approx(exchange(dbcl.Server(model, ratio=2, lanes=1)), abs=50)  # the lane's number
 
 
 def seal(data: bytes) -> bytes:
@@ -137,6 +138,7 @@ def test_mutated_messages_never_crash_and_never_change_the_model(data: st.DataOb
 
 HEADER = {"round": 0, "plan": "ab", "examples": 5, "metrics": {}}
 PARTS = [["w", [2, 6], "count-v1", 3, 3]]
+LANED = [["w", [2, 6], "lanes-v1", 3, 3]]
 
 
 @pytest.mark.parametrize(
@@ -179,12 +181,72 @@ def test_each_field_of_an_update_is_checked(changes: dict, message: str) -> None
         ({"parts": [["w", [2, 6], "count-v1", 2, 3]]}, "'parts' cannot be"),
         ({"parts": [["w" * 501, [2, 6], "count-v1", 3, 3]]}, "'parts' cannot be"),
         ({"parts": []}, "'w' was not asked for"),
+        *[
+            ({"parts": LANED, "lane": lane}, "'lane' cannot be")
+            for lane in (
+                None,
+                0,
+                "0",
+                {},
+                [],
+                [0],
+                [0, 2, 0],
+                [[0], 2],
+                ["0", 2],
+                [0, "2"],
+                [True, 2],
+                [0, True],
+                [0.0, 2],
+                [0, 2.0],
+                [-1, 2],
+                [2, 2],
+                [3, 2],
+                [0, 1],
+                [0, 0],
+                [0, -2],
+                [0, 1025],
+                [1 << 63, 1 << 64],
+                [None, 2],
+            )
+        ],
+        ({"parts": LANED}, "has sketches in lanes, and the header does not say which lane"),
+        ({"parts": LANED, "lanes": [0, 2]}, "unknown fields 'lanes'"),
+        ({"parts": [["w", [2, 6], "lanes-v2", 3, 3]], "lane": [0, 2]}, "'parts' cannot be"),
+        ({"parts": [["w", [6], "lanes-v1", 3, 3]], "lane": [0, 2]}, "'parts' cannot be"),
     ],
 )
 def test_each_field_of_a_broadcast_is_checked(changes: dict, message: str) -> None:
     header = {"round": 0, "seed": "00" * 32, "parts": PARTS, **changes}
     with pytest.raises(ProtocolError, match=message):
         dbcl.decode_broadcast(pack(BROADCAST, header, {"w": torch.zeros(2, 3)}))
+
+
+@pytest.mark.parametrize("lane", [[0, 2], [1, 2], [1023, 1024]])
+def test_a_lane_comes_back_from_the_wire(lane: list[int]) -> None:
+    header = {"round": 0, "seed": "00" * 32, "parts": LANED, "lane": lane}
+    data = pack(BROADCAST, header, {"w": torch.zeros(2, 3)})
+    broadcast = dbcl.decode_broadcast(data)
+    assert [broadcast.plan.lane, broadcast.plan.lanes] == lane
+    assert dbcl.encode(broadcast) == data
+    assert repr(broadcast.sketches()["w"]) == f"LaneSketch(6 -> 3, lane {lane[0]} of {lane[1]})"
+
+
+@pytest.mark.parametrize(("width", "columns"), [(7, 7), (6, 6), (0, 0), (4, 3)])
+def test_a_lane_of_a_width_that_cannot_be_is_refused(width: int, columns: int) -> None:
+    parts = [["weight", [2, 6], "lanes-v1", width, columns]]
+    header = {"round": 0, "seed": "00" * 32, "parts": parts, "lane": [1, 2]}
+    broadcast = dbcl.decode_broadcast(pack(BROADCAST, header, {"weight": torch.zeros(2, columns)}))
+    with pytest.raises(DbclError, match=r"width must be between 1 and 5|the sketch has 4 columns, and the plan says 3"):
+        dbcl.blinded(torch.nn.Linear(6, 2, bias=False), broadcast)
+
+
+def test_plans_of_other_lanes_have_other_digests() -> None:
+    made = []
+    for lane in ([0, 2], [1, 2], [0, 3], None):
+        parts = PARTS if lane is None else LANED
+        header = {"round": 0, "seed": "00" * 32, "parts": parts, **({} if lane is None else {"lane": lane})}
+        made.append(dbcl.decode_broadcast(pack(BROADCAST, header, {"w": torch.zeros(2, 3)})).plan.digest)
+    assert len(set(made)) == 4
 
 
 def test_a_sketch_that_a_plan_misstates_is_refused() -> None:
