@@ -67,8 +67,7 @@ class Engine(ABC):
         report = self.session.close(updates)
         if self.observer is not None:
             self.observer(sent, {client: updates[client_name(client)] for client in cohort})
-        by_lane = {id(broadcast): encoded_size(broadcast) for broadcast in sent.values()}
-        down = sum(by_lane[id(broadcast)] for broadcast in sent.values())
+        down = sum(len(clients) * encoded_size(broadcast) for broadcast, clients in by_broadcast(sent))
         up = encoded_size(updates) if isinstance(updates, UpdateStack) else sum(map(encoded_size, updates.values()))
         return RoundResult(report, down, up)
 

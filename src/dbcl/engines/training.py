@@ -91,12 +91,16 @@ class LocalTraining:
         """The examples of each local step: a function of the seed, the round and the client, on every engine."""
         left = self.steps
         for epoch in range(self.epochs):
-            order = seeds.permutation(seed, "batches", round, client, epoch, n=examples)
+            order = np.argsort(self.keys(examples, seed=seed, round=round, client=client, epoch=epoch), kind="stable")
             for start in range(0, examples, self.batch_size):
                 if left == 0:
                     return
                 yield order[start : start + self.batch_size]
                 left = None if left is None else left - 1
+
+    def keys(self, examples: int, *, seed: bytes, round: int, client: int, epoch: int) -> NDArray[np.uint64]:
+        """A random word for each example: in the order of these a client takes them in an epoch."""
+        return seeds.words(seed, "batches", round, client, epoch, n=examples)
 
     def counted(self, examples: int) -> int:
         """How many examples an update counts for: those of its batches, each once."""

@@ -197,7 +197,7 @@ class Door:
             return dict(accepted), 0.0
         middle = statistics.median(each.weight for each in accepted.values())
         most = self.max_influence * middle
-        capped = {who: replace(each, weight=min(each.weight, most)) for who, each in accepted.items()}
+        capped = {w: each if each.weight <= most else replace(each, weight=most) for w, each in accepted.items()}
         pull = statistics.median(each.weight / middle * each.length for each in capped.values())
         usual = pull if len(capped) >= ENOUGH else statistics.median(recent) if len(recent) >= ENOUGH else 0.0
         if usual <= 0:  # nobody moves, or nothing is known yet
@@ -206,7 +206,9 @@ class Door:
         for who, each in capped.items():
             bound = self.max_influence * usual * middle / each.weight
             factor = clip_factor(each.length, bound)
-            made[who] = replace(each, factor=each.factor * factor, length=each.length * factor)
+            made[who] = each
+            if factor < 1.0:
+                made[who] = replace(each, factor=each.factor * factor, length=each.length * factor)
         return made, pull
 
     def problems(self, aggregate: Aggregate, changes: Mapping[str, Tensor]) -> list[str]:

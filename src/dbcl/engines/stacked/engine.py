@@ -18,7 +18,7 @@ from torch import Tensor
 from dbcl.data.examples import TensorExamples
 from dbcl.data.trees import join
 from dbcl.engines.cohort import draw_cohort
-from dbcl.engines.engine import Engine, client_name
+from dbcl.engines.engine import Engine, RoundResult, client_name
 from dbcl.engines.local import train_in_turn
 from dbcl.engines.stacked.batch import Params
 from dbcl.engines.stacked.cuda_graph import CudaGraphLoop
@@ -28,7 +28,7 @@ from dbcl.engines.stacked.path import Stack
 from dbcl.engines.stacked.schedule import Schedule
 from dbcl.engines.stacked.stage_path import StageStack
 from dbcl.engines.stacked.vmap_path import VmapStack
-from dbcl.engines.training import dropout_seed
+from dbcl.engines.training import LocalTraining, dropout_seed
 from dbcl.objective import name_of
 from dbcl.protocol import Broadcast, Update, UpdateStack
 
@@ -64,6 +64,10 @@ class StackedEngine(Engine):
     _stack: Stack | None = None
     _cuda_graph: CudaGraphLoop | None = None
     _ahead: "dict[tuple[int, ...], _Layout]" = {}  # noqa: RUF012  replaced, never changed in place
+
+    def play_round(self) -> RoundResult:
+        with one_thread(isinstance(self._stack, StageStack) and self._stack.small):
+            return super().play_round()
 
     def train_cohort(self, sent: Mapping[int, Broadcast]) -> Mapping[str, Update | bytes]:
         with allow_tf32(self.precision == "tf32"):
@@ -136,17 +140,22 @@ class StackedEngine(Engine):
         schedule, rows = layout.schedule, layout.rows.to(self.x.device)
         x, y = stack.examples(self.x, rows, layout.whose.to(self.x.device)), self.y.index_select(0, rows)
         params, losses = self._take_steps(stack, round, clients, x, y, schedule)
-        steps = (schedule.counts > 0).sum(dim=0)
+        steps = (schedule.counts > 0).sum(dim=0).to(losses.device)
         changes = stack.changes(params, steps)
         if self.x.is_cuda:  # which takes its steps by itself, so there is time
             self._look_ahead(round + 1)
-        return _Trained(clients, changes, (losses.sum(dim=0).cpu() / steps).tolist())
+        return _Trained(clients, changes, (losses.sum(dim=0) / steps).tolist())
 
     def _lay_out(self, round: int, clients: list[int]) -> "_Layout":
         """Which examples the clients of a chunk take, in which order."""
         shards = [self.shards[client] for client in clients]
         sizes = list(map(len, shards))
-        schedule = Schedule.for_clients(clients, sizes, self.training, seed=self.seed, round=round)
+        if self.x.is_cuda and type(self.training).batches is LocalTraining.batches:
+            schedule = Schedule.together(
+                clients, sizes, self.training, seed=self.seed, round=round, device=self.x.device
+            )
+        else:
+            schedule = Schedule.for_clients(clients, sizes, self.training, seed=self.seed, round=round)
         rows = torch.from_numpy(np.concatenate(shards))
         whose = torch.from_numpy(np.repeat(np.arange(len(clients)), sizes))
         if self.x.is_cuda or schedule.index.numel() > len(rows):
@@ -228,6 +237,24 @@ def joined(parts: list[Tensor]) -> Tensor:
 def _base(examples: TensorExamples) -> tuple[int, int]:
     """The same for all subsets of the same tensors."""
     return id(examples.inputs), id(examples.targets)
+
+
+@contextmanager
+def one_thread(wanted: bool) -> Iterator[None]:
+    """Hold PyTorch to one thread, until the context ends.
+
+    For kernels of some microseconds a second thread gains next to nothing, and where another program keeps a core busy,
+    all wait for it at every kernel's end: a round then takes three times as long (`benchmarks/busy.py`).
+    """
+    before = torch.get_num_threads()
+    if not wanted or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

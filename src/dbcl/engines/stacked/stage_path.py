@@ -73,6 +73,11 @@ class StageStack(Stack):
         tables = [stage.tables for stage in self.stages if isinstance(stage, Linear | Conv2d)]
         return [tensor.data_ptr() for own in tables if own is not None for tensor in own.tensors()]
 
+    @property
+    def small(self) -> bool:
+        """Whether a step is made of kernels that are too short to share among cores: on a CPU, those of dense layers."""
+        return self.manual and not self.like.is_cuda
+
     def shares(self, broadcast: Broadcast) -> object:
         return broadcast.plan.seed  # lanes that share their buckets differ in weights alone
 
