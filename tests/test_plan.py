@@ -239,6 +239,8 @@ def test_lanes_and_groups_are_part_of_what_a_plan_is() -> None:
     assert plans[0] == SketchPlan.of(net(), sketch="count-v1", lanes=1)
     assert "each client trains in one of them; every 2 clients have buckets of their own" in str(plans[3])
     assert plans[3].adjust("0.*", ratio=4).grouped
+    with pytest.raises(PlanError, match=r"0.weight: lanes-v1 needs two lanes or more; of one lane it is count-v1"):
+        plans[0].adjust("0.weight", sketch="lanes-v1")
     with pytest.raises(PlanError, match="give either a plan or lanes, not both"):
         dbcl.Server(net(), plans[0], lanes=2)
     with pytest.raises(PlanError, match="give either a plan or grouped, not both"):

@@ -143,6 +143,9 @@ class SketchPlan:
         problems = [problem for tensor in (*self.tensors, *self.base) for problem in tensor.problems()]
         if not 1 <= self.lanes <= MAX_LANES:
             problems.append(f"lanes must be between 1 and {MAX_LANES}, got {self.lanes}")
+        laned = [tensor.name for tensor in self.tensors if tensor.scheme == LaneSketch.scheme]
+        if laned and self.lanes == 1:
+            problems.append(f"{laned[0]}: {LaneSketch.scheme} needs two lanes or more; of one lane it is {COUNT}")
         if self.grouped and self.lanes == 1:
             problems.append("grouped needs two lanes or more: a group is one client of each lane")
         _refuse(problems)

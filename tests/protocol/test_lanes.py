@@ -68,6 +68,11 @@ def test_who_has_asked_is_in_the_checkpoint(settings: dict[str, Any], tmp_path: 
         assert dbcl.encode(revived.open_round(client)) == sent[client]
     for late in ("kim", "lea"):
         assert dbcl.encode(revived.open_round(late)) == dbcl.encode(server.open_round(late))
+    answering = dbcl.Server.load(tmp_path, net(), **settings)
+    answering.open_round()  # and nobody asks again: the answers were under way when the server died
+    updates = {client: answer(dbcl.decode_broadcast(data), 1 + n / 9) for n, (client, data) in enumerate(sent.items())}
+    report = answering.close_round(updates)
+    assert (report.accepted, report.refused) == (5, ())
     again = dbcl.Server.load(tmp_path, net(), **settings)
     again.save(tmp_path)  # before the round is opened again
     assert dbcl.encode(dbcl.Server.load(tmp_path, net(), **settings).open_round("sue")) == sent["sue"]
@@ -223,6 +228,13 @@ def test_an_answer_in_another_lane_than_ones_own_is_refused(stacked: bool) -> No
     report = server.close_round(stack(updates) if stacked else updates)
     assert report.accepted == 1
     assert report.refused == ("client 1: answers another lane than its own",)
+
+
+def test_clients_may_be_numbers() -> None:
+    server = dbcl.Server(net(), insecure_seed=0)
+    lanes = [server.open_round(client) for client in (0, 1)]
+    updates: Any = {0: answer(lanes[0]), 1: answer(lanes[0], 1.5)}
+    assert server.close_round(updates).refused == ("1: answers another lane than its own",)
 
 
 def test_whoever_has_not_asked_may_answer_in_any_lane() -> None:

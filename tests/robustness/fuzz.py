@@ -90,6 +90,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "half": (lambda: mlp().to(torch.bfloat16), {}),
     "wire": (mlp, {"wire": "float16", "sketch": "sampling-v1"}),
     "inputs": (upwards, {"sketch": "count-hashed-v1"}),
+    "lanes": (mlp, {"ratio": (2, 4), "lanes": 4, "grouped": True}),
 }
 
 
@@ -104,7 +105,7 @@ def subjects() -> list[Subject]:
             honest[BASE] = [dbcl.encode(server.base())]
             dbcl.load_base(template, dbcl.decode_base(honest[BASE][0]))
         server.close_round([answer(template, server.open_round(), 0.01)])  # the optimiser has something to remember
-        broadcast = server.open_round()
+        broadcast = server.open_round("ann")  # the checkpoint holds who has asked
         honest[BROADCAST] = [dbcl.encode(broadcast)]
         honest[UPDATE] = [dbcl.encode(answer(template, broadcast, scale)) for scale in (0.01, 0.02, 0.03)]
         state = server_state(server)

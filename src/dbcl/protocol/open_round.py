@@ -46,11 +46,11 @@ class OpenRound:
         self.plan, self._key, self._draw, self._veiled, self._wire = plan, key, draw, veiled, wire
         self._orders: list[list[int]] = []  # of the lanes, for as many clients in turn
         self._places: dict[str, Place] = {}  # of the clients, in the order in which they asked first
-        for client in asked:
-            self._place(client)
         self._broadcasts: dict[Place, Broadcast] = {}
         self._by_digest: dict[str, Place] = {}
         self.first = self._made((0, 0))
+        for client in asked:  # their answers may be under way
+            self.broadcast(client)
 
     def broadcast(self, client: str | None = None) -> Broadcast:
         """What a client receives, the same at every call; that of the first lane for one that is not named."""

@@ -194,7 +194,7 @@ class Server:
         if isinstance(updates, UpdateStack):
             admission = self._admit_stack(updates)
         elif isinstance(updates, Mapping):
-            admission = self.admit(updates.items())
+            admission = self.admit((str(who), each) for who, each in updates.items())
         else:
             admission = self.admit(
                 ((f"update {number}", each) for number, each in enumerate(updates)), refuse_copies=True
