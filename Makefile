@@ -10,7 +10,7 @@ RESULTS ?= benchmarks/results
 # Threads that wait for each other sleep here. By OpenMP's default they spin, and beside other busy programs the same run
 # takes several times as long.
 run: .venv/run
-	OMP_WAIT_POLICY=passive $(BIN)/dbcl train
+	$(BIN)/dbcl train
 
 # In as many processes as there are cores; the tests of one module stay together, since they share what is slow to make.
 test: .venv/ready

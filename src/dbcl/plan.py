@@ -89,14 +89,14 @@ class TensorPlan:
                     remedy = f"choose another ratio, or leave it out with '!{self.name}' in cover"
                     yield f"{self.name}: width must be {bounds}, got {width}; {remedy}"
 
-    def draw(self, seed: bytes, round: int, lane: int = 0, lanes: int = 1) -> tuple[RoundTensor, Sketch]:
-        """Settle the width of one round, and draw the sketch that has it in one of its lanes."""
+    def draw(self, seed: bytes, round: int, lanes: int = 1) -> tuple[RoundTensor, Sketch]:
+        """Settle the width of one round, and draw the sketch that has it, in the first lane."""
         low, high = self.widths
         width = low
         if low < high:
             width += int(seeds.words(seed, "width-v1", round, self.name, n=1)[0] % (high - low + 1))
         scheme = self.scheme if self.sketched else CLEAR
-        sketch = draw(scheme, self.dim, width, seed=seed, round=round, name=self.name, lane=lane, lanes=lanes)
+        sketch = draw(scheme, self.dim, width, seed=seed, round=round, name=self.name, lanes=lanes)
         return RoundTensor(self.name, self.shape, self.scheme, width, sketch.width, self.inputs), sketch
 
     def row(self) -> tuple[str, str, str, str, str]:
@@ -286,10 +286,13 @@ class SketchPlan:
         settled += [{"lanes": self.lanes, "grouped": self.grouped}] if self.lanes > 1 else []
         return hashlib.sha256(json.dumps(settled).encode()).hexdigest()
 
-    def draw(self, seed: bytes, round: int, frozen: tuple[tuple[str, str], ...] = (), lane: int = 0) -> RoundPlan:
-        """Settle a round in one lane: draw the width of every covered tensor. `frozen` are names and fingerprints."""
-        drawn = [tensor.draw(seed, round, lane, self.lanes) for tensor in self.tensors]
-        plan = RoundPlan(round, seed, tuple(tensor for tensor, _ in drawn), frozen, lane, self.lanes)
+    def draw(self, seed: bytes, round: int, frozen: tuple[tuple[str, str], ...] = ()) -> RoundPlan:
+        """Settle a round, in its first lane: draw the width of every covered tensor.
+
+        `frozen` are names and fingerprints. `RoundPlan.in_lane` gives the other lanes.
+        """
+        drawn = [tensor.draw(seed, round, self.lanes) for tensor in self.tensors]
+        plan = RoundPlan(round, seed, tuple(tensor for tensor, _ in drawn), frozen, lanes=self.lanes)
         vars(plan)["sketches"] = {tensor.name: sketch for tensor, sketch in drawn if tensor.sketched}  # not drawn again
         return plan
 

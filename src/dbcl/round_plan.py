@@ -3,14 +3,14 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
 
 from dbcl.errors import SketchError, plain, shown
 from dbcl.layout import Layout
-from dbcl.sketch import Sketch, draw
+from dbcl.sketch import LaneSketch, Sketch, draw
 
 CLEAR = "identity-v1"
 """The scheme of a tensor that is not sketched."""
@@ -102,6 +102,18 @@ class RoundPlan:
         """The sketch of every covered tensor, by name."""
         where = self.seed, self.round, self.lane, self.lanes
         return {tensor.name: tensor.draw(*where) for tensor in self.tensors if tensor.sketched}
+
+    def in_lane(self, lane: int) -> "RoundPlan":
+        """The plan of another lane of the same round and the same buckets, for which nothing is drawn again.
+
+        >>> tensors = (RoundTensor("fc.weight", (2, 6), "lanes-v1", 3, 3),)
+        >>> RoundPlan(0, bytes(32), tensors, lanes=2).in_lane(1).sketches
+        {'fc.weight': LaneSketch(6 -> 3, lane 1 of 2)}
+        """
+        plan = replace(self, lane=lane)
+        sketches = self.sketches.items()
+        vars(plan)["sketches"] = {n: s.in_lane(lane) if isinstance(s, LaneSketch) else s for n, s in sketches}
+        return plan
 
     @cached_property
     def digest(self) -> str:

@@ -48,9 +48,29 @@ def hostile(scale: float, examples: int = 10) -> dbcl.Update:
     ],
 )
 def test_one_client_in_ten_does_not_own_the_round(update: dbcl.Update, least: float) -> None:
-    assert least <= pull(update) <= 1.06
-    wild = pull(update, door=dbcl.Door(max_influence=None))
+    for door in (dbcl.Door(), dbcl.Door(max_times_median=None)):
+        assert least <= pull(update, door=door) <= 1.06
+    wild = pull(update, door=dbcl.Door(max_influence=None, max_times_median=None))
     assert not 0.1 < wild < 10
+
+
+def test_an_update_many_times_longer_than_the_median_is_refused_and_named() -> None:
+    server = dbcl.Server(net(), insecure_seed=0)
+    broadcast = server.open_round()
+    sent = {"ann": 1.0, "bob": 1.2, "cleo": 0.9, "dan": 40.0}
+    report = server.close_round({who: answer(broadcast, scale) for who, scale in sent.items()})
+    assert report.accepted == 3
+    (reason,) = report.refused
+    assert reason.startswith("dan: its length")
+    assert "times the round's median: its training has diverged, or it means harm" in reason
+
+
+def test_who_has_more_examples_may_move_farther_and_two_cannot_judge_each_other() -> None:
+    for sent in ({"ann": (1.0, 10), "bob": (1.0, 10), "dan": (40.0, 50)}, {"ann": (1.0, 10), "dan": (40.0, 10)}):
+        server = dbcl.Server(net(), insecure_seed=0)
+        broadcast = server.open_round()
+        report = server.close_round({who: answer(broadcast, *what) for who, what in sent.items()})
+        assert report.accepted == len(sent)
 
 
 def test_honest_updates_are_left_as_they_are() -> None:

@@ -9,9 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dbcl import seeds
@@ -76,7 +74,7 @@ class WhiteVeil(Veil):
         self.sizes = dict(sizes)
         self._begun: tuple[int, bytes, dict[str, float]] | None = None
         self._devices: dict[str, torch.device] = {}
-        self._ahead: dict[tuple[bytes, str], NDArray[np.uint64]] = {}
+        self._ahead: dict[tuple[bytes, str], Tensor] = {}
 
     def begin(self, round: int, key: bytes, model: nn.Module) -> None:
         taus = veil_sizes(model, self.sizes)
@@ -95,20 +93,17 @@ class WhiteVeil(Veil):
         _, key, taus = self._begun
         if not taus[name] > 0:
             return None
-        count = math.prod(shape)
-        words = self._ahead.pop((key, name), None)
-        if words is None:
-            words = self._words(key, name, count)
-        return seeds.normals_on(self._devices[name], words, count).reshape(shape).mul_(taus[name])
+        drawn = self._ahead.pop((key, name), None)
+        return (self._drawn(key, name, shape) if drawn is None else drawn).mul_(taus[name])
 
     def prepare(self, key: bytes, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._ahead = {
-            (key, name): self._words(key, name, math.prod(shape)) for name, shape in shapes.items() if self.sizes[name]
-        }
+        veiled = {name: shape for name, shape in shapes.items() if self.sizes[name]}
+        self._ahead = {(key, name): self._drawn(key, name, shape) for name, shape in veiled.items()}
 
-    @staticmethod
-    def _words(key: bytes, name: str, count: int) -> NDArray[np.uint64]:
-        return seeds.words(key, SCHEME, name, n=(count + 1) // 2)
+    def _drawn(self, key: bytes, name: str, shape: tuple[int, ...]) -> Tensor:
+        count = math.prod(shape)
+        words = seeds.words(key, SCHEME, name, n=(count + 1) // 2)
+        return seeds.normals_on(self._devices[name], words, count).reshape(shape)
 
     def end(self, round: int) -> None:
         self._begun = None

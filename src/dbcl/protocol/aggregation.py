@@ -103,6 +103,7 @@ def stacked_sums(
     table = torch.tensor(shares, dtype=torch.float64)
     for name, tensor in stack.items():
         wide = tensor.to(like[name])
+        table = table.to(wide.device)
         added = (table.to(wide) @ wide.unsqueeze(-1).flatten(1)).view(len(shares), *wide.shape[1:])
         for own, each in zip(sums, added, strict=True):
             own[name] = each

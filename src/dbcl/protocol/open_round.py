@@ -27,7 +27,7 @@ class OpenRound:
     average it away. `asked` are those who had asked before a checkpoint was written.
 
     >>> plan = SketchPlan.of(torch.nn.Linear(4, 2), cover="all")
-    >>> draw = lambda group, lane: plan.draw(bytes(32), 0, lane=lane)
+    >>> draw = lambda group: plan.draw(bytes(32), 0)
     >>> veiled = {"weight": torch.ones(2, 4), "bias": torch.ones(2)}
     >>> opened = OpenRound(plan, bytes(32), draw, veiled, lambda name: torch.float32)
     >>> sorted(opened.broadcast(client).plan.lane for client in ("alice", "bob"))
@@ -38,7 +38,7 @@ class OpenRound:
         self,
         plan: SketchPlan,
         key: bytes,
-        draw: Callable[[int, int], RoundPlan],
+        draw: Callable[[int], RoundPlan],
         veiled: Mapping[str, Tensor],
         wire: Callable[[str], torch.dtype],
         asked: Iterable[str] = (),
@@ -48,6 +48,7 @@ class OpenRound:
         self._places: dict[str, Place] = {}  # of the clients, in the order in which they asked first
         self._broadcasts: dict[Place, Broadcast] = {}
         self._by_digest: dict[str, Place] = {}
+        self._drawn: dict[int, RoundPlan] = {}  # the plan of each group, in the first lane
         self.first = self._made((0, 0))
         for client in asked:  # their answers may be under way
             self.broadcast(client)
@@ -94,7 +95,10 @@ class OpenRound:
 
     def _made(self, place: Place) -> Broadcast:
         if place not in self._broadcasts:
-            plan = self._draw(*place)
+            group, lane = place
+            if group not in self._drawn:
+                self._drawn[group] = self._draw(group)
+            plan = self._drawn[group].in_lane(lane)
             leaving = {name: V.to(self._wire(name)) for name, V in sketched(self._veiled, plan).items()}
             wrong = not_finite(leaving)
             if wrong:

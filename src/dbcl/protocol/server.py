@@ -167,9 +167,9 @@ class Server:
         shapes = {tensor.name: tensor.shape for tensor in self.plan.tensors}
         self.veil.prepare(seeds.derive(self._next_key, "veil"), shapes)
 
-    def _draw(self, group: int, lane: int) -> RoundPlan:
+    def _draw(self, group: int) -> RoundPlan:
         labels = ("sketch", group) if group else ("sketch",)
-        return self.plan.draw(seeds.derive(self._key, *labels), self.round, self._frozen or (), lane)
+        return self.plan.draw(seeds.derive(self._key, *labels), self.round, self._frozen or ())
 
     def base(self) -> Base:
         """The frozen parameters, veiled, for a client that has none: the same numbers at every call.

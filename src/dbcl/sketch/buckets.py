@@ -20,17 +20,27 @@ class Tables:
     """
 
     def __init__(self, bucket: Tensor, layers: list[Tensor], unit: Tensor, gain: Tensor, like: Tensor) -> None:
-        gained = unit * gain[bucket]
         self.bucket = bucket.to(like.device)  # (dim,) where each input goes
         self.layers = [layer.to(like.device) for layer in layers]  # (at most width,) which inputs each layer takes
-        self.lift_weight = unit.to(like)  # (dim,)
-        self.expand_weight = gained.to(like)
-        self.apply_weights = [unit[layer].to(like) for layer in layers]
-        self.project_weights = [gained[layer].to(like) for layer in layers]
         self.gain = gain.to(like)  # (width,)
-        even = len(bucket) == len(layers) * len(gain)
-        self.even = torch.stack(self.project_weights) if even else like.new_empty(0)  # (layers, width), one bucket size
-        self.pairs = even and len(layers) == 2
+        self.pairs = len(layers) == 2 and len(bucket) == 2 * len(gain)
+        self._weigh(unit)
+
+    def _weigh(self, unit: Tensor) -> None:
+        unit = unit.to(self.bucket.device)
+        gained = unit * self.gain.double()[self.bucket]
+        self.lift_weight = unit.to(self.gain)  # (dim,)
+        self.expand_weight = gained.to(self.gain)
+        self.apply_weights = [self.lift_weight[layer] for layer in self.layers]
+        self.project_weights = [self.expand_weight[layer] for layer in self.layers]
+        even = len(self.bucket) == len(self.layers) * len(self.gain)  # one bucket size
+        self.even = torch.stack(self.project_weights) if even else self.gain.new_empty(0)  # (layers, width)
+
+    def reweighed(self, unit: Tensor) -> "Tables":
+        """The tables of a sketch with the same buckets and other coefficients."""
+        twin = copy.copy(self)
+        twin._weigh(unit)
+        return twin
 
     @classmethod
     def of_clients(cls, lanes: "Sequence[Tables]", lane_of: Tensor) -> "Tables":

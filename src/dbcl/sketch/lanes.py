@@ -1,13 +1,16 @@
 """One lane of a count sketch: the lanes of a round share their buckets and complement each other."""
 
+import copy
 import math
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dbcl import seeds
 from dbcl.errors import SketchError
-from dbcl.sketch.buckets import BucketSketch
+from dbcl.sketch.buckets import BucketSketch, Tables
 from dbcl.sketch.operator import check_width
 
 
@@ -39,17 +42,47 @@ class LaneSketch(BucketSketch):
         if not 0 <= lane < lanes:
             raise SketchError(f"lane must be between 0 and {lanes - 1} (the lanes less one), got {lane}")
         self.lane, self.lanes = lane, lanes
+        self._first: LaneSketch | None = None
         words = seeds.words(seed, self.scheme, round, name, dim, width, n=dim)
         signs = 1.0 - 2.0 * (words & np.uint64(1)).astype(np.float64)
         rank = np.empty(dim, dtype=np.int64)  # the sign's bit is kept out of the key
         rank[np.argsort(words >> np.uint64(1), kind="stable")] = np.arange(dim)
         buckets, places = rank % width, rank // width
         self._drawn = np.stack([buckets, places, signs.astype(np.int64)])
-        small = dim // width
-        larger = buckets < dim % width
-        coefficients = np.where(larger, basis_vector(small + 1, lane)[places], 0.0)
-        coefficients[~larger] = basis_vector(small, lane)[places[~larger]]
-        self._fill(buckets, signs * coefficients, gain_per_member=1.0)
+        self._fill(buckets, self._coefficients(width), gain_per_member=1.0)
+
+    def _coefficients(self, width: int) -> NDArray[np.float64]:
+        """Of every input, in this lane."""
+        buckets, places, signs = self._drawn
+        small, larger = len(buckets) // width, buckets < len(buckets) % width
+        vectors = [np.append(basis_vector(small, self.lane), 0.0), basis_vector(small + 1, self.lane)]
+        coefficients: NDArray[np.float64] = signs * np.where(larger, vectors[1][places], vectors[0][places])
+        return coefficients
+
+    def in_lane(self, lane: int) -> "LaneSketch":
+        """The sketch of another lane: what was drawn is the same, so nothing is drawn again.
+
+        >>> first = LaneSketch(75, 37, seed=bytes(32))
+        >>> first.in_lane(1).fingerprint() == LaneSketch(75, 37, seed=bytes(32), lane=1).fingerprint()
+        True
+        """
+        if lane == self.lane:
+            return self
+        if not 0 <= lane < self.lanes:
+            raise SketchError(f"lane must be between 0 and {self.lanes - 1} (the lanes less one), got {lane}")
+        twin = copy.copy(self)
+        twin.lane, twin._first, twin._tables = lane, self, {}
+        sizes = self._gain.numpy()[self._bucket.numpy()]
+        twin._unit = torch.from_numpy(twin._coefficients(self.width) / np.sqrt(sizes))
+        return twin
+
+    def tables(self, like: Tensor) -> Tables:
+        if self._first is None:
+            return super().tables(like)
+        key = like.device, like.dtype
+        if key not in self._tables:
+            self._tables[key] = self._first.tables(like).reweighed(self._unit)
+        return self._tables[key]
 
     def _table(self) -> bytes:
         lane = np.array([self.lane, self.lanes], dtype="<i8")
