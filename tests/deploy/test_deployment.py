@@ -91,12 +91,15 @@ def test_no_covered_weight_crosses_the_wire(undisturbed: Trial) -> None:
         weights = dict(server.model.named_parameters())
         secrets |= {f"{name} in round {number}": weights[name].detach().clone() for name in covered}
         if number < ROUNDS:  # a checkpoint has the secrets of the round to come, so it makes the same broadcast
-            compact = server.open_round().tensors
+            lanes = {each.plan.digest: each.tensors for each in (server.open_round(f"asks {n}") for n in range(4))}
             received = [broadcast for broadcast in broadcasts if broadcast.round == number]
             assert len(received) == NODES
+            assert {broadcast.plan.digest for broadcast in received} == lanes.keys()
             for broadcast in received:
+                compact = lanes[broadcast.plan.digest]
                 assert all(torch.equal(tensor, compact[name]) for name, tensor in broadcast.tensors.items())
-            sent |= {f"compact {name} in round {number}": compact[name] for name in covered}
+                lane = f"of lane {broadcast.plan.lane} in round {number}"
+                sent |= {f"compact {name} {lane}": compact[name] for name in covered}
     assert len(secrets) == 2 * (ROUNDS + 1)
     assert leaks([undisturbed.down, undisturbed.up, broadcasts, updates], secrets) == []
 

@@ -151,11 +151,11 @@ def play_server(folder: Path) -> None:
         server = dbcl.Server(net(), insecure_seed=0, optimizer=dbcl.optim.momentum())
         server.save(folder)
     while server.round < ROUNDS:
-        broadcast = server.open_round()
+        broadcast = server.open_round("ann")
         local = dbcl.blinded(net(), broadcast)
         local(examples(server.round)[0]).square().mean().backward()
         torch.optim.SGD(local.parameters(), lr=0.1).step()
-        server.close_round([dbcl.update(local, broadcast, examples=6)])
+        server.close_round({"ann": dbcl.update(local, broadcast, examples=6)})
         server.save(folder)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import dbcl
 from dbcl import data, models
 from dbcl.engines import LocalTraining, StackedEngine, evaluate
+from dbcl.engines.engine import client_name
 from dbcl.objective import CLASSIFICATION
 
 Hostile = Callable[[dbcl.Update, random.Random], list[dbcl.Update | bytes]]
@@ -77,7 +78,8 @@ def play(clients: int, rounds: int, cohort: int, *, hostile: float = 0.01, drop:
     for number in range(rounds):
         asked = rng.sample(range(clients), cohort)
         there = [client for client in asked if rng.random() >= drop]
-        messages = list(_answers(server.open_round(), there, int(clients * (1 - hostile)), rng))
+        sent = {client: server.open_round(f"client {client}") for client in asked}
+        messages = list(_answers(sent, there, int(clients * (1 - hostile)), rng))
         admission = server.admit(messages)
         admission.require(server.door.min_updates)
         report = server.close(server.average(admission), admission.tally())
@@ -92,11 +94,14 @@ def play(clients: int, rounds: int, cohort: int, *, hostile: float = 0.01, drop:
 
 
 def _answers(
-    broadcast: dbcl.Broadcast, there: list[int], honest: int, rng: random.Random
+    sent: dict[int, dbcl.Broadcast], there: list[int], honest: int, rng: random.Random
 ) -> Iterator[tuple[str, dbcl.Update | bytes]]:
-    local = dbcl.blinded(net(), broadcast)
-    start = [parameter.detach().clone() for parameter in local.parameters()]
+    lanes = {}
+    for broadcast in {id(each): each for each in sent.values()}.values():
+        local = dbcl.blinded(net(), broadcast)
+        lanes[id(broadcast)] = local, [parameter.detach().clone() for parameter in local.parameters()]
     for client in there:
+        broadcast, (local, start) = sent[client], lanes[id(sent[client])]
         x, y = examples(client)
         with torch.no_grad():
             for parameter, first in zip(local.parameters(), start, strict=True):
@@ -136,8 +141,9 @@ def digits(attack: str | None, seed: int, rounds: int, door: dbcl.Door | None = 
     engine = StackedEngine(server, template, clients, training, seed=bytes([seed] * 32))
     rng = random.Random(seed)
     for _ in range(rounds):
-        broadcast = server.open_round()
-        updates: list[dbcl.Update | bytes] = list(engine.train_cohort(broadcast, list(range(10))))
+        sent = {client: server.open_round(client_name(client)) for client in range(10)}
+        trained = engine.train_cohort(sent)
+        updates = [trained[client_name(client)] for client in sent]
         last = updates.pop()
         assert isinstance(last, dbcl.Update)
         server.close_round([*updates, *(HOSTILE[attack](last, rng) if attack else [])])
