@@ -21,6 +21,7 @@ from dbcl import cli
 from dbcl.audit import suite
 from dbcl.audit.budget import FULL, QUICK, Budget
 from dbcl.audit.findings import Audit, Finding, cases
+from dbcl.audit.report.rating import worst_by_seat
 from dbcl.errors import AuditError, ConfigError
 from dbcl.run import Run, presets, task_of
 from dbcl.transcripts import Transcript, Truth
@@ -158,6 +159,21 @@ def test_the_papers_attacks_fail_on_the_paper_and_rewind_does_not(found: Audit, 
     assert only(found, attack=f"rewind{where}", measure="cosine").value > 0.99
     assert only(found, attack=f"rewind{where}", measure="relative error").value < 0.1
     assert only(found, attack=f"tensors in clear{where}", measure="cosine").value > 0.99
+
+
+def test_an_audit_of_a_run_with_lanes_rehearses_clients_that_collude(tmp_path: Path) -> None:
+    folder = train(tmp_path / "run", "paper", rounds=1, lanes=2)
+    steps: list[tuple[int, int]] = []
+    audit = suite.audit(folder, budget=TINY, trust=True, progress=lambda *step: steps.append(step))
+    assert [seat for seat, _, _ in audit.seats] == ["client", "colluders", "server", "anyone"]
+    assert "sketches of 1.weight in one of 2 lanes without noise" in audit.seats[0][1]
+    together = pick(audit, seat="colluders")
+    assert {finding.target for finding in together} == {"update", "property"}
+    assert only(audit, seat="colluders", attack="smoother", measure="cosine").value > 0.999
+    assert all(finding.note.startswith("2 of 4 clients together, one of each lane") for finding in together)
+    assert worst_by_seat(audit)["colluders"] in together
+    assert steps[-1][0] == steps[-1][1]
+    assert not [finding.failures for finding in audit.findings if finding.failures]
 
 
 # --- what is missing ------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dbcl.audit.estimators.pooled import Part, pool
 from dbcl.audit.estimators.view import View
-from dbcl.sketch import draw
+from dbcl.sketch import LaneSketch, draw
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,49 @@ def system(
     gaps = (*(b - a for a, b in pairwise(seen)), 1)
     changes = [sum(put_in[a:b], torch.zeros(rows, dim, dtype=torch.float64)) for a, b in pairwise(seen)]
     return System(View("w", seen, gaps, tuple(sketches), tuple(views), tuple(own), momentum, lr), changes)
+
+
+def lane_system(
+    *,
+    dim: int,
+    rows: int,
+    rounds: int,
+    others: tuple[int, ...],
+    watched: tuple[int, ...] = (0,),
+    width: int | None = None,
+    update: float = 0.01,
+    veil: float = 0.0,
+    seed: int = 0,
+) -> System:
+    """The same with lanes: `others` says how many other clients are in each, `watched` which of them the attackers see.
+
+    Which lane is the first one changes from round to round; all show the same noise.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    count = len(others)
+
+    def normal(columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=rng, dtype=torch.float64)
+
+    W = normal(dim)
+    sketches, seen, own, changes, lanes = [], [], [], [], []
+    for round in range(rounds):
+        labels = {"seed": bytes(32), "round": round, "name": f"{seed}", "lanes": count}
+        drawn = [LaneSketch(dim, width or dim // count, lane=(k + round) % count, **labels) for k in range(count)]  # type: ignore[arg-type]
+        hidden = W + veil * normal(dim)
+        parts = [Part(drawn[k], drawn[k].apply(hidden), update * normal(drawn[k].width)) for k in watched]
+        together = pool(parts)
+        for place, kept in zip(together, (sketches, seen, own), strict=True):
+            kept.append(place)  # type: ignore[attr-defined]
+        lanes.append(
+            tuple((sketch, number / sum(others)) for sketch, number in zip(drawn, others, strict=True) if number)
+        )
+        moved = [drawn[k].lift(update * number**0.5 * normal(drawn[k].width)) for k, number in enumerate(others)]
+        changes.append(sum(moved, torch.zeros(rows, dim, dtype=torch.float64)))
+        W = W + changes[-1] + together[0].lift(together[2])
+    numbers = tuple(range(rounds))
+    view = View("w", numbers, (1,) * rounds, tuple(sketches), tuple(seen), tuple(own), others=tuple(lanes))
+    return System(view, changes[:-1])
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

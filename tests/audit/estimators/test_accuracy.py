@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from audit.estimators.systems import cosine, every, median_cosine, system
+from audit.estimators.systems import cosine, every, lane_system, median_cosine, system
 from dbcl.audit.estimators.kalman import Scales
 from dbcl.audit.estimators.options import option_1, option_2
 from dbcl.audit.estimators.rewind import rewind
@@ -78,3 +78,28 @@ def test_with_a_veil_and_no_sketch_the_smoother_reaches_what_the_formula_says(ka
 def test_a_veil_hides_most_of_a_sketched_walk() -> None:
     made = system(dim=40, width=20, rows=12, seen=every(60), update=0.01, veil=0.2)
     assert median_cosine(smoother(made.view, known_scales(made.view, 0.2)), made.changes) < 0.4
+
+
+# --- lanes ----------------------------------------------------------------------------------------------------------
+
+
+def test_two_parties_in_two_lanes_hide_nothing_without_a_veil() -> None:
+    """The victim moves only its own lane, so two rounds show W but for a few directions in which their pairs agree."""
+    made = lane_system(dim=200, rows=6, rounds=50, others=(0, 1))
+    assert median_cosine(smoother(made.view, known_scales(made.view, 0.0)), made.changes, OLD) > 0.98
+    assert median_cosine(rewind(made.view), made.changes, OLD) < 0.5
+
+
+def test_several_in_every_lane_hide_some_from_a_client_and_nothing_from_one_of_each_lane() -> None:
+    alone = lane_system(dim=60, rows=6, rounds=60, others=(4, 5))
+    assert median_cosine(smoother(alone.view, known_scales(alone.view, 0.0)), alone.changes, OLD) < 0.9
+    together = lane_system(dim=60, rows=6, rounds=60, others=(4, 4), watched=(0, 1))
+    assert median_cosine(smoother(together.view, known_scales(together.view, 0.0)), together.changes, OLD) > 0.999
+
+
+def test_a_veil_is_the_same_in_all_lanes_so_that_pooling_does_not_average_it_away() -> None:
+    scales = Scales(veil=0.1, update=0.01, weight=1.0)
+    made = lane_system(dim=60, rows=20, rounds=60, others=(1, 1), watched=(0, 1), veil=0.1)
+    kappa = 0.1 / 0.01  # an entry of W moves by 0.01: one client of each lane, together in every direction
+    reached = median_cosine(smoother(made.view, scales), made.changes)
+    assert reached == pytest.approx(veil_cosine(kappa), abs=0.1)

@@ -9,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from audit.estimators.systems import every, median_cosine, system
-from dbcl.audit.estimators.covariance import WhiteUpdates
+from audit.estimators.systems import every, lane_system, median_cosine, system
+from dbcl.audit.estimators.covariance import ShapedUpdates, WhiteUpdates
 from dbcl.audit.estimators.kalman import KalmanSmoother, Scales
 from dbcl.audit.estimators.smoother import fitted_scales, known_scales, shaped_smoother, smoother
 from dbcl.audit.estimators.view import View
+from dbcl.errors import AuditError
 
 Array = NDArray[np.float64]
 
@@ -26,7 +27,8 @@ def posterior(
 ) -> Array:
     """E[changes | all that was seen] from the joint normal of W_0 and every round's update: (seen - 1, rows, dim).
 
-    Every round is there on its own, those between two seen ones too. `shape` is (A, C): vec(U) ~ N(0, A x C) by rows.
+    Before them comes E[W_0 | ...]. Every round is there on its own, those between two seen ones too. `shape` is (A, C):
+    vec(U) ~ N(0, A x C) by rows.
     """
     dim, rows, start = view.dim, len(view.seen[0]), view.rounds[0]
     last = view.rounds[-1] - start
@@ -51,8 +53,11 @@ def posterior(
         if round == last:
             break
         if round in place and known_range:
-            inner = R.T @ C @ R
-            Q = R @ (inner / np.diag(inner).mean()) @ R.T
+            Q = np.zeros((dim, dim))
+            for sketch, share in view.lanes(place[round]):
+                lane = sketch.dense(torch.float64).numpy()
+                inner = lane.T @ C @ lane
+                Q += share * lane @ (inner / np.diag(inner).mean()) @ lane.T
         else:
             Q = C * current.width / dim
         entries = slice(size * (round + 1), size * (round + 2))
@@ -66,7 +71,8 @@ def posterior(
     mean = prior @ H.T @ np.linalg.solve(H @ prior @ H.T + scales.veil**2 * np.eye(len(v)), v)
     updates = mean[size:].reshape(last, rows, dim)
     ends = [round - start for round in view.rounds]
-    return view.lr * np.stack([updates[a:b].sum(axis=0) for a, b in pairwise(ends)])
+    changes = [view.lr * updates[a:b].sum(axis=0) for a, b in pairwise(ends)]
+    return np.stack([mean[:size].reshape(rows, dim), *changes])
 
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -91,9 +97,46 @@ def test_the_smoother_is_the_posterior_mean(case: str, known_range: bool) -> Non
     made = system(**{"dim": 6, "width": 3, "rows": 2, "seen": every(5), "update": 0.3, "veil": 0.1, **SMALL[case]})
     scales = Scales(veil=0.2, update=0.4, weight=0.9)
     found = torch.stack(smoother(made.view, scales, known_range=known_range)).numpy()
-    exact = posterior(made.view, scales, known_range=known_range)
+    exact = posterior(made.view, scales, known_range=known_range)[1:]
     assert np.abs(exact).max() > 0.05
     np.testing.assert_allclose(found, exact, atol=1e-6)
+
+
+LANES: dict[str, dict[str, Any]] = {
+    "two parties": {"others": (0, 1)},
+    "five": {"others": (2, 2)},
+    "uneven buckets": {"others": (1, 2), "dim": 7, "width": 3},
+    "one of three": {"others": (1, 1, 0)},
+    "two of three pool": {"others": (1, 1, 2), "watched": (0, 2)},
+    "all pool": {"others": (1, 1), "watched": (0, 1)},
+    "all pool, unevenly many others": {"others": (2, 1), "watched": (0, 1)},
+    "all pool uneven buckets": {"others": (1, 1), "watched": (0, 1), "dim": 7, "width": 3},
+}
+
+
+@pytest.mark.parametrize("shaped", [False, True])
+@pytest.mark.parametrize("case", LANES)
+def test_with_lanes_it_is_the_posterior_mean_too_and_so_are_the_weights(case: str, shaped: bool) -> None:
+    view = lane_system(**{"dim": 6, "rows": 2, "rounds": 5, "update": 0.3, "veil": 0.1, **LANES[case]}).view
+    scales = Scales(veil=0.2, update=0.4, weight=0.9)
+    C = np.eye(view.dim) + 0.3 * shaped
+    updates = ShapedUpdates(view, scales.update, torch.from_numpy(C)) if shaped else WhiteUpdates(view, scales.update)
+    exact = posterior(view, scales, shape=(np.eye(2), C))
+    for found in (KalmanSmoother(view, scales, updates).smooth(), *([] if shaped else [smoother(view, scales)])):
+        np.testing.assert_allclose(torch.stack(found).numpy(), exact[1:], atol=1e-6)
+        lifted = [sketch.lift(own).numpy() for sketch, own in zip(view.sketches, view.own, strict=True)][:-1]
+        weights = np.cumsum([exact[0], *(exact[1:] + lifted)], axis=0)
+        np.testing.assert_allclose(torch.stack(list(found.weights(view))).numpy(), weights, atol=1e-6)
+
+
+def test_with_momentum_the_weights_follow_from_the_changes_where_no_round_was_missed() -> None:
+    made = system(dim=24, width=12, rows=8, seen=every(60), momentum=0.5)
+    found = smoother(made.view, known_scales(made.view, 0.0))
+    for t, W in list(enumerate(found.weights(made.view)))[:20]:
+        assert float((made.view.sketches[t].apply(W) - made.view.seen[t]).norm()) < 1e-3
+    gaps = system(dim=6, width=3, rows=2, seen=(0, 1, 4, 6), momentum=0.5).view
+    with pytest.raises(AuditError, match="only where no round was missed"):
+        list(smoother(gaps, Scales(0.1, 0.1, 1.0)).weights(gaps))
 
 
 @pytest.mark.parametrize("segment", [1, 2, 5, 16, 100])
@@ -101,7 +144,7 @@ def test_it_is_so_where_covariances_are_computed_again_in_segments(segment: int)
     scales = Scales(veil=0.2, update=0.3, weight=1.0)
     view = system(dim=6, width=3, rows=1, seen=every(35), update=0.3, veil=0.2, momentum=0.4).view
     found = KalmanSmoother(view, scales, WhiteUpdates(view, scales.update), segment=segment).smooth()
-    np.testing.assert_allclose(torch.stack(found).numpy(), posterior(view, scales), atol=1e-6)
+    np.testing.assert_allclose(torch.stack(found).numpy(), posterior(view, scales)[1:], atol=1e-6)
 
 
 @pytest.mark.parametrize("strip", [1, 4, 5, 12])
@@ -109,7 +152,7 @@ def test_it_is_so_where_covariances_are_updated_in_strips(strip: int) -> None:
     scales = Scales(veil=0.2, update=0.3, weight=1.0)
     view = system(dim=6, width=3, rows=1, seen=every(8), update=0.3, veil=0.2, momentum=0.4).view
     found = KalmanSmoother(view, scales, WhiteUpdates(view, scales.update), strip=strip).smooth()
-    np.testing.assert_allclose(torch.stack(found).numpy(), posterior(view, scales), atol=1e-6)
+    np.testing.assert_allclose(torch.stack(found).numpy(), posterior(view, scales)[1:], atol=1e-6)
 
 
 def test_the_shaped_smoother_is_the_posterior_mean_under_the_shape_of_the_clients_own_updates() -> None:
@@ -123,7 +166,7 @@ def test_the_shaped_smoother_is_the_posterior_mean_under_the_shape_of_the_client
 
     shape = pulled(sum(u @ u.T for u in own)), pulled(sum(u.T @ u for u in lifted))
     found = torch.stack(shaped_smoother(view, scales, groups=3)).numpy()
-    np.testing.assert_allclose(found, posterior(view, scales, shape=shape), atol=1e-6)
+    np.testing.assert_allclose(found, posterior(view, scales, shape=shape)[1:], atol=1e-6)
     white = torch.stack(smoother(view, scales)).numpy()
     assert np.abs(found - white).max() > 1e-2
 

@@ -145,7 +145,7 @@ def test_limit_sees_an_attack_that_is_always_wrong():
         ("speed=3", "unknown measure 'speed' in a limit; choose from share, tpr, auc, accuracy, cosine, psnr, ssim"),
         ("speed=3", r"alone or after a seat \(client, colluders, server, anyone\), as in client\.psnr"),
         ("client.speed=3", "unknown measure 'speed' in a limit"),
-        ("peer.auc=0.6", "unknown seat 'peer' in a limit; choose from client, colluders, server, anyone, or leave it out"),
+        ("peer.auc=0.6", "unknown seat 'peer' in a limit; choose from client, colluders, server, anyone, or"),
         ("client.auc=0.6,client.auc=0.7", "client.auc has two limits"),
         ("server.auc=low", "the limit of server.auc must be a number, got 'low'"),
         ("client.error=1", "a large error is good"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from audit.report.example import made_up
 from dbcl.audit.findings import Audit, Finding
-from dbcl.audit.report.wording import advice, sentence
+from dbcl.audit.report.wording import advice, sentence, verdicts
 from dbcl.run import RunConfig
 
 
@@ -20,6 +20,16 @@ def test_advice_follows_from_settings_and_findings():
     assert [note[:22] for note in always] == ["The server is trusted:", "No formal guarantee (d"]
     naive = Audit("a", safer, {}, (), (Finding("forest", "client", "naive", "property", "auc", 0.5),), 0.0)
     assert "No attack that knows the defence gave a result on property" in " ".join(advice(naive))
+
+
+def test_colluders_have_a_verdict_of_their_own_where_they_were_rehearsed():
+    alone = Finding("smoother", "client", "adaptive", "update", "cosine", 0.2)
+    together = Finding("smoother", "colluders", "adaptive", "update", "cosine", 0.99)
+    assert len(verdicts(Audit("a", {"veil": 0.2}, {}, (), (alone,), 0.0))) == 3
+    said = verdicts(Audit("a", {"veil": 0.0}, {}, (), (alone, together), 0.0))
+    assert [rank for rank, *_ in said] == [3, 4, 0, 0]
+    assert said[1][1].startswith("Clients of all lanes that put together what they received got as much as if")
+    assert "together receive the weights themselves" in said[1][3]
 
 
 def test_a_sentence_has_value_interval_guessing_and_cases_before_the_rating():

@@ -80,8 +80,9 @@ def _of_client(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Seque
 
     def sums(changes: Changes) -> list[Gradients]:
         of_trained = {name: guesses for name, guesses in changes.items() if name in trained}
-        each = [victim.others_sum(of_trained, index, setting.cohort) for index, victim in enumerate(victims)]
-        return [as_gradient(changed, setting.local.lr) for changed in each]
+        places = [transcript.rounds.index(round) for round in tested]
+        each = zip(victims, places, strict=True)
+        return [as_gradient(one.others_sum(of_trained, place, setting.cohort), setting.local.lr) for one, place in each]
 
     sources = []
     lanes = transcript[tested[0]].broadcast.plan.lanes

@@ -63,7 +63,8 @@ def expected_others(taken: Sequence[int], cohort: int) -> list[float]:
     each = cohort // len(taken)
     sure = [max(each - number, 0) for number in taken]
     left = max(cohort - sum(taken) - sum(sure), 0)
-    return [number + left / len(taken) for number in sure]
+    free = [number <= each for number in taken]  # one of the lanes that may have one client more
+    return [number + left * is_free / max(sum(free), 1) for number, is_free in zip(sure, free, strict=True)]
 
 
 def _of_groups(plans: Sequence[RoundPlan], lanes: int, others: int) -> tuple[list[tuple[RoundPlan, float]], float]:
