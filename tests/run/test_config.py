@@ -15,10 +15,11 @@ from dbcl.run.settings import about
 
 def test_the_presets_are_what_they_say() -> None:
     blind, paper, plain = (preset(name) for name in ("blind", "paper", "plain"))
-    assert (blind.cover, blind.ratio, blind.veil, blind.server_optimizer) == ("hidden", 2, 0.2, "momentum")
+    assert (blind.cover, blind.ratio, blind.veil, blind.server_optimizer) == ("large", 2, 0.2, "momentum")
     assert (paper.cover, paper.ratio, paper.veil, paper.server_optimizer) == ("hidden", 2, 0, "fedavg")
     assert (blind.lanes, paper.lanes, blind.buckets, paper.buckets) == (None, 1, "shared", "shared")
-    assert preset("veil") == dataclasses.replace(blind, sketch="identity-v1")
+    unsketched = {"sketch": "identity-v1", "cover": RunConfig().cover, "server_momentum": 0.5}
+    assert preset("veil") == dataclasses.replace(blind, **unsketched)
     assert (plain.sketch, plain.veil, plain.server_optimizer) == ("identity-v1", 0, "fedavg")
     same = ("data", "model", "clients", "fraction", "epochs", "batch_size", "lr", "algorithm")
     assert len({tuple(getattr(preset(name), field) for field in same) for name in PRESETS}) == 1
