@@ -5,7 +5,7 @@
 writes lanes.json beside this file and prints it. The embedded digits, ratio 2, hidden layers covered; every client
 takes one step of SGD a round. A cosine is the median over rounds with 40 or more after them, of the smoother on the
 first layer (784 inputs), in 90 rounds of 32 examples; an AUC the highest of the detectors on the smoother, by the
-quick budget (60 rounds of 16 examples); each for every seed. Pictures are three of one example each, in decibels. About
+quick budget (60 rounds of 16 examples); each for every seed. Pictures are four of one example each, in decibels. About
 20 minutes on two cores; an argument such as `updates` makes that part only, and keeps the others of the file.
 """
 
@@ -140,11 +140,11 @@ def pictures(case: Case, scratch: Path) -> dict[str, float]:
     config = case.config()
     task = task_of(config)
     assert task.pictures is not None
-    script = draw_batches(np.arange(len(task.pictures.y_train)), (51, 2, 1), case.seed + 17)
+    script = draw_batches(np.arange(len(task.pictures.y_train)), (56, 2, 1), case.seed + 17)
     played = rehearse(config, task, script, scratch, seed=case.seed)
     found = estimates(played.attacker, ["smoother"])
     settings = Matching(steps=600, restarts=1, tv=1e-3 if case.veil else 0.0)
-    findings = image_findings(played, task.pictures, found, [0, 1, 2], settings, tell=lambda text: None)
+    findings = image_findings(played, task.pictures, found, [4, 5, 6, 7], settings, tell=lambda text: None)
     named = [each for each in findings if each.measure == "psnr" and each.seat == "client"]
     return {f"{case.model}, {each.attack}": each.value for each in named} | {
         "guessing": next(each.chance for each in named if each.chance is not None)

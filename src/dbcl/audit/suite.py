@@ -300,7 +300,9 @@ def _pictures(job: Job) -> list[Finding]:
     found = estimates(rehearsal.attacker, names, job.tell)
     matching = Matching(steps=budget.steps, restarts=budget.restarts, tv=1e-3 if config.veil else 0.0)
     inverting = Matching("cosine", steps=4 * budget.steps, restarts=1, tv=0.1) if budget.inverting else None
-    picked = list(range(budget.pictures))
+    # With lanes, the first round's update is not to be seen: nothing shows W in the victim's lane before it.
+    first = 0 if lanes == 1 else 4
+    picked = list(range(first, first + budget.pictures))
     findings = image_findings(
         rehearsal,
         dataset,

@@ -86,13 +86,10 @@ def _of_client(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Seque
 
     sources = []
     lanes = transcript[tested[0]].broadcast.plan.lanes
-    # Whoever sees one of two lanes sees what the other client left alone, and whoever sees them all sees everything.
-    all_known = (lanes == 2 and setting.cohort == 2) or all(
-        view.sketches[0].width == view.dim for view in seen.values()
-    )
+    whole = all(view.sketches[0].width == view.dim for view in seen.values())  # who sees all lanes sees everything
     for name, changes in found.items():
         kind = ESTIMATORS[name][0]
-        exact = setting.veil == 0 and kind == "adaptive" and (lanes == 1 or (all_known and name != "rewind"))
+        exact = setting.veil == 0 and kind == "adaptive" and (lanes == 1 or whole)
         sources.append(Source(name, seat, kind, sums(changes), victims, exact))
     plan = transcript[tested[0]].broadcast.plan
     unsketched = [part.name for part in plan.tensors if not part.sketched and part.name in trained]
