@@ -175,3 +175,13 @@ DROPOUTS = _kinds(
 BATCH_NORMS = _kinds(
     nn.modules.batchnorm, "_BatchNorm", nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 )
+
+
+def queued(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on a device, without waiting for what the device still has to do.
+
+    A copy from ordinary memory waits; one from memory that is locked in its place is queued like any other work.
+    """
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -81,7 +81,8 @@ def normals_on(device: torch.device, drawn: NDArray[np.uint64], n: int) -> Tenso
     """
     if device.type == "cpu":
         return torch.from_numpy(_box_muller(drawn, n))
-    there = torch.from_numpy(drawn.view(np.int64)).to(device)
+    # From memory that is locked in its place the copy is queued; else it would wait for all that the device has to do.
+    there = torch.from_numpy(drawn.view(np.int64)).pin_memory().to(device, non_blocking=True)
     high = (there >> 32) & 0xFFFFFFFF
     radius = ((high + 1).double() * 2.0**-32).log_().mul_(-2.0).sqrt_()
     angle = (there & 0xFFFFFFFF).double() * (2.0 * math.pi * 2.0**-32)

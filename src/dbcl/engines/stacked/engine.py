@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dbcl._torch import queued
 from dbcl.data.examples import TensorExamples
 from dbcl.data.trees import join
 from dbcl.engines.cohort import draw_cohort
@@ -137,8 +138,8 @@ class StackedEngine(Engine):
         stack.load([sent[client] for client in clients])
         round = sent[clients[0]].round
         layout = self._ahead.get((round, *clients)) or self._lay_out(round, clients)
-        schedule, rows = layout.schedule, layout.rows.to(self.x.device)
-        x, y = stack.examples(self.x, rows, layout.whose.to(self.x.device)), self.y.index_select(0, rows)
+        schedule, rows = layout.schedule, layout.rows
+        x, y = stack.examples(self.x, rows, layout.whose), self.y.index_select(0, rows)
         params, losses = self._take_steps(stack, round, clients, x, y, schedule)
         steps = (schedule.counts > 0).sum(dim=0).to(losses.device)
         changes = stack.changes(params, steps)
@@ -159,7 +160,7 @@ class StackedEngine(Engine):
         rows = torch.from_numpy(np.concatenate(shards))
         whose = torch.from_numpy(np.repeat(np.arange(len(clients)), sizes))
         if self.x.is_cuda or schedule.index.numel() > len(rows):
-            return _Layout(schedule, rows, whose)
+            return _Layout(schedule, queued(rows, self.x.device), queued(whose, self.x.device))
         order = schedule.index.flatten()  # none twice: laid out in the order of the steps
         return _Layout(schedule.made_sequential(), rows[order], whose[order])
 

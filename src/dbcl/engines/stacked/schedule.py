@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dbcl._torch import queued
 from dbcl.engines.training import LocalTraining
 
 
@@ -49,7 +50,8 @@ class Schedule:
         for place, own in enumerate(batches):
             counts[: len(own), place] = [len(batch) for batch in own]
             index[:, place][np.arange(width) < counts[:, place, None]] = np.concatenate(own)
-        return cls._of(torch.from_numpy(index), torch.from_numpy(counts), sizes)
+        padded = bool((counts != width).any())
+        return cls._of(torch.from_numpy(index), torch.from_numpy(counts), torch.tensor(sizes), padded)
 
     @classmethod
     def together(
@@ -79,26 +81,30 @@ class Schedule:
             for epoch in range(training.epochs):
                 keys[place, epoch, :size] = training.keys(size, seed=seed, round=round, client=client, epoch=epoch)
         signed = (keys ^ np.uint64(1 << 63)).view(np.int64)  # in the same order: PyTorch sorts no unsigned words
-        order = torch.sort(torch.from_numpy(signed).to(device), dim=2, stable=True).indices
-        per_epoch = torch.tensor([-(-size // batch) for size in sizes], device=device)[None, :, None]
-        whole = per_epoch * training.epochs
-        last = whole if training.steps is None else whole.clamp(max=training.steps)
-        step = torch.arange(int(last.max()), device=device)[:, None, None]
-        where = (step % per_epoch) * batch + torch.arange(min(batch, most), device=device)
-        taken = (step < last) & (where < torch.tensor(sizes, device=device)[None, :, None])
+        order = torch.sort(queued(torch.from_numpy(signed), device), dim=2, stable=True).indices
+        in_epoch = [-(-size // batch) for size in sizes]
+        limit = training.steps or max(in_epoch) * training.epochs
+        steps, width = min(limit, max(in_epoch) * training.epochs), min(batch, most)
+        each, per_epoch = queued(torch.tensor([sizes, in_epoch]), device)[:, None, :, None]
+        step = torch.arange(steps, device=device)[:, None, None]
+        where = (step % per_epoch) * batch + torch.arange(width, device=device)
+        taken = (step < (per_epoch * training.epochs).clamp(max=limit)) & (where < each)
         who = torch.arange(len(clients), device=device)[None, :, None]
         epoch_of = (step // per_epoch).clamp(max=training.epochs - 1)
         index = order[who, epoch_of, where.clamp(max=most - 1)].where(taken, 0)
-        return cls._of(index, taken.sum(dim=2), sizes)
+        padded = False  # found without asking the device, which has other things to do
+        for size, count in zip(sizes, in_epoch, strict=True):
+            whole, rest = divmod(min(limit, count * training.epochs), count)
+            padded |= whole * size + min(size, rest * batch) < steps * width
+        return cls._of(index, taken.sum(dim=2), each.flatten(), padded)
 
     @classmethod
-    def _of(cls, index: Tensor, counts: Tensor, sizes: list[int]) -> "Schedule":
+    def _of(cls, index: Tensor, counts: Tensor, sizes: Tensor, padded: bool) -> "Schedule":
         """Of the rows of each client's own examples, (steps, clients, batch), and how many of a batch count."""
-        offsets = torch.tensor([0, *sizes[:-1]], device=index.device).cumsum(0)
-        width = index.shape[2]
-        taken = torch.arange(width, device=index.device) < counts.unsqueeze(2)
+        offsets = sizes.cumsum(0) - sizes
+        taken = torch.arange(index.shape[2], device=index.device) < counts.unsqueeze(2)
         weight = taken.double() / counts.clamp(min=1).unsqueeze(2)
-        return cls(index + offsets[None, :, None], weight, counts, bool((counts != width).any()))
+        return cls(index + offsets[None, :, None], weight, counts, padded)
 
     def made_sequential(self) -> "Schedule":
         """The same steps, for examples that were laid out in the order of `index`."""
