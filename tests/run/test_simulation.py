@@ -63,9 +63,8 @@ def test_a_regression_learns_and_leaves_a_whole_folder(tmp_path: Path) -> None:
         def end(self) -> None:
             seen.append("end")
 
-    run = dbcl.simulate(
-        net, hospitals(), held_out(), metric=r2, folder=tmp_path / "run", trackers=[Watch()], **{**SMALL, "rounds": 60}
-    )
+    longer = {**SMALL, "rounds": 60, "server_momentum": 0.5}  # with more, the last weights of so small a run are noisy
+    run = dbcl.simulate(net, hospitals(), held_out(), metric=r2, folder=tmp_path / "run", trackers=[Watch()], **longer)
     assert run.history[-1].score > 0.6 > 0.3 > run.history[0].score
     assert run.config.cohort == 4  # all hospitals in every round
     assert seen[0] == "mse_loss (in Python)"
