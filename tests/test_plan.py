@@ -1,3 +1,4 @@
+import dataclasses
 import pytest
 import torch
 from hypothesis import given, settings
@@ -250,7 +251,11 @@ def test_lanes_and_groups_are_part_of_what_a_plan_is() -> None:
 def test_the_lanes_of_a_round_have_the_same_widths_and_one_that_is_not_of_lanes_is_shared() -> None:
     plan = SketchPlan.of(models.build("mnist-mlp"), ratio=(2, 4)).adjust("3.weight", sketch="count-v1")
     for round in range(3):
-        one, two = (plan.draw(bytes(32), round, lane=lane) for lane in (0, 1))
+        one, two = (plan.draw(bytes(32), round).in_lane(lane) for lane in (0, 1))
+        for lane in (one, two):  # what was drawn once for all lanes is what a client draws for its own
+            anew = dataclasses.replace(lane).sketches
+            assert all(sketch.fingerprint() == anew[name].fingerprint() for name, sketch in lane.sketches.items())
+            assert all(torch.equal(sketch.dense(), anew[name].dense()) for name, sketch in lane.sketches.items())
         assert one.tensors == two.tensors
         assert one.sketches["1.weight"].fingerprint() != two.sketches["1.weight"].fingerprint()
         assert one.sketches["3.weight"].fingerprint() == two.sketches["3.weight"].fingerprint()
