@@ -1,4 +1,5 @@
 import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
