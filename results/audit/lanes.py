@@ -65,7 +65,7 @@ class Case:
             lanes=self.lanes,
             buckets="shared",
             veil=self.veil,
-            lr=0.1 if self.part == "pictures" else 0.01,
+            lr=0.1 if self.model == "dlg-lenet" else 0.01,
             seed=self.seed,
         )
 
