@@ -19,20 +19,22 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dbcl.engines import evaluate
-from dbcl.run import preset, task_of
+from dbcl.run import RunConfig, Task, preset, task_of
 from dbcl.run.assemble import build_engine, build_session, new_seed
 
 HERE = Path(__file__).parent
 ROWS = HERE / "rows.jsonl"
 TARGETS = {"mnist-mlp": 0.97, "mnist-cnn": 0.99}
 MOST = {"mnist-mlp": 200, "mnist-cnn": 110}
-CLIENTS = {"mnist-mlp": {"epochs": 1, "lr": 0.05}, "mnist-cnn": {"epochs": 5, "lr": 0.05}}
+CLIENTS = {"mnist-mlp": {"epochs": 1, "lr": 0.05}, "mnist-cnn": {"epochs": 5, "lr": 0.02}}
 """100 clients, 10 a round, batches of 10: the paper's setting."""
 
 Job = tuple[str, str, dict[str, Any], float | None, int]
@@ -47,16 +49,18 @@ def scan(model: str, seeds: int) -> Iterator[Job]:
 
 
 def presets(model: str, seeds: int) -> Iterator[Job]:
-    ways = [("plain", {}), ("veil", {}), ("paper", {}), ("blind", {}), ("blind", {"buckets": "grouped"})]
-    ways += [("blind", {"lanes": 1})]
-    for seed, (name, settings) in itertools.product(range(seeds), ways):
+    ways: list[tuple[str, dict[str, Any]]] = [("plain", {}), ("blind", {}), ("paper", {}), ("veil", {})]
+    ways += [("blind", {"buckets": "grouped"}), ("blind", {"lanes": 1})]
+    for (name, settings), seed in itertools.product(ways, range(seeds)):
         own = {"model": model, **CLIENTS[model], **settings, "seed": seed}
+        if model == "mnist-cnn" and name == "plain":
+            own["lr"] = 0.05  # which is too much for a sketched CNN
         yield "presets", name, own, TARGETS[model], MOST[model]
 
 
 def cifar(model: str, seeds: int) -> Iterator[Job]:
     for seed, name in itertools.product(range(seeds), ("plain", "blind")):
-        settings = {"data": "cifar10", "model": "cifar-cnn", "epochs": 5, "batch_size": 50, "lr": 0.05, "seed": seed}
+        settings = {"data": "cifar10", "model": "cifar-cnn", "epochs": 5, "batch_size": 50, "lr": 0.03, "seed": seed}
         yield "cifar", name, settings, None, 300
 
 
@@ -69,24 +73,31 @@ def unequal(model: str, seeds: int) -> Iterator[Job]:
 
 
 def diverging(model: str, seeds: int) -> Iterator[Job]:
-    doors: list[dict[str, Any]] = [{"max_influence": 0.0}, {}]
-    for seed, lr, door in itertools.product(range(seeds), (0.05, 0.1, 0.15), doors):
+    doors: list[dict[str, Any]] = [{}, {"max_influence": 0.0, "max_times_median": 0.0}]
+    for seed, lr, door in itertools.product(range(seeds), (0.04,), doors):
         settings = {"model": "mnist-cnn", "epochs": 5, "lr": lr, **door, "seed": seed}
-        yield "diverging", "blind", settings, TARGETS["mnist-cnn"], 60
+        yield "diverging", "blind", settings, TARGETS["mnist-cnn"], 50
 
 
 JOBS = {"scan": scan, "presets": presets, "cifar": cifar, "unequal": unequal, "diverging": diverging}
+
+
+@cache
+def task_on(device: str, data: str, model: str) -> Task:
+    """A dataset and a network, read and brought to the device once."""
+    task = task_of(RunConfig(data=data, model=model))
+    where = torch.device(device)
+    return replace(task, train=task.train.to(where), held_out=task.held_out.to(where))
 
 
 def play(job: Job, device: str) -> dict[str, Any]:
     """One run, until it reaches its target."""
     part, name, settings, target, most = job
     config = preset(name, **{"data": "mnist", **settings}, device=device)
-    task = task_of(config)
+    task = task_on(device, config.data, config.model)
     seed = new_seed(config)
     session = build_session(config, task, seed=seed)
     engine = build_engine(config, task, session, seed=seed)
-    held_out = task.held_out.to(torch.device(device))
     sent, refused, curve, error = 0, 0, [], ""
     began = time.perf_counter()
     for number in range(1, most + 1):
@@ -97,7 +108,7 @@ def play(job: Job, device: str) -> dict[str, Any]:
             break
         sent += result.bytes_down + result.bytes_up
         refused += len(result.report.refused)
-        curve.append(round(evaluate(session.released, held_out).score, 4))
+        curve.append(round(evaluate(session.released, task.held_out).score, 4))
         print(f"\r{part} {name} {settings}: round {number}, {curve[-1]:.4f}  ", end="", file=sys.stderr, flush=True)
         if target is not None and curve[-1] >= target:
             break
@@ -122,6 +133,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(TARGETS), default="mnist-mlp")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", default="", help="only the jobs of this preset")
     parser.add_argument("--rows", type=Path, default=ROWS)
     options = parser.parse_args()
     globals()["ROWS"] = options.rows
@@ -130,11 +142,13 @@ def main() -> None:
         return
     done = {key(row["part"], row["preset"], row["settings"]) for row in rows()}
     for job in JOBS[options.part](options.model, options.seeds):
-        if key(*job[:3]) not in done:
+        if key(*job[:3]) not in done and options.only in ("", job[1]):
             row = play(job, options.device)
             with ROWS.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(f"\n{row['preset']} {row['settings']}: {row['rounds'] if row['reached'] else 'not'} {row['accuracy']}")
+            print(
+                f"\n{row['preset']} {row['settings']}: {row['rounds'] if row['reached'] else 'not'} {row['accuracy']}"
+            )
 
 
 def report() -> None:

@@ -147,7 +147,7 @@ class SketchPlan:
         if laned and self.lanes == 1:
             problems.append(f"{laned[0]}: {LaneSketch.scheme} needs two lanes or more; of one lane it is {COUNT}")
         if self.grouped and self.lanes == 1:
-            problems.append("grouped needs two lanes or more: a group is one client of each lane")
+            problems.append("grouped buckets need two lanes or more: a group is one client of each lane")
         _refuse(problems)
 
     @classmethod
@@ -363,6 +363,8 @@ def _laned(sketch: str, lanes: int | None, ratio: float) -> tuple[str, int]:
     balanced = sketch in (COUNT, LaneSketch.scheme)
     if lanes is None:
         lanes = max(1, min(MAX_LANES, int(ratio + 0.5))) if balanced and math.isfinite(ratio) else 1
+    if not isinstance(lanes, int) or isinstance(lanes, bool):
+        _refuse([f"lanes must be a whole number, got {lanes!r}"])
     if lanes > 1 and not balanced:
         _refuse([f"lanes are of the balanced count sketch: {sketch} has one, got {lanes}"])
     return (LaneSketch.scheme if lanes > 1 else COUNT) if balanced else sketch, lanes

@@ -49,6 +49,8 @@ class Setting:
     momentum: float = 0.0
     server_lr: float = 1.0
     veil: float = 0.0
+    grouped: bool = False
+    """Whether every group of as many clients as there are lanes has buckets of its own."""
 
     @property
     def local(self) -> LocalTraining:

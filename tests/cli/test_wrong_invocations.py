@@ -436,8 +436,8 @@ PLAN = [
         ("sampling-v1 has one, got 2", "mnist-mlp", "--lanes", "2", "--sketch", "sampling-v1"),
         ("sketch must be one of count-v1", "mnist-mlp", "--sketch", "lanes-v1"),
         ("buckets must be one of shared, grouped, got 'own'", "mnist-mlp", "--buckets", "own"),
-        ("grouped needs two lanes or more", "mnist-mlp", "--buckets", "grouped", "--lanes", "1"),
-        ("grouped needs two lanes or more", "mnist-mlp", "--buckets", "grouped", "--preset", "plain"),
+        ("grouped buckets need two lanes or more", "mnist-mlp", "--buckets", "grouped", "--lanes", "1"),
+        ("grouped buckets need two lanes or more", "mnist-mlp", "--buckets", "grouped", "--preset", "plain"),
     )
 ]
 

@@ -116,11 +116,21 @@ def rehearse(
     if weights is not None:
         model.load_state_dict(weights)
     # Single examples pull as hard as they like: bounding them would make the attackers' work harder.
-    server = build_server(config, model, layers=task.layers, insecure_seed=seed, door=Door(max_influence=None))
+    door = Door(max_influence=None, max_times_median=None)
+    server = build_server(config, model, layers=task.layers, insecure_seed=seed, door=door)
     noise = config.noise()
     training = LocalTraining(lr=config.lr, batch_size=batch, steps=1)
     shape, outputs = (task.pictures.shape, task.pictures.outputs) if task.pictures else ((), 0)
-    known = Setting(config.model, shape, outputs, training.settings(), clients, clients, veil=config.veil)
+    known = Setting(
+        config.model,
+        shape,
+        outputs,
+        training.settings(),
+        clients,
+        clients,
+        veil=config.veil,
+        grouped=config.buckets == "grouped",
+    )
     engine = StackedEngine(
         server,
         template,

@@ -42,11 +42,13 @@ def plan(
     size = message_bytes(net, made, chosen.wire)
     if as_json:
         rows = [dict(zip(made.header(), row, strict=True)) for row in made.rows()]
-        facts = {"model": model, "tensors": rows, "in_clear": list(made.in_clear)}
+        facts = {"model": model, "tensors": rows, "in_clear": list(made.in_clear), "lanes": made.lanes}
         print_json({**facts, "message_bytes": size, "plain_message_bytes": clear, "wire": chosen.wire})
         return
     console.print(table(f"what a client of {model} sees", made.header(), made.rows()))
     console.print(f"in clear: {', '.join(made.in_clear) or 'nothing'}")
+    for note in made.notes():
+        console.print(note, highlight=False)
     console.print(f"the door: {chosen.door()}", highlight=False)
     console.print(f"one message, each way and client: {size:,} bytes, {size / clear:.3f} of a plain one in float32")
     if any(tensor.sketched and not tensor.veil for tensor in made.tensors):

@@ -97,6 +97,14 @@ class UpdateStack(Mapping[str, Update]):
     examples: tuple[int, ...]
     metrics: tuple[Mapping[str, float], ...]
 
+    def __post_init__(self) -> None:
+        counts = {len(set(self.senders)), *map(len, (self.senders, self.plans, self.examples, self.metrics))}
+        counts |= {len(tensor) for tensor in self.tensors.values()}
+        if len(counts) > 1 or not self.senders:
+            raise ProtocolError(
+                "a stack has one update or more, each of another sender, and a row of each tensor for it"
+            )
+
     def __getitem__(self, sender: str) -> Update:
         return self.at(self._places[sender])
 

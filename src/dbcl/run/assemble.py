@@ -142,6 +142,7 @@ def public_setting(config: RunConfig, task: Task) -> Setting:
         momentum=config.server_momentum if config.server_optimizer == "momentum" else 0.0,
         server_lr=config.server_rate,
         veil=config.veil,
+        grouped=config.buckets == "grouped",
     )
 
 

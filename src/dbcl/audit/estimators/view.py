@@ -129,7 +129,7 @@ def views(
         moving = [tensor.name for tensor in plan.tensors if not tensor.measured]
         wanted = [name for name in moving if names is None or name in names]
         known = [seen.broadcast.plan for seen, _ in present]
-        lanes = lanes_of_others(known, wanted, setting.cohort, grouped=bool(getattr(setting, "grouped", False)))
+        lanes = lanes_of_others(known, wanted, setting.cohort, grouped=setting.grouped)
         for name in wanted:
             parts = [_part(seen, client, name, setting.cohort) for seen, client in present]
             sketch, matrix, own = pool(parts)

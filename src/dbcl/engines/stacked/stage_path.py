@@ -75,7 +75,7 @@ class StageStack(Stack):
 
     @property
     def small(self) -> bool:
-        """Whether a step is made of kernels that are too short to share among cores: on a CPU, those of dense layers."""
+        """Whether a step is made of kernels too short to share among cores: on a CPU, those of dense layers."""
         return self.manual and not self.like.is_cuda
 
     def shares(self, broadcast: Broadcast) -> object:
