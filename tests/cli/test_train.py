@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from dbcl import cli, models
 from dbcl.errors import ConfigError, DataError, PlanError
-from dbcl.run import read_metrics
+from dbcl.run import preset, read_metrics
+from dbcl.run.presets import to_toml
 
 Invoke = Callable[..., str]
 
@@ -72,7 +73,8 @@ def test_without_a_seed_every_run_has_its_own_secrets(invoke: Invoke) -> None:
 
 
 def test_a_seed_fixes_everything_from_an_option_or_from_a_file(invoke: Invoke) -> None:
-    Path("mine.toml").write_text('seed = 7\nserver_optimizer = "momentum"\n')
+    blind = to_toml(preset("blind"))
+    Path("mine.toml").write_text(f"seed = 7\n{blind}")
     invoke(*QUICK, "--rounds", "1", "--seed", "7", "--out", "option")
     out = invoke(*QUICK, "--rounds", "1", "--preset", "mine.toml", "--out", "file")
     assert "fixed by --seed, for experiments" in out

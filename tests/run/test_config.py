@@ -16,9 +16,10 @@ from dbcl.run.settings import about
 def test_the_presets_are_what_they_say() -> None:
     blind, paper, plain = (preset(name) for name in ("blind", "paper", "plain"))
     assert (blind.cover, blind.ratio, blind.veil, blind.server_optimizer) == ("large", 2, 0.2, "momentum")
+    assert (blind.server_momentum, blind.ema_decay, paper.ema_decay) == (0.7, 0.8, 0.0)
     assert (paper.cover, paper.ratio, paper.veil, paper.server_optimizer) == ("hidden", 2, 0, "fedavg")
     assert (blind.lanes, paper.lanes, blind.buckets, paper.buckets) == (None, 1, "shared", "shared")
-    unsketched = {"sketch": "identity-v1", "cover": RunConfig().cover, "server_momentum": 0.5}
+    unsketched = {"sketch": "identity-v1", "cover": RunConfig().cover, "server_momentum": 0.5, "ema_decay": 0.0}
     assert preset("veil") == dataclasses.replace(blind, **unsketched)
     assert (plain.sketch, plain.veil, plain.server_optimizer) == ("identity-v1", 0, "fedavg")
     same = ("data", "model", "clients", "fraction", "epochs", "batch_size", "lr", "algorithm")

@@ -237,7 +237,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     up, down = sum(m.bytes_up for m in run.history), sum(m.bytes_down for m in run.history)
     refused = sum(len(m.refused) for m in run.history)
     best, shown = run.best, run.task.objective.shown
-    what = "mean of W" if config.ema_decay else "W"
+    what = "the mean of W" if config.ema_decay else "W"
     scores = [metrics.score for metrics in run.history]
     return [
         (
@@ -265,7 +265,8 @@ def _seen(plan: SketchPlan) -> str:
     covered = [tensor for tensor in plan.tensors if tensor.sketched]
     if not covered:
         return "every number of every tensor"
-    return "\n".join(f"{tensor.row()[3]} of {tensor.name}" for tensor in covered)
+    lines = [f"{tensor.row()[3]} of {tensor.name}" for tensor in covered]
+    return "\n".join([*lines, f"in one of {plan.lanes} lanes"] if plan.lanes > 1 else lines)
 
 
 def _veil(plan: SketchPlan) -> str:

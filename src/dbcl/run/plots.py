@@ -27,10 +27,12 @@ def curves(history: Sequence[Mapping[str, Any]], title: str, objective: Objectiv
     percent = objective.name == "accuracy"
     scores = [line[objective.name] * (100 if percent else 1) for line in history]
     left.plot(rounds, scores, color=SERVER, linewidth=1.8, marker=marker)
-    left.set_ylabel(f"{objective.name} of the model W{', %' * percent}", color=MUTED)
+    left.set_ylabel(f"{objective.name} of the model{', %' * percent}", color=MUTED)
     seen = "clients, through sketch and veil"
     right.plot(rounds, [line["train_loss"] for line in history], color=CLIENTS, lw=1.2, marker=marker, label=seen)
-    right.plot(rounds, [line["loss"] for line in history], color=SERVER, lw=1.8, marker=marker, label="W, held-out")
+    right.plot(
+        rounds, [line["loss"] for line in history], color=SERVER, lw=1.8, marker=marker, label="the model, held-out"
+    )
     right.set_ylabel("loss", color=MUTED)
     right.legend(frameon=False, labelcolor=INK)
     for axes in (left, right):
