@@ -152,16 +152,84 @@ def main() -> None:
 
 
 def report() -> None:
-    """Medians over the seeds, as Markdown."""
-    table: dict[str, list[dict[str, Any]]] = {}
+    """Write README.md and rounds.png beside this file: medians over the seeds, and the curves of the presets."""
+    groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows():
         settings = {name: value for name, value in row["settings"].items() if name != "seed"}
-        table.setdefault(key(row["part"], row["preset"], settings), []).append(row)
-    for name, group in sorted(table.items()):
-        rounds = [row["rounds"] if row["reached"] else float("inf") for row in group]
-        sent = statistics.median(row["bytes"] for row in group) / 1e6
-        print(name, len(group), "median", statistics.median(rounds), sorted(rounds), f"{sent:.1f} MB",
-              "accuracy", statistics.median(row["accuracy"] or 0 for row in group))  # fmt: skip
+        groups.setdefault(key(row["part"], row["preset"], settings), []).append(row)
+    lines = [HEAD]
+    for part in JOBS:
+        own = [group for group in groups.values() if group[0]["part"] == part]
+        if own:
+            lines.append(f"\n## {part}\n\n{TITLES[part]}\n\n{COLUMNS}")
+            lines += sorted(map(as_row, own))
+    (HERE / "README.md").write_text("\n".join(lines) + "\n")
+    draw([group for group in groups.values() if group[0]["part"] == "presets"])
+    print("\n".join(lines))
+
+
+HEAD = """# Rounds and bytes to an accuracy
+
+Written by `python results/rounds/rounds.py report` from rows.jsonl, which holds a row for each run: its settings, its
+seed, the device, the accuracy after every round. 100 clients of which 10 take part in a round; the MLP has one local
+epoch and its target is 97 % on MNIST, the CNN five and 99 %. Bytes are those of all messages, up and down, until the
+target.
+
+![accuracy against rounds and against bytes](rounds.png)"""
+TITLES = {
+    "scan": "`python results/rounds/rounds.py scan --model MODEL`: `blind` with other momentum and running means.",
+    "presets": "`python results/rounds/rounds.py presets --model MODEL`: the presets, and `blind` with one change.",
+    "cifar": "`python results/rounds/rounds.py cifar --device cuda`: CIFAR-10, no augmentation, 300 rounds.",
+    "unequal": "`python results/rounds/rounds.py unequal`: clients with unequal data.",
+    "diverging": "`python results/rounds/rounds.py diverging --device cuda`: a rate at which clients diverge.",
+}
+COLUMNS = """| preset | settings | seeds | median rounds | each | median MB | median accuracy at the end | refused |
+|---|---|---|---|---|---|---|---|"""
+
+
+def as_row(group: list[dict[str, Any]]) -> str:
+    first = group[0]
+    settings = ", ".join(f"{name} {value}" for name, value in first["settings"].items() if name != "seed")
+    rounds = sorted(row["rounds"] if row["reached"] else float("inf") for row in group)
+    each = ", ".join(f"{count:g}" if count < float("inf") else "not" for count in rounds)
+    middle = statistics.median(rounds)
+    shown = f"{middle:g}" if middle < float("inf") else f"not in {first['rounds']}"
+    sent = statistics.median(row["bytes"] for row in group) / 1e6
+    accuracy = statistics.median(row["accuracy"] for row in group)
+    refused = sum(row["refused"] for row in group)
+    cells = [f"`{first['preset']}`", settings, f"{len(group)}", shown, each, f"{sent:,.0f}", f"{accuracy:.2%}", refused]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def draw(groups: list[list[dict[str, Any]]]) -> None:
+    """The curve of each preset's median seed."""
+    from matplotlib.figure import Figure
+
+    models = [model for model in TARGETS if any(group[0]["settings"]["model"] == model for group in groups)]
+    figure = Figure(figsize=(10, 3.6 * len(models)), layout="constrained")
+    panels = figure.subplots(len(models), 2, squeeze=False)
+    for model, (left, right) in zip(models, panels, strict=True):
+        for group in sorted(groups, key=lambda group: group[0]["preset"]):
+            settings = group[0]["settings"]
+            changed = {name: settings[name] for name in ("lanes", "buckets") if name in settings}
+            if settings["model"] != model:
+                continue
+            row = sorted(group, key=lambda row: row["rounds"])[len(group) // 2]
+            label = " ".join([row["preset"], *(f"{name} {value}" for name, value in changed.items())])
+            numbers = range(1, len(row["curve"]) + 1)
+            a_round = row["bytes"] / len(row["curve"]) / 1e6
+            style = {"label": label, "linewidth": 1.6, "linestyle": "--" if changed else "-"}
+            left.plot(numbers, [100 * score for score in row["curve"]], **style)
+            right.plot([number * a_round for number in numbers], [100 * score for score in row["curve"]], **style)
+        target = 100 * TARGETS[model]
+        for axes, what in ((left, "rounds"), (right, "MB sent by all, up and down")):
+            axes.axhline(target, color="0.6", linewidth=0.8)
+            axes.set_ylim(target - 4, target + 0.4)
+            axes.set_xlabel(what)
+            axes.set_ylabel(f"accuracy of {model}, %")
+            axes.spines[["top", "right"]].set_visible(False)
+        left.legend(frameon=False, fontsize=8)
+    figure.savefig(HERE / "rounds.png", dpi=120)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         update,
     )
     from dbcl.run import simulate
-    from dbcl.sketch import CountSketch, Identity, Sketch, UniformSampling
+    from dbcl.sketch import CountSketch, Identity, LaneSketch, Sketch, UniformSampling
     from dbcl.state import State
 
 HOMES = {
@@ -41,7 +41,7 @@ HOMES = {
     "protocol": "Aggregate Base Broadcast Door Policy RoundReport Server Update blinded decode_base decode_broadcast "
     "decode_update encode load_base update",
     "run": "simulate",
-    "sketch": "CountSketch Identity Sketch UniformSampling",
+    "sketch": "CountSketch Identity LaneSketch Sketch UniformSampling",
     "state": "State",
 }
 """The public names by the module that they live in; the first line has modules themselves. All are loaded on first use:
@@ -72,6 +72,7 @@ __all__ = [
     "DbclError",
     "Door",
     "Identity",
+    "LaneSketch",
     "PlanError",
     "Policy",
     "ProtocolError",

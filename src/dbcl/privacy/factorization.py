@@ -1,0 +1,342 @@
+"""Noise that is correlated over rounds: the matrix mechanism of DP-FTRL, and how much one client can move it.
+
+The server's weights are a linear function of the rounds' average updates g_0, g_1, ...: W_(t+1) - W_0 = (A g)_t, where A
+is the lower triangular matrix of its optimiser. What is shown is W_(t+1) + N_(t+1) with N_(t+1) = (A C^-1 z)_t and white
+z. Since A g + A C^-1 z = A C^-1 (C g + z), whoever sees it sees no more than C g + z: a Gaussian mechanism whose
+sensitivity is that of C. A good C makes both its sensitivity and the noise A C^-1 z small.
+
+**Indices.** The broadcast of round t shows W_t, which holds the updates of rounds 0 to t-1. So N_1, shown in round 1, is
+made of z_0 alone, n rounds of updates need N_1 to N_n, and N_n is on the released model W_n. W_0 holds no data, and the
+mechanism needs no noise on it; `CorrelatedVeil` says what it does there.
+
+Every C here is lower triangular and Toeplitz, with c_j on the j-th diagonal and c_0 = 1, and a quotient of two short
+polynomials in the shift S: (S x)_t = x_(t-1). So A C^-1 z is made round by round from a few tensors of memory.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dbcl.errors import ConfigError
+
+Vector = NDArray[np.float64]
+
+SEARCHED = 200_000
+"""So many partial patterns are looked at, at most, where a closed form does not hold."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How the average updates make the weights: m_t = momentum * m_(t-1) + g_t, W_(t+1) = W_t + lr * m_t.
+
+    Momentum 0 is federated averaging, and A is then lr times the prefix sum.
+
+    >>> Workload(momentum=0.5).coefficients(4)
+    array([1.   , 1.5  , 1.75 , 1.875])
+    """
+
+    momentum: float = 0.0
+    lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1 or not 0 < self.lr < math.inf:
+            raise ConfigError(
+                f"the server's momentum must be in [0, 1) and its lr above 0, got {self.momentum} and {self.lr}"
+            )
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "Workload":
+        """The workload of a server's optimiser; one that is not linear in the updates is refused.
+
+        >>> from dbcl import optim
+        >>> Workload.of(optim.momentum(0.5, lr=2.0)([torch.nn.Parameter(torch.zeros(1))]))
+        Workload(momentum=0.5, lr=2.0)
+        """
+        settings = optimizer.param_groups[0]
+        others = ("dampening", "weight_decay", "nesterov", "maximize")
+        unlike = [
+            each for each in optimizer.param_groups if any(each[n] != settings[n] for n in ("lr", *others) if n in each)
+        ]
+        if type(optimizer) is not torch.optim.SGD or unlike or any(settings[name] for name in others):
+            raise ConfigError(
+                "noise that comes after the server's optimiser needs one that is linear in the updates, plain or with "
+                f"momentum, the same for all parameters, got {type(optimizer).__name__}: the remedy is "
+                "dbcl.optim.fedavg or dbcl.optim.momentum"
+            )
+        return cls(float(settings["momentum"]), float(settings["lr"]))
+
+    @property
+    def inverse(self) -> tuple[float, ...]:
+        """The polynomial (1 - S)(1 - momentum S): lr A^-1.
+
+        >>> Workload(momentum=0.5).inverse
+        (1.0, -1.5, 0.5)
+        """
+        return (1.0, -1.0) if self.momentum == 0 else (1.0, -1.0 - self.momentum, self.momentum)
+
+    def coefficients(self, n: int) -> Vector:
+        """The first column of A, n x n: lr (1 + momentum + ... + momentum^j)."""
+        return self.lr * quotient((1.0,), self.inverse, n)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The matrix C as a quotient of two polynomials in the shift, with constant terms of 1: C = numerator / denominator.
+
+    `independent`, `banded`, `buffered` and `white` make the ones that are of use.
+
+    >>> buffered(decay=(0.5,), scale=(0.25,)).coefficients(4)
+    array([1.    , 0.25  , 0.125 , 0.0625])
+    """
+
+    kind: str
+    numerator: tuple[float, ...] = (1.0,)
+    denominator: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        for polynomial in (self.numerator, self.denominator):
+            if not polynomial or polynomial[0] != 1.0 or not all(map(math.isfinite, polynomial)):
+                raise ConfigError(
+                    f"{self.kind}: a strategy's polynomials start with 1 and are finite, got {polynomial}"
+                )
+
+    @property
+    def memory(self) -> int:
+        """How many tensors of the model's size C^-1 z remembers.
+
+        >>> banded(10).memory, buffered((0.9,), (0.3,)).memory, independent().memory
+        (9, 1, 0)
+        """
+        return max(len(self.numerator), len(self.denominator)) - 1
+
+    def coefficients(self, n: int) -> Vector:
+        """The first column of C, n x n."""
+        return quotient(self.numerator, self.denominator, n)
+
+
+def independent() -> Strategy:
+    """C = I: noise of its own on every average update, which then adds up in W. This is DP-FedAvg.
+
+    >>> independent().coefficients(3)
+    array([1., 0., 0.])
+    """
+    return Strategy("independent")
+
+
+def banded(bands: int) -> Strategy:
+    """The square root of the prefix sum, cut off after some diagonals: c_j = c_(j-1) (2j - 1) / (2j) for j < bands.
+
+    With as many bands as the separation of two participations, these do not meet: |C x| is sqrt(k) |c| at most.
+
+    >>> banded(4).coefficients(6)
+    array([1.    , 0.5   , 0.375 , 0.3125, 0.    , 0.    ])
+    """
+    if bands < 1:
+        raise ConfigError(f"a strategy has 1 band or more, got {bands}")
+    c = [1.0]
+    for j in range(1, bands):
+        c.append(c[-1] * (2 * j - 1) / (2 * j))
+    return Strategy("banded", tuple(c))
+
+
+def buffered(decay: Sequence[float], scale: Sequence[float]) -> Strategy:
+    """A buffered linear Toeplitz matrix (BLT): c_j = sum_d scale_d decay_d^(j-1) for j >= 1; one buffer for each d.
+
+    Good parameters are found ahead of a run: `plan_blt`. The coefficients must not be negative nor increase.
+
+    >>> buffered(decay=(0.9,), scale=(0.4,))
+    Strategy(kind='blt', numerator=(1.0, -0.5), denominator=(1.0, -0.9))
+    """
+    inside = all(0 <= theta < 1 for theta in decay) and all(omega > 0 for omega in scale)
+    if not decay or len(decay) != len(scale) or not inside or sum(scale) > 1:
+        raise ConfigError(
+            "a BLT has as many scales as decays, decays in [0, 1) and scales above 0 that add up to 1 at most, "
+            f"got decay {tuple(decay)} and scale {tuple(scale)}"
+        )
+    # 1 + sum_d scale_d S / (1 - decay_d S) over the common denominator.
+    denominator = _product([(1.0, -theta) for theta in decay])
+    numerator = denominator
+    for d, omega in enumerate(scale):
+        rest = _product([(1.0, -theta) for other, theta in enumerate(decay) if other != d])
+        numerator = numerator + np.pad(omega * rest, (1, 0))
+    return Strategy("blt", _plain(numerator), _plain(denominator))
+
+
+def white(workload: Workload) -> Strategy:
+    """C = A / lr: noise of its own on every W_t. As soon as clients return it is the worst of all: for comparison.
+
+    >>> white(Workload(momentum=0.5)).coefficients(3)
+    array([1.  , 1.5 , 1.75])
+    """
+    return Strategy("white", denominator=workload.inverse)
+
+
+def sensitivity(coefficients: Sequence[float] | Vector, *, rounds: int, separation: int, participations: int) -> float:
+    """max |C x| over one client's contributions x, each of length 1 at most: the largest sum of columns of C.
+
+    C is `rounds` x `rounds` with these diagonals, none negative. A client takes part `participations` times at most,
+    and between two times lie `separation` rounds or more (1: in every round).
+
+    Where the diagonals do not increase, or do not decrease, the worst are the rounds 0, b, 2b, ...: of two columns i < j
+    the product is sum_s c_s c_(s+j-i) over s < rounds - j, and it does not fall when j comes nearer to i, nor when both
+    come earlier. Else all patterns are tried that can differ.
+
+    >>> sensitivity([1.0, 0.5], rounds=6, separation=2, participations=3) == math.sqrt(3 * 1.25)
+    True
+    >>> sensitivity([1.0, 1.0, 1.0], rounds=3, separation=1, participations=3) == math.sqrt(1 + 4 + 9)
+    True
+    """
+    given = np.asarray(coefficients, dtype=np.float64)[:rounds]
+    if min(rounds, separation, participations) < 1:
+        raise ConfigError(
+            f"rounds, separation and participations are 1 or more, got {rounds}, {separation} and {participations}"
+        )
+    if not np.isfinite(given).all() or (given < 0).any():
+        raise ConfigError("a sensitivity is known for diagonals that are finite and not negative only")
+    c = np.pad(given, (0, rounds - len(given)))
+    steps = np.diff(c)
+    if (steps <= 0).all() or (steps >= 0).all():
+        total = np.zeros(rounds)
+        for start in range(0, rounds, separation)[:participations]:
+            total[start:] += c[: rounds - start]
+        return float(np.linalg.norm(total))
+    return math.sqrt(_worst(c, len(np.trim_zeros(given, "b")), separation, participations))
+
+
+def _worst(c: Vector, bands: int, separation: int, participations: int) -> float:
+    """The square of the sensitivity, by trying all patterns; those alike in what they may still meet count as one."""
+    n = len(c)
+
+    def product(i: int, j: int) -> float:
+        return float(c[: n - j] @ c[j - i : n - i])
+
+    @cache
+    def best(start: int, recent: tuple[int, ...], left: int) -> float:
+        if best.cache_info().currsize > SEARCHED:
+            raise ConfigError(f"these diagonals go up and down, over more than {separation} rounds: too many patterns")
+        found = 0.0
+        for j in range(start, n) if left else ():
+            own = product(j, j) + 2 * sum(product(i, j) for i in recent)
+            near = tuple(i for i in (*recent, j) if j + separation - i < bands)
+            found = max(found, own + best(j + separation, near, left - 1))
+        return found
+
+    return best(0, (), participations)
+
+
+class Memory(NamedTuple):
+    """What the stream of one tensor remembers: the latest of 1/numerator z, the velocity with momentum, and N.
+
+    >>> Memory()
+    Memory(past=(), velocity=None, total=None)
+    """
+
+    past: tuple[Tensor, ...] = ()
+    velocity: Tensor | None = None
+    total: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """A workload, a strategy, and how often a client may take part: `rounds` updates are covered.
+
+    >>> mechanism = Mechanism(Workload(), banded(10), rounds=150, separation=10, participations=15)
+    >>> round(mechanism.sensitivity, 3), round(mechanism.growth, 3), round(mechanism.sensitivity * mechanism.growth, 1)
+    (5.147, 2.699, 13.9)
+    """
+
+    workload: Workload
+    strategy: Strategy
+    rounds: int
+    separation: int
+    participations: int
+
+    @cached_property
+    def sensitivity(self) -> float:
+        """How far one client can move C g, in units of what it can add to one average update."""
+        return sensitivity(
+            self.strategy.coefficients(self.rounds),
+            rounds=self.rounds,
+            separation=self.separation,
+            participations=self.participations,
+        )
+
+    @cached_property
+    def growths(self) -> Vector:
+        """The standard deviations of N_1, ..., N_n for white z of size 1: the lengths of the rows of A C^-1."""
+        numerator = np.convolve(self.strategy.numerator, self.workload.inverse)
+        column = self.workload.lr * quotient(self.strategy.denominator, numerator, self.rounds)
+        return np.sqrt(np.cumsum(column**2))
+
+    @cached_property
+    def growth(self) -> float:
+        """The root mean square of `growths`."""
+        return float(np.sqrt(np.mean(self.growths**2)))
+
+    def mu(self, *, sigma: float, clip: float, per_round: int) -> float:
+        """The mechanism's mu: sensitivity * clip / (per_round * sigma), with noise sigma on z.
+
+        It is as hard to tell whether a client took part as to tell a normal number from one with mean mu.
+
+        >>> mechanism = Mechanism(Workload(), independent(), rounds=100, separation=1, participations=4)
+        >>> mechanism.mu(sigma=0.01, clip=0.5, per_round=50)
+        2.0
+        """
+        return self.sensitivity * clip / (per_round * sigma)
+
+    def step(self, memory: Memory, z: Tensor) -> Memory:
+        """The memory after one more z; its `total` is the noise N. Nothing in the memory before is written to.
+
+        >>> mechanism = Mechanism(Workload(), banded(2), rounds=3, separation=2, participations=2)
+        >>> one = mechanism.step(Memory(), torch.tensor([1.0]))
+        >>> mechanism.step(one, torch.tensor([1.0])).total
+        tensor([1.5000])
+        """
+        # v = 1/numerator z, then w = denominator v: of both polynomials together only v is remembered.
+        v = z.clone()
+        for p, old in zip(self.strategy.numerator[1:], memory.past, strict=False):
+            v.sub_(old, alpha=p)
+        velocity = v.clone()
+        for q, old in zip(self.strategy.denominator[1:], memory.past, strict=False):
+            velocity.add_(old, alpha=q)
+        if memory.velocity is not None:
+            velocity.add_(memory.velocity, alpha=self.workload.momentum)
+        total = velocity * self.workload.lr
+        if memory.total is not None:
+            total.add_(memory.total)
+        past = (v, *memory.past)[: self.strategy.memory]
+        return Memory(past, velocity if self.workload.momentum else None, total)
+
+
+def quotient(numerator: Sequence[float] | Vector, denominator: Sequence[float] | Vector, n: int) -> Vector:
+    """The first n coefficients of the power series numerator / denominator; the denominator starts with 1.
+
+    >>> quotient((1.0,), (1.0, -0.5), 4)
+    array([1.   , 0.5  , 0.25 , 0.125])
+    """
+    divisor = np.asarray(denominator, dtype=np.float64)
+    series = np.zeros(n)
+    series[: len(numerator)] = numerator[:n]
+    for t in range(1, n):
+        reach = min(t, len(divisor) - 1)
+        series[t] -= divisor[1 : reach + 1] @ series[t - reach : t][::-1]
+    return series
+
+
+def _product(polynomials: Sequence[Sequence[float]]) -> Vector:
+    whole = np.ones(1)
+    for each in polynomials:
+        whole = np.convolve(whole, each)
+    return whole
+
+
+def _plain(values: Vector) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
