@@ -1,0 +1,194 @@
+"""The veil with a guarantee: noise of a fixed size that is correlated over rounds."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dbcl import seeds
+from dbcl.cover import named_tensors
+from dbcl.errors import ConfigError, ProtocolError
+from dbcl.privacy.accounting import PrivacyPlan
+from dbcl.privacy.factorization import Mechanism, Memory
+from dbcl.privacy.veil import Veil
+from dbcl.state import State
+
+SCHEME = "correlated-v1"
+"""The label of the stream that z comes from."""
+
+
+class _Begun(NamedTuple):
+    """A round whose noise may have been shown."""
+
+    round: int
+    key: bytes
+    devices: dict[str, torch.device]
+    fixed: frozenset[str]
+
+
+class CorrelatedVeil(Veil):
+    """N_(t+1) = (A C^-1 z)_t with z of size `sigma` in W's space: the noise of a `Mechanism`, round by round.
+
+    Of a `PrivacyPlan` it is made by `CorrelatedVeil.of`, and its guarantee is that plan's; made by hand it has none.
+    The size is absolute: noise that follows the weights would show them.
+
+    N_t is on all that leaves the server in round t, and on the model that is released after the last round: of n rounds
+    of updates, rounds 0 to n may begin. z of round t comes from the round's key, the round and the tensor's name. W_0
+    holds no data and needs no noise. It gets some all the same, lr * sigma, so that nothing ever leaves in clear; that
+    noise is used nowhere else and takes nothing from the guarantee.
+
+    What it remembers is in `state()`: a few float64 tensors of the size of each tensor of W, written once and never
+    changed. A round is taken over in `end`, so that one that is opened again shows the same noise. It refuses what
+    would show a second noise on the same weights: a round out of order, or another key for a round that has begun.
+
+    >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
+    >>> veil = CorrelatedVeil.of(plan)
+    >>> veil.begin(0, bytes(32), nn.Linear(4, 2))
+    >>> veil.noise(0, "bias", (2,)).dtype
+    torch.float64
+    >>> veil.end(0)
+    >>> veil.guarantee()[:24]
+    '(epsilon 8, delta 1e-05)'
+    """
+
+    def __init__(self, mechanism: Mechanism, sigma: float, promise: str = "none") -> None:
+        if not 0 < sigma < math.inf:
+            raise ConfigError(f"the veil's sigma must be above 0 and finite, got {sigma}")
+        self.mechanism, self.sigma = mechanism, sigma
+        self._promise = promise
+        self._position = 0  # the round that may begin
+        self._memory: dict[str, Memory] = {}
+        self._next: dict[str, Memory] = {}
+        self._begun: _Begun | None = None
+        self._shown: str | None = None  # what tells the key of a round that has begun, before a restart too
+        self._ahead: dict[tuple[bytes, int, str], Tensor] = {}
+
+    @classmethod
+    def of(cls, plan: PrivacyPlan) -> "CorrelatedVeil":
+        """The veil that keeps a plan's guarantee."""
+        return cls(plan.mechanism, plan.sigma, plan.promise)
+
+    def guarantee(self) -> str:
+        return self._promise
+
+    def begin(self, round: int, key: bytes, model: nn.Module) -> None:
+        if round > self.mechanism.rounds:
+            raise ProtocolError(
+                f"the budget of {self.mechanism.rounds} rounds is spent: nothing more may leave the server"
+            )
+        if round != self._position:
+            raise ProtocolError(f"the veil's noise is that of round {self._position}, and round {round} would begin")
+        tag = seeds.derive(key, "begun", round).hex()
+        if self._shown not in (None, tag):
+            raise ProtocolError(
+                f"round {round} has begun with another key: a second noise on its weights would show them"
+            )
+        own = named_tensors(model)
+        fixed = frozenset(name for name, tensor in own.items() if not isinstance(tensor, nn.Parameter))
+        self._begun = _Begun(round, key, {name: tensor.device for name, tensor in own.items()}, fixed)
+        self._shown = tag
+
+    def noise(self, round: int, name: str, shape: tuple[int, ...]) -> Tensor:
+        begun = self._opened(round)
+        if name in begun.fixed:
+            raise ProtocolError(
+                f"{name} is no parameter: what clients measure goes into it without a clip, so there is no guarantee. "
+                "The remedy: a normalisation without running statistics, such as GroupNorm"
+            )
+        if round > 1 and name not in self._memory:
+            raise ProtocolError(f"{name} has not left the server since round 1, so its noise is not known")
+        if name not in self._next:
+            device = begun.devices[name]
+            z = self._ahead.pop((begun.key, round, name), None)
+            if z is None:
+                z = self._drawn(begun.key, round, name, shape, device)
+            memory = self._memory.get(name, Memory())
+            self._next[name] = self.mechanism.step(_moved(memory, device), z)
+        total = self._next[name].total
+        assert total is not None
+        return total.clone()
+
+    def prepare(self, key: bytes, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        if self._begun is None:
+            return
+        _, _, devices, fixed = self._begun
+        later, veiled = self._position + 1, {name: shape for name, shape in shapes.items() if name not in fixed}
+        self._ahead = {
+            (key, later, name): self._drawn(key, later, name, shape, devices[name]) for name, shape in veiled.items()
+        }
+
+    def _drawn(self, key: bytes, round: int, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        count = math.prod(shape)
+        words = seeds.words(key, SCHEME, round, name, n=(count + 1) // 2)
+        return seeds.normals_on(device, words, count).mul_(self.sigma).reshape(shape)
+
+    def end(self, round: int) -> None:
+        self._opened(round)
+        if round > 0:  # the noise on W_0 is no part of the stream
+            missing = self._memory.keys() - self._next.keys()
+            if missing:
+                raise ProtocolError(f"round {round}: {min(missing)} did not leave the server, and its noise is missing")
+            self._memory = self._next
+        self._next, self._begun, self._shown = {}, None, None
+        self._position = round + 1
+
+    def _opened(self, round: int) -> _Begun:
+        if self._begun is None or self._begun.round != round:
+            raise ProtocolError(f"the veil of round {round} has not begun")
+        return self._begun
+
+    def state(self) -> State:
+        tensors: dict[str, Tensor] = {}
+        for name, (past, velocity, total) in self._memory.items():
+            kept = {**{f"past{age}": each for age, each in enumerate(past)}, "velocity": velocity, "total": total}
+            tensors |= {f"{part}.{name}": each for part, each in kept.items() if each is not None}
+        return State({"mechanism": self._identity(), "round": self._position, "begun": self._shown}, tensors)
+
+    def load_state(self, state: State) -> None:
+        values = state.values
+        if values.get("mechanism") != self._identity():
+            raise ProtocolError(
+                "the checkpoint's veil has another noise or another budget, which cannot be changed in a run"
+            )
+        parts: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in state.tensors.items():
+            part, _, name = key.partition(".")
+            parts.setdefault(name, {})[part] = tensor.double()
+        depth = self.mechanism.strategy.memory
+        memory = {
+            name: Memory(
+                tuple(own[f"past{age}"] for age in range(depth) if f"past{age}" in own),
+                own["velocity"] if self.mechanism.workload.momentum else None,
+                own["total"],
+            )
+            for name, own in parts.items()
+        }
+        if (values["round"], values["begun"]) != (self._position, self._shown):
+            self._next, self._begun = {}, None  # else the state is of this very round, which stays open
+        self._position, self._shown, self._memory, self._ahead = int(values["round"]), values["begun"], memory, {}
+
+    def _identity(self) -> dict[str, Any]:
+        """What must not change in a run, as JSON writes and reads it."""
+        own = self.mechanism
+        return {
+            "sigma": self.sigma,
+            "momentum": own.workload.momentum,
+            "lr": own.workload.lr,
+            "numerator": list(own.strategy.numerator),
+            "denominator": list(own.strategy.denominator),
+            "rounds": own.rounds,
+            "separation": own.separation,
+            "participations": own.participations,
+        }
+
+
+def _moved(memory: Memory, device: torch.device) -> Memory:
+    """The same memory on the device where the weights are now."""
+    past, velocity, total = memory
+    return Memory(
+        tuple(each.to(device) for each in past),
+        None if velocity is None else velocity.to(device),
+        None if total is None else total.to(device),
+    )

@@ -1,0 +1,153 @@
+"""(epsilon, delta), and the plan of a run."""
+
+import dataclasses
+import importlib
+import math
+from typing import Any
+
+import pytest
+
+from dbcl.errors import ConfigError
+from dbcl.privacy import PrivacyPlan, epsilon_of, mu_of
+from dbcl.privacy.accounting import KINDS
+
+RUN: dict[str, Any] = {"epsilon": 8.0, "delta": 1e-5, "clip": 0.2, "rounds": 400, "clients": 1000, "cohort": 100}
+
+
+def normal(x: float) -> float:
+    return 0.5 * math.erfc(-x / math.sqrt(2))
+
+
+def delta_of(mu: float, epsilon: float) -> float:
+    """The exact delta of the Gaussian mechanism (Balle and Wang 2018), for the test only."""
+    return normal(mu / 2 - epsilon / mu) - math.exp(epsilon) * normal(-mu / 2 - epsilon / mu)
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 1, 2, 4, 8])
+@pytest.mark.parametrize("delta", [1e-7, 1e-5, 1e-3])
+def test_mu_and_epsilon_are_those_of_the_gaussian_mechanism(epsilon: float, delta: float) -> None:
+    mu = mu_of(epsilon, delta)
+    assert delta_of(mu, epsilon) == pytest.approx(delta, rel=1e-6)
+    assert epsilon_of(mu, delta) == pytest.approx(epsilon, rel=1e-9)
+    assert epsilon_of(0.0, delta) == 0.0
+
+
+def test_without_dp_accounting_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr("dbcl.privacy.accounting.import_module", absent)
+    monkeypatch.setattr("dbcl.privacy.planning.import_module", absent)
+    with pytest.raises(ConfigError, match=r"pip install '\.\[privacy\]' in a clone of dbcl"):
+        mu_of(8, 1e-5)
+    planning = importlib.import_module("dbcl.privacy.planning")
+    with pytest.raises(ConfigError, match=r"pip install '\.\[privacy-planning\]'.*or kind banded"):
+        planning.plan_blt(rounds=10, separation=2, participations=5)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sigma_gives_the_target_back(kind: str, momentum: float) -> None:
+    blt = {"decay": (0.85,), "scale": (0.6,)} if kind == "blt" else {}
+    plan = PrivacyPlan(**RUN, kind=kind, momentum=momentum, **blt)
+    mu = plan.mechanism.mu(sigma=plan.sigma, clip=0.2, per_round=100)
+    assert mu == pytest.approx(plan.mu, rel=1e-12)
+    assert epsilon_of(mu, 1e-5) == pytest.approx(8, rel=1e-9)
+    assert plan.noise == pytest.approx(plan.sigma * plan.mechanism.growth)
+
+
+def test_banded_is_quieter_than_the_others_at_the_same_epsilon() -> None:
+    banded, independent, white = (PrivacyPlan(**RUN, kind=kind).noise for kind in ("banded", "independent", "white"))
+    assert banded < independent / 2.4 < white / 8
+
+
+def test_a_plan_of_examples_does_not_depend_on_the_number_of_clients() -> None:
+    run = {**RUN, "clip": 1.0, "rounds": 600, "unit": "example", "examples": 60000, "batch": 6000}
+    two, thousand = (PrivacyPlan(**{**run, "clients": clients, "cohort": clients}) for clients in (2, 1000))
+    assert (two.separation, two.participations) == (10, 60)
+    assert two.sigma == thousand.sigma
+    two.require_useful(rms=0.026)
+    assert "for one example" in two.promise
+
+
+def test_the_rule_may_be_stricter_than_turns_and_not_looser() -> None:
+    assert PrivacyPlan(**RUN, separation=5, participations=60).sigma > PrivacyPlan(**RUN).sigma
+    with pytest.raises(ConfigError, match="separation can be 10 at most"):
+        PrivacyPlan(**RUN, separation=11)
+    with pytest.raises(
+        ConfigError, match="400 rounds with 100 clients each are more than 1000 can fill, 39 times each"
+    ):
+        PrivacyPlan(**RUN, participations=39)
+
+
+def test_a_target_that_ten_clients_cannot_meet_names_the_other_unit() -> None:
+    few = PrivacyPlan(**{**RUN, "clients": 10, "cohort": 10})
+    with pytest.raises(ConfigError, match=r'10 clients in a round are too few to hide one .* unit="example"'):
+        few.require_useful(rms=0.026)
+    PrivacyPlan(**RUN).require_useful(rms=0.026)
+    examples = PrivacyPlan(**{**RUN, "clip": 50.0}, unit="example", examples=500, batch=50)
+    with pytest.raises(ConfigError, match=r"50 examples in a round .* The remedy: a larger epsilon"):
+        examples.require_useful(rms=0.026)
+
+
+def test_what_is_spent_grows_to_the_target_and_not_beyond() -> None:
+    plan = PrivacyPlan(**RUN)
+    spent = [plan.spent(rounds=rounds, participations=rounds // 10) for rounds in (0, 100, 200, 300, 400)]
+    assert [each.epsilon for each in spent] == sorted(each.epsilon for each in spent)
+    assert spent[0] == (0.0, 0.0, 1e-5)
+    assert spent[-1].epsilon == pytest.approx(8, rel=1e-9)
+    with pytest.raises(ConfigError, match="there is no guarantee"):
+        plan.spent(rounds=401, participations=40)
+    with pytest.raises(ConfigError, match="there is no guarantee"):
+        plan.spent(rounds=400, participations=41)
+
+
+def test_the_promise_has_every_number_that_it_rests_on() -> None:
+    promise = PrivacyPlan(**RUN).promise
+    for part in (
+        "epsilon 8",
+        "delta 1e-05",
+        "mu 1.666",
+        "one client",
+        "trusted server",
+        "set to zero",
+        "clipped to 0.2",
+        "divided by 100",
+        "twice within 10 rounds",
+        "more than 40 times in 400",
+    ):
+        assert part in promise
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"unit": "hospital"}, "unit must be one of client, example"),
+        ({"kind": "pink"}, "kind must be one of banded, blt, independent, white"),
+        ({"epsilon": 0.0}, "epsilon must be above 0"),
+        ({"epsilon": math.inf}, "epsilon must be above 0 and finite"),
+        ({"delta": 0.0}, "delta must be above 0 and below 1 / 1000"),
+        ({"delta": 1e-3}, "showing one of them whole would be allowed"),
+        ({"clip": -1.0}, "clip must be above 0"),
+        ({"rounds": 0}, "rounds must be 1 or more"),
+        ({"cohort": 1001}, "cohort must be between 1 and the number of clients, 1000"),
+        ({"unit": "example"}, "needs examples"),
+        ({"separation": -1}, "must not be negative"),
+        ({"decay": (0.9,), "scale": (0.5,)}, "decay and scale are those of kind blt"),
+        ({"kind": "blt"}, "a BLT has as many scales as decays"),
+        ({"momentum": 1.0}, "momentum must be in"),
+    ],
+)
+def test_what_makes_no_plan_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PrivacyPlan(**{**RUN, **change})
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)epsilon must be.*clip must be.*rounds must be"):
+        PrivacyPlan(**{**RUN, "epsilon": -1.0, "clip": 0.0, "rounds": 0})
+
+
+def test_a_plan_is_plain_values_and_comes_back_from_them() -> None:
+    plan = PrivacyPlan(**RUN)
+    assert PrivacyPlan(**dataclasses.asdict(plan)) == plan

@@ -1,0 +1,103 @@
+"""Who takes part when, and the ledger."""
+
+import itertools
+import json
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbcl.errors import ConfigError, ProtocolError
+from dbcl.privacy import Ledger, PrivacyPlan, cyclic_batch, cyclic_cohort, share
+from dbcl.state import State
+
+
+@given(clients=st.integers(1, 40), cohort=st.integers(1, 40), rounds=st.integers(1, 60))
+def test_turns_keep_the_rule_that_a_plan_assumes(clients: int, cohort: int, rounds: int) -> None:
+    cohort = min(cohort, clients)
+    plan = PrivacyPlan(epsilon=1, delta=1e-5, clip=1, rounds=rounds, clients=clients, cohort=cohort)
+    ledger = Ledger(rounds=rounds, separation=plan.separation, participations=plan.participations)
+    turns = Counter[int]()
+    for round in range(rounds):
+        members = cyclic_cohort(round, clients=clients, cohort=cohort)
+        assert len(set(members)) == cohort
+        ledger.use(round, members)  # an error where somebody comes too early or too often
+        turns.update(members)
+    assert max(turns.values()) == ledger.most_uses == plan.participations
+    assert max(turns.values()) - min(turns[client] for client in range(clients)) <= 1
+
+
+@given(examples=st.integers(1, 50), separation=st.integers(1, 12), rounds=st.integers(1, 40))
+def test_an_example_comes_back_after_exactly_the_separation(examples: int, separation: int, rounds: int) -> None:
+    seen: dict[int, list[int]] = {}
+    for round in range(rounds):
+        for example in cyclic_batch(round, examples=examples, separation=separation):
+            seen.setdefault(example, []).append(round)
+    for rounds_of_it in seen.values():
+        assert {later - earlier for earlier, later in itertools.pairwise(rounds_of_it)} <= {separation}
+        assert len(rounds_of_it) <= math.ceil(rounds / separation)
+    if rounds >= separation:
+        assert len(seen) == examples
+
+
+def test_a_client_that_comes_back_early_or_too_often_is_refused() -> None:
+    ledger = Ledger(rounds=100, separation=10, participations=2)
+    ledger.use(5, ["alice"])
+    assert ledger.refusal(14, "alice") == "took part in round 5, and may again from round 15 on"
+    assert ledger.refusal(15, "alice") is None
+    with pytest.raises(ProtocolError, match=r"round 14: 'alice': took part in round 5"):
+        ledger.use(14, ["bob", "alice"])
+    assert ledger.uses("bob") == 0  # one of them may not, so none is counted
+    ledger.use(15, ["alice"])
+    assert ledger.refusal(99, "alice") == "took part 2 times, which is all that its budget allows"
+    assert ledger.refusal(100, "bob") == "the budget of 100 rounds is spent"
+    assert ledger.allowed(30, ["alice", "bob", "carol"]) == ["bob", "carol"]
+    assert ledger.most_uses == 2
+
+
+def test_a_client_counts_once_a_round_whatever_its_name_is() -> None:
+    ledger = Ledger(rounds=10, separation=1, participations=5)
+    with pytest.raises(ProtocolError, match="counts once a round"):
+        ledger.use(0, ["7", 7])
+    ledger.use(0, [7])
+    with pytest.raises(ProtocolError, match="may again from round 1 on"):
+        ledger.use(0, ["7"])
+
+
+def test_a_ledger_goes_through_a_checkpoint_and_its_rule_cannot_be_changed() -> None:
+    ledger = Ledger(rounds=100, separation=10, participations=2)
+    ledger.use(5, ["alice", 3])
+    state = State(json.loads(json.dumps(ledger.state().values)), {})
+    revived = Ledger(rounds=100, separation=10, participations=2)
+    revived.load_state(state)
+    assert revived.state() == ledger.state()
+    assert revived.refusal(14, "alice") == ledger.refusal(14, "alice") is not None
+    for changed in ({"rounds": 200}, {"separation": 9}, {"participations": 3}):
+        other = Ledger(**{"rounds": 100, "separation": 10, "participations": 2, **changed})
+        with pytest.raises(ProtocolError, match="the checkpoint's ledger has the rule"):
+            other.load_state(state)
+        assert other.uses("alice") == 0
+
+
+def test_a_weight_counts_up_to_the_cap_and_the_denominator_is_fixed() -> None:
+    assert share(1, most=1, per_round=100) == 0.01
+    assert share(1e9, most=60, per_round=100) == 0.01
+    assert share(0, most=60, per_round=100) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: cyclic_cohort(0, clients=3, cohort=4), "cohort must be between 1 and the number of clients, 3"),
+        (lambda: cyclic_batch(0, examples=3, separation=0), "separation must be 1 or more"),
+        (lambda: share(1, most=0, per_round=1), "the largest above 0"),
+        (lambda: share(math.nan, most=1, per_round=1), "a weight is 0 or more"),
+        (lambda: Ledger(rounds=0, separation=1, participations=1), "are 1 or more"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(ConfigError, match=message):
+        make()
