@@ -201,6 +201,9 @@ def as_row(group: list[dict[str, Any]]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
+COLORS = {"plain": "0.45", "veil": "tab:green", "paper": "tab:red", "blind": "tab:blue"}
+
+
 def draw(groups: list[list[dict[str, Any]]]) -> None:
     """The curve of each preset's median seed."""
     from matplotlib.figure import Figure
@@ -218,7 +221,9 @@ def draw(groups: list[list[dict[str, Any]]]) -> None:
             label = " ".join([row["preset"], *(f"{name} {value}" for name, value in changed.items())])
             numbers = range(1, len(row["curve"]) + 1)
             a_round = row["bytes"] / len(row["curve"]) / 1e6
-            style = {"label": label, "linewidth": 1.6, "linestyle": "--" if changed else "-"}
+            style = {"label": label, "linewidth": 1.6, "linestyle": "-", "color": COLORS[row["preset"]]}
+            if changed:
+                style["linestyle"] = "--" if "buckets" in changed else ":"
             left.plot(numbers, [100 * score for score in row["curve"]], **style)
             right.plot([number * a_round for number in numbers], [100 * score for score in row["curve"]], **style)
         target = 100 * TARGETS[model]

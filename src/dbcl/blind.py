@@ -47,8 +47,10 @@ def blind(weights: Mapping[str, Tensor], plan: RoundPlan, noise: Noise) -> dict[
     return sketched(veiled({tensor.name: weights[tensor.name] for tensor in plan.tensors}, noise), plan)
 
 
-def veiled(weights: Mapping[str, Tensor], noise: Noise) -> dict[str, Tensor]:
+def veiled(weights: Mapping[str, Tensor], noise: Noise, grid: float | None = None) -> dict[str, Tensor]:
     """W + N for every tensor that leaves the server, which no client sees: one for all lanes of a round.
+
+    With a `grid` the sum is made in float64 and rounded to multiples of it, so that the last digits tell nothing.
 
     >>> veiled({"bias": torch.zeros(2)}, lambda name, shape: torch.ones(shape))
     {'bias': tensor([1., 1.])}
@@ -59,7 +61,10 @@ def veiled(weights: Mapping[str, Tensor], noise: Noise) -> dict[str, Tensor]:
         if drawn is None:
             hidden[name] = weight.detach().clone()
             continue
-        hidden[name] = weight.detach() + drawn.to(weight)
+        if grid is None:
+            hidden[name] = weight.detach() + drawn.to(weight)
+        else:
+            hidden[name] = ((weight.detach() + drawn) / grid).round_().mul_(grid).to(weight)
         if name.endswith("running_var"):
             hidden[name].clamp_(min=0)  # a variance must not turn negative; a running mean may
     return hidden

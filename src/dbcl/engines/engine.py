@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from dbcl.data.examples import Examples, examples_of
 from dbcl.data.trees import call, tensors
-from dbcl.engines.cohort import draw_cohort
+from dbcl.engines.cohort import cohort_size, draw_cohort
 from dbcl.engines.session import Session, session_of
 from dbcl.engines.training import LocalTraining
 from dbcl.errors import ConfigError, DbclError
 from dbcl.objective import CLASSIFICATION, Objective
-from dbcl.privacy import UpdateNoise
+from dbcl.privacy import UpdateNoise, cyclic_cohort
 from dbcl.protocol import Broadcast, RoundReport, Server, Update, UpdateStack, encoded_size
 
 RoundObserver = Callable[[Mapping[int, Broadcast], Mapping[int, Update | bytes]], None]
@@ -41,6 +41,8 @@ class Engine(ABC):
     """
 
     observer: RoundObserver | None = None
+    in_turns: bool = False
+    """Whether all clients take turns, as a guarantee needs it."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class Engine(ABC):
 
     def play_round(self) -> RoundResult:
         """Play one round: broadcast, train the cohort, collect, step."""
-        cohort = draw_cohort(len(self.clients), self.fraction, seed=self.seed, round=self.session.round)
+        cohort = self.cohort(self.session.round)
         sent = {client: self.session.open(client_name(client)) for client in cohort}
         updates = self.train_cohort(sent)
         report = self.session.close(updates)
@@ -70,6 +72,13 @@ class Engine(ABC):
         down = sum(len(clients) * encoded_size(broadcast) for broadcast, clients in by_broadcast(sent))
         up = encoded_size(updates) if isinstance(updates, UpdateStack) else sum(map(encoded_size, updates.values()))
         return RoundResult(report, down, up)
+
+    def cohort(self, round: int) -> list[int]:
+        """Who takes part in a round: drawn anew, or where `in_turns` is set, the next ones in a fixed order."""
+        count = len(self.clients)
+        if self.in_turns:
+            return sorted(cyclic_cohort(round, clients=count, cohort=cohort_size(count, self.fraction)))
+        return draw_cohort(count, self.fraction, seed=self.seed, round=round)
 
     @abstractmethod
     def train_cohort(self, sent: Mapping[int, Broadcast]) -> Mapping[str, Update | bytes]:

@@ -61,6 +61,8 @@ class ServerSession:
     The average is taken over about 1 / (1 - ema_decay) rounds. The noise of single rounds is gone from it, so it is
     what is evaluated and released. Clients never receive it; they go on from W.
 
+    Of a server with a guarantee the average is over W + N, what every round shows: W itself is never released.
+
     >>> import dbcl
     >>> session = ServerSession(dbcl.Server(nn.Linear(6, 2), cover="all"), ema_decay=0.9)
     >>> session.released is session.model
@@ -72,7 +74,7 @@ class ServerSession:
             raise ConfigError(f"ema_decay must be at least 0 and below 1, got {ema_decay}")
         self.server = server
         self.ema_decay = ema_decay
-        self.ema_model = copy.deepcopy(server.model) if ema_decay else None
+        self.ema_model = copy.deepcopy(server.model) if ema_decay or server.privacy else None
         self._means = {name: mean.detach().clone() for name, mean in self._float32().items()} if ema_decay else {}
 
     @property
@@ -139,12 +141,13 @@ class ServerSession:
             return
         # The decay rises from 0: an average of few rounds should not remember the initial weights.
         decay = min(self.ema_decay, self.round / (self.round + 10))
-        current, masters = named_tensors(self.model), self._float32()
+        shown = self.server.shown() if self.server.privacy else {}
+        current, masters = {**named_tensors(self.model), **shown}, {} if shown else self._float32()
         for name, mean in named_tensors(self.ema_model).items():
             if name in masters:
                 mean.copy_(self._means[name].lerp_(masters[name], 1 - decay))
             elif mean.is_floating_point():
-                mean.lerp_(current[name], 1 - decay)
+                mean.lerp_(current[name].to(mean), 1 - decay)
             else:
                 mean.copy_(current[name])
         if self.server.calibration is not None and self.server.statistics:

@@ -336,6 +336,7 @@ class Admission:
             examples=sum(each.update.examples for each in accepted),
             metrics=mean_metrics([(each.update.metrics, each.weight) for each in accepted]),
             pull=self.pull,
+            senders=tuple(self.accepted),
             lanes=self.lanes,
         )
 

@@ -164,6 +164,8 @@ class Tally:
     """The clients' metrics, averaged over examples."""
     pull: float = 0.0
     """The median client's pull on the average, with which later rounds bound each client's."""
+    senders: tuple[str, ...] = ()
+    """Whose updates were used."""
     lanes: tuple[int, ...] = ()
     """How many updates were accepted in each lane."""
 

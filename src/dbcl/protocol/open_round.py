@@ -43,7 +43,7 @@ class OpenRound:
         wire: Callable[[str], torch.dtype],
         asked: Iterable[str] = (),
     ) -> None:
-        self.plan, self._key, self._draw, self._veiled, self._wire = plan, key, draw, veiled, wire
+        self.plan, self._key, self._draw, self.veiled, self._wire = plan, key, draw, veiled, wire
         self._orders: list[list[int]] = []  # of the lanes, for as many clients in turn
         self._places: dict[str, Place] = {}  # of the clients, in the order in which they asked first
         self._broadcasts: dict[Place, Broadcast] = {}
@@ -99,7 +99,7 @@ class OpenRound:
             if group not in self._drawn:
                 self._drawn[group] = self._draw(group)
             plan = self._drawn[group].in_lane(lane)
-            leaving = {name: V.to(self._wire(name)) for name, V in sketched(self._veiled, plan).items()}
+            leaving = {name: V.to(self._wire(name)) for name, V in sketched(self.veiled, plan).items()}
             wrong = not_finite(leaving)
             if wrong:
                 raise ProtocolError(f"round {plan.round}: nothing leaves the server, {wrong[0]} holds NaN or infinity")

@@ -19,7 +19,7 @@ from dbcl.data.trees import Tree
 from dbcl.errors import PlanError, ProtocolError, plain
 from dbcl.optim import ServerOptimizer, fedavg
 from dbcl.plan import Ratio, SketchPlan
-from dbcl.privacy import Veil, WhiteVeil, norm
+from dbcl.privacy import CorrelatedVeil, Ledger, PrivacyPlan, Veil, WhiteVeil, Workload, norm
 from dbcl.protocol import checkpoint
 from dbcl.protocol.admission import Admission, Admitted, Door, copies, not_finite
 from dbcl.protocol.aggregation import Aggregate, stacked_sums, summed
@@ -49,6 +49,10 @@ class Server:
     that an experiment can be repeated, and must never be set where clients are strangers. `calibration` are inputs of
     the server's own, without labels: on these it measures the normalisation statistics of W after every round. Without
     them W has the average of what clients measured on the veiled and sketched model, which is not the same.
+
+    With `privacy`, a `dbcl.privacy.PrivacyPlan`, the veil is the one that keeps its guarantee, whatever size of veil the
+    plan names: every update is clipped to `privacy.clip`, they count alike, their sum is divided by the planned cohort,
+    whoever answers, and a client that comes back too early or too often is refused. Clients' metrics are not reported.
 
     >>> import torch, dbcl
     >>> def net():
@@ -82,6 +86,7 @@ class Server:
         door: Door | None = None,
         wire: str | None = None,
         calibration: Tree | None = None,
+        privacy: PrivacyPlan | None = None,
         insecure_seed: int | None = None,
     ) -> None:
         given = {
@@ -108,7 +113,9 @@ class Server:
             raise PlanError("\n  - ".join(["this plan was made for another model:", *problems]))
         self.door = door or Door()
         self.calibration = calibration
-        self.veil: Veil = WhiteVeil(self.plan.veils)
+        self.privacy = privacy
+        self.veil: Veil = WhiteVeil(self.plan.veils) if privacy is None else CorrelatedVeil.of(privacy)
+        self.ledger: Ledger | None = None
         self.round = 0
         self.statistics = {tensor.name for tensor in self.plan.tensors if tensor.scheme == MEASURED}
         self._wire = WIRE_DTYPES[wire] if wire is not None else None
@@ -125,6 +132,28 @@ class Server:
             self._masters.of(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
         self._optimizer = (optimizer or fedavg())(trained)
+        if privacy is not None:
+            self._keep(privacy)
+
+    def _keep(self, privacy: PrivacyPlan) -> None:
+        """See to it that a guarantee holds, or say why it cannot."""
+        found = Workload.of(self._optimizer)
+        problems = []
+        if found != privacy.workload:
+            problems.append(f"it was planned for {privacy.workload} on the server, which has {found}")
+        if self.statistics:
+            problems.append(
+                f"{min(self.statistics)} is what clients measure, without a clip; use a normalisation without running "
+                "statistics, such as GroupNorm"
+            )
+        if privacy.unit != "client":
+            problems.append(f"unit {privacy.unit!r} is not in this version")
+        if problems:
+            raise PlanError("\n  - ".join(["this guarantee cannot be kept:", *problems]))
+        # What a client may do must not depend on others' data: no medians.
+        self.door = replace(self.door, norm_bound=privacy.clip, clip=True, max_influence=None, max_times_median=None)
+        rule = privacy.separation, privacy.participations
+        self.ledger = Ledger(rounds=privacy.rounds, separation=rule[0], participations=rule[1])
 
     def open_round(self, client: str | int | None = None) -> Broadcast:
         """Blind the model for this round and give a client's broadcast, the same at every call until the round closes.
@@ -145,7 +174,9 @@ class Server:
                 self._frozen = self._fingerprints()
             self.settle_key()
             self.veil.begin(self.round, seeds.derive(self._key, "veil"), self.model)
-            hidden, own = veiled(self.weights(), partial(self.veil.noise, self.round)), named_tensors(self.model)
+            grid = None if self.privacy is None else self.privacy.grid
+            hidden = veiled(self.weights(), partial(self.veil.noise, self.round), grid)
+            own = named_tensors(self.model)
             self._open = OpenRound(
                 self.plan,
                 self._key,
@@ -155,6 +186,18 @@ class Server:
                 self._asked,
             )
         return self._open.broadcast(None if client is None else str(client))
+
+    def shown(self) -> dict[str, Tensor]:
+        """W + N of every tensor that is sent, before any sketch: what the round shows to all its clients together.
+
+        It opens the round. With a guarantee this is what may be released; W itself never is.
+
+        >>> server = Server(nn.Linear(6, 2), cover="all", veil=0)
+        >>> bool((server.shown()["weight"] == server.model.weight).all())
+        True
+        """
+        self.open_round()
+        return dict(self._opened().veiled)
 
     def prepare(self) -> None:
         """Draw what the next round needs beside the weights, for whoever has time while the clients train.
@@ -217,6 +260,9 @@ class Server:
             if who in accepted or who in refused:
                 further[who] += 1
                 continue
+            if self.ledger is not None and (spent := self.ledger.refusal(self.round, who)) is not None:
+                refused[who] = spent
+                continue
             try:
                 read = decode_update(bytes(update)) if isinstance(update, bytes | bytearray | memoryview) else update
                 digest = read.plan if isinstance(read, Update) else ""
@@ -238,6 +284,8 @@ class Server:
         opened = self._opened()
         accepted: dict[str, Admitted] = {}
         refused: dict[str, str] = {}
+        if self.ledger is not None and len(self.ledger.allowed(self.round, stack.senders)) < len(stack):
+            return self.admit(stack.items())
         try:
             answered = [opened.answered(digest, who) for who, digest in zip(stack.senders, stack.plans, strict=True)]
         except ProtocolError:  # somebody answers another lane than its own
@@ -252,6 +300,8 @@ class Server:
     def _admission(self, accepted: Mapping[str, Admitted], refused: Mapping[str, str]) -> Admission:
         refused = {**refused, **self.door.outliers(accepted)}
         within = {who: each for who, each in accepted.items() if who not in refused}
+        if self.privacy is not None:  # all count alike
+            within = {who: replace(each, weight=1.0) for who, each in within.items()}
         balanced, pull = self.door.balance(within, self._pulls)
         lane_of = self._opened().lane_of
         answers = Counter(lane_of(each.update.plan) for each in balanced.values())
@@ -262,7 +312,8 @@ class Server:
     def average(self, admission: Admission) -> Aggregate:
         """The mean of what was admitted, weighted by examples: over each lane in the sketched space, lifted, and added.
 
-        What a lane without answers would have weighed goes to the others.
+        What a lane without answers would have weighed goes to the others. With a guarantee it is the sum divided by the
+        planned cohort, and nothing goes anywhere.
         """
         weights, plans = self.weights(), self._opened().by_digest()
         sums: dict[str, Tensor] = {}
@@ -274,7 +325,7 @@ class Server:
     def _sums(self, admission: Admission, like: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """For each plan that was answered, what its updates add to the whole mean, in its sketched space."""
         accepted = list(admission.accepted.values())
-        whole = sum(each.weight for each in accepted)
+        whole = sum(each.weight for each in accepted) if self.privacy is None else float(self.privacy.per_round)
         digests = list(dict.fromkeys(each.update.plan for each in accepted))
         statistics = {name: like[name] for name in self.statistics}
         if admission.stack is None:
@@ -346,6 +397,8 @@ class Server:
         if problems:
             raise ProtocolError("\n  - ".join([f"round {self.round}: the aggregate is refused", *problems]))
         tally = tally or Tally()
+        if self.ledger is not None and len(tally.senders) != aggregate.count:
+            raise ProtocolError(f"round {self.round}: a guarantee counts who takes part, and the tally does not say so")
         length = norm({name: change for name, change in changes.items() if name not in self.statistics})
         report = RoundReport(
             round=self.round,
@@ -354,7 +407,7 @@ class Server:
             clipped=tally.clipped,
             examples=tally.examples,
             norm=length,
-            metrics=tally.metrics,
+            metrics=tally.metrics if self.privacy is None else {},
             lanes=tally.lanes,
         )
         if report.unanswered and report.accepted >= len(report.lanes):
@@ -378,6 +431,8 @@ class Server:
             restore_server(self, before, keep_open=True)
             raise
         self.veil.end(self.round)
+        if self.ledger is not None:
+            self.ledger.use(self.round, tally.senders)
         self.round += 1
         if tally.pull > 0:
             self._pulls = [*self._pulls, tally.pull][-RECENT:]

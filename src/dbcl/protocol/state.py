@@ -41,6 +41,8 @@ def server_state(server: "Server") -> State:
         "veil": server.veil.state(),
         "optimizer": optimizer_state(server._optimizer),
     }
+    if server.ledger is not None:
+        parts["ledger"] = server.ledger.state()
     if server._masters.tensors:
         parts["masters"] = State(
             {},
@@ -60,10 +62,11 @@ def restore_server(server: "Server", state: State, *, keep_open: bool = False) -
     before = server_state(server)
     try:
         _restore(server, state, keep_open)
-    except ProtocolError:  # is raised before anything changes
+    except ProtocolError:
+        _restore(server, before, keep_open=True)
         raise
     except Exception as error:  # whatever is in a file, it is no state of a server
-        _restore(server, before, keep_open)
+        _restore(server, before, keep_open=True)
         raise ProtocolError(f"the checkpoint is damaged ({type(error).__name__}: {plain(str(error), 100)})") from error
 
 
@@ -86,6 +89,10 @@ def _restore(server: "Server", state: State, keep_open: bool) -> None:
     base_key = bytes.fromhex(own["base_key"]) if server.plan.base else server._base_key
     if not is_count(number) or len(key) != SEED_BYTES or len(base_key) != SEED_BYTES or not all(map(isfinite, pulls)):
         raise ProtocolError("the checkpoint is damaged: its round, a key or a length cannot be what it says")
+    if (server.ledger is None) != ("ledger" not in state.values):
+        raise ProtocolError("the checkpoint belongs to a run with another guarantee: only one of the two has one")
+    if server.ledger is not None:
+        server.ledger.load_state(state.part("ledger"))
     load_optimizer(server._optimizer, state.part("optimizer"))
     server.veil.load_state(state.part("veil"))
     load_model(server.model, state.part("model"))

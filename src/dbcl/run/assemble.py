@@ -1,5 +1,6 @@
 """From settings to what plays a run: model, plan, server, session, shards and engine are built here and only here."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -32,18 +33,32 @@ def new_seed(config: RunConfig) -> bytes:
     return seeds.fresh() if config.seed is None else seeds.derive(bytes(seeds.SEED_BYTES), "run", config.seed)
 
 
+def rms(model: nn.Module) -> float:
+    """The root mean square of all that is trained in a model.
+
+    >>> rms(nn.Linear(4, 2).requires_grad_(False))
+    0.0
+    """
+    trained = [parameter.detach().double() for parameter in model.parameters() if parameter.requires_grad]
+    total = sum(parameter.numel() for parameter in trained)
+    return math.sqrt(sum(float(parameter.square().sum()) for parameter in trained) / total) if total else 0.0
+
+
 def build_plan(config: RunConfig, model: nn.Module, layers: Layers | None = None) -> SketchPlan:
     """What is sketched and veiled, and how; `layers` are those of `SketchPlan.of`.
+
+    With a guarantee the size of the veil is fixed for the run; the plan names what that is beside the weights now.
 
     >>> from dbcl.run.task import task_of
     >>> build_plan(RunConfig(veil=0.0), task_of(RunConfig()).make_model(0)).in_clear
     ('1.bias', '3.bias', '5.weight', '5.bias')
     """
+    privacy = config.privacy()
     return SketchPlan.of(
         model,
         ratio=config.ratio,
         cover=config.cover,
-        veil=config.veil,
+        veil=config.veil if privacy is None else float(f"{privacy.relative(rms(model)):.3g}"),
         sketch=config.sketch,
         layers=layers,
         lanes=config.lanes,
@@ -93,6 +108,9 @@ def divide(config: RunConfig, task: Task, *, seed: bytes) -> list[Rows]:
 def build_session(config: RunConfig, task: Task, *, seed: bytes) -> ServerSession:
     """Whoever holds the model of a run, at its first round."""
     model = task.make_model(_weight_seed(config, seed)).to(_device(config))
+    privacy = config.privacy()
+    if privacy is not None:
+        privacy.require_useful(rms(model))
     server = build_server(
         config,
         model,
@@ -100,6 +118,7 @@ def build_session(config: RunConfig, task: Task, *, seed: bytes) -> ServerSessio
         insecure_seed=config.seed,
         optimizer=config.server_step(),
         door=config.door(),
+        privacy=privacy,
         calibration=task.held_out.to(_device(config)).first(CALIBRATION).inputs,
     )
     return ServerSession(server, ema_decay=config.ema_decay)
@@ -119,6 +138,7 @@ def build_engine(config: RunConfig, task: Task, session: ServerSession, *, seed:
         seed=seed,
         noise=config.noise(),
     )
+    engine.in_turns = config.epsilon is not None
     if isinstance(engine, StackedEngine):
         engine.precision = config.precision
     return engine

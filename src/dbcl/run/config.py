@@ -20,7 +20,7 @@ from dbcl.errors import ConfigError
 from dbcl.models import NETWORKS
 from dbcl.optim import ServerOptimizer, adam, fedavg, momentum
 from dbcl.plan import COUNT
-from dbcl.privacy import UpdateNoise
+from dbcl.privacy import PrivacyPlan, UpdateNoise
 from dbcl.protocol import Door
 from dbcl.protocol.codec import WIRE_DTYPES
 from dbcl.run.settings import about, described
@@ -31,11 +31,12 @@ CROSS_ENTROPY = "cross-entropy"
 IN_PYTHON = " (in Python)"
 """How the settings name what was given as an object: by its name and this."""
 
-WHAT, WHO, CLIENT, HIDE, SERVER, LONG = (
+WHAT, WHO, CLIENT, HIDE, PROMISE, SERVER, LONG = (
     "What is trained",
     "Who takes part",
     "What a client does",
     "What is hidden",
+    "What is promised",
     "What the server does",
     "How long, and how",
 )
@@ -254,6 +255,24 @@ class RunConfig:
     )
     veil: float = described(0.2, "Secret noise on all that leaves the server, relative to the weights", HIDE)
 
+    epsilon: float | None = described(
+        None,
+        "Promise differential privacy: the run's noise is correlated over rounds and large enough for this epsilon, in "
+        "the place of --veil; needs --clip, and clients take turns",
+        PROMISE,
+        unset="nothing is promised",
+    )
+    delta: float = described(1e-5, "The delta beside --epsilon; below one in the number of clients", PROMISE)
+    clip: float | None = described(
+        None, "Every update is clipped to this length, all its tensors together", PROMISE, unset="not clipped"
+    )
+    mechanism: str = described(
+        "banded",
+        "How the noise of --epsilon is correlated over rounds",
+        PROMISE,
+        choices={"banded": "by a banded square root", "independent": "not at all, as in DP-FedAvg"},
+    )
+
     server_optimizer: str = described(
         "fedavg",
         "What the server does with the average update",
@@ -375,6 +394,14 @@ class RunConfig:
             check_place(place)
         if self.update_noise and self.update_clip is None:
             raise ConfigError("update_noise is relative to update_clip: set that, too")
+        if (self.epsilon is None) != (self.clip is None):
+            raise ConfigError(
+                "epsilon and clip go together: noise is measured by how far one client can move the model"
+            )
+        if self.epsilon is not None and (self.update_clip is not None or self.server_optimizer == "adam"):
+            raise ConfigError(
+                "with epsilon clients clip by clip, not update_clip, and the server's optimiser is linear"
+            )
         self.training()
         self.door()
         self.noise()
@@ -433,8 +460,31 @@ class RunConfig:
             return partial(cosine, rounds=self.rounds)
         raise ConfigError(f"lr_schedule must be constant, cosine or module:function, got {self.lr_schedule!r}")
 
+    def privacy(self) -> PrivacyPlan | None:
+        """The guarantee that the settings ask for; None where they ask for none.
+
+        >>> plan = RunConfig(epsilon=8, clip=0.2, clients=1000, rounds=400).privacy()
+        >>> plan.separation, plan.participations
+        (10, 40)
+        """
+        if self.epsilon is None or self.clip is None:
+            return None
+        return PrivacyPlan(
+            epsilon=self.epsilon,
+            delta=self.delta,
+            clip=self.clip,
+            rounds=self.rounds,
+            clients=self.clients,
+            cohort=self.cohort,
+            momentum=self.server_momentum if self.server_optimizer == "momentum" else 0.0,
+            lr=self.server_rate,
+            kind=self.mechanism,
+        )
+
     def noise(self) -> UpdateNoise | None:
         """What a client does to its update before it sends it."""
+        if self.clip is not None:
+            return UpdateNoise(self.clip)
         if self.update_clip is None:
             return None
         return UpdateNoise(self.update_clip, self.update_noise, insecure_seed=self.seed)

@@ -114,6 +114,11 @@ class Run:
             raise ProtocolError(f"{folder} was written by an older dbcl, whose runs this one cannot go on with")
         seed = bytes.fromhex(state.values["run"]["seed"])
         fixed = sorted(set(changes) - set(RESUMABLE))
+        if "rounds" in changes and changes["rounds"] != config.rounds and config.epsilon is not None:
+            raise ConfigError(
+                f"the budget of this run is {config.rounds} rounds at epsilon {config.epsilon:g}: it cannot go on past "
+                "them, nor be planned anew"
+            )
         if fixed:
             raise ConfigError(f"a run that goes on may change {', '.join(RESUMABLE)}, not {', '.join(fixed)}")
         config = from_toml(to_toml(config), **changes)

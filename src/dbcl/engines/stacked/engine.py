@@ -18,7 +18,6 @@ from torch import Tensor
 from dbcl._torch import queued
 from dbcl.data.examples import TensorExamples
 from dbcl.data.trees import join
-from dbcl.engines.cohort import draw_cohort
 from dbcl.engines.engine import Engine, RoundResult, client_name
 from dbcl.engines.local import train_in_turn
 from dbcl.engines.stacked.batch import Params
@@ -169,8 +168,7 @@ class StackedEngine(Engine):
         if any(laid_out[0] == round for laid_out in self._ahead):
             return
         self.session.prepare()
-        cohort = draw_cohort(len(self.clients), self.fraction, seed=self.seed, round=round)
-        clients = self._by_size(cohort)
+        clients = self._by_size(self.cohort(round))
         self._ahead = {(round, *clients): self._lay_out(round, clients)}
 
     def _by_size(self, clients: Iterable[int]) -> list[int]:
@@ -203,8 +201,8 @@ class StackedEngine(Engine):
             tuple(self.training.counted(len(self.shards[client])) for client in clients),
             tuple({"loss": loss} for chunk in trained for loss in chunk.losses),
         )
-        if self.noise is None:
-            return stack
+        if self.noise is None or self.noise.multiplier == 0:
+            return stack if self.noise is None else clipped(stack, self.noise.clip, broadcast)
         weights = [tensor.name for tensor in broadcast.plan.tensors if not tensor.measured]
         noised = {}
         for client in clients:
@@ -228,6 +226,19 @@ class _Trained(NamedTuple):
     clients: list[int]
     changes: Params
     losses: list[float]
+
+
+def clipped(stack: UpdateStack, clip: float, broadcast: Broadcast) -> UpdateStack:
+    """A stack whose updates were each shortened to a length, and without statistics, as `UpdateNoise` does it."""
+    names = [tensor.name for tensor in broadcast.plan.tensors if not tensor.measured]
+    flat = [stack.tensors[name].unsqueeze(-1).flatten(1) for name in names]
+    lengths = torch.stack([torch.linalg.vector_norm(each, dim=1, dtype=torch.float64) for each in flat])
+    factor = (clip / torch.linalg.vector_norm(lengths, dim=0)).clamp(max=1.0)  # NaN stays: the door refuses it
+    shortened = {
+        name: stack.tensors[name] * factor.to(stack.tensors[name]).view(-1, *(1,) * (stack.tensors[name].ndim - 1))
+        for name in names
+    }
+    return replace(stack, tensors=shortened)
 
 
 def joined(parts: list[Tensor]) -> Tensor:
