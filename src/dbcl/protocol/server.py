@@ -50,8 +50,8 @@ class Server:
     the server's own, without labels: on these it measures the normalisation statistics of W after every round. Without
     them W has the average of what clients measured on the veiled and sketched model, which is not the same.
 
-    With `privacy`, a `dbcl.privacy.PrivacyPlan`, the veil is the one that keeps its guarantee, whatever size of veil the
-    plan names: every update is clipped to `privacy.clip`, they count alike, their sum is divided by the planned cohort,
+    With `privacy`, a `dbcl.privacy.PrivacyPlan`, the veil is the one that keeps its guarantee, whatever size the plan
+    names: every update is clipped to `privacy.clip`, they count alike, their sum is divided by the planned cohort,
     whoever answers, and a client that comes back too early or too often is refused. Clients' metrics are not reported.
 
     >>> import torch, dbcl
