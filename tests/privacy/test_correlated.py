@@ -193,6 +193,21 @@ def test_a_step_that_is_undone_leaves_the_open_round_as_it_was(monkeypatch: pyte
     assert dbcl.encode(server.open_round()) == whole[6]
 
 
+def test_an_open_round_survives_a_state_that_is_loaded_and_given_up() -> None:
+    server, _ = run_server(stop=5)
+    other, _ = run_server(stop=3)
+    server.open_round()
+    before, noise = server.veil.state(), server.veil.noise(5, "bias", (2,))
+    server.veil.load_state(other.veil.state())
+    with pytest.raises(ProtocolError, match="round 5 has not begun"):
+        server.veil.noise(5, "bias", (2,))
+    with pytest.raises(ProtocolError, match="round 5 has not begun"):
+        server.veil.end(5)
+    server.veil.load_state(before)
+    assert torch.equal(server.veil.noise(5, "bias", (2,)), noise)
+    server.veil.end(5)
+
+
 def test_the_model_after_the_last_round_can_be_released_and_nothing_after_it() -> None:
     veil = CorrelatedVeil(mechanism(banded(3), rounds=2), 0.1)
     noises = streams(veil, 4)

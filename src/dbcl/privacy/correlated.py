@@ -24,6 +24,7 @@ class _Begun(NamedTuple):
 
     round: int
     key: bytes
+    tag: str
     devices: dict[str, torch.device]
     fixed: frozenset[str]
 
@@ -85,9 +86,11 @@ class CorrelatedVeil(Veil):
             raise ProtocolError(
                 f"round {round} has begun with another key: a second noise on its weights would show them"
             )
+        if self._begun is None or self._begun.tag != tag:
+            self._next = {}
         own = named_tensors(model)
         fixed = frozenset(name for name, tensor in own.items() if not isinstance(tensor, nn.Parameter))
-        self._begun = _Begun(round, key, {name: tensor.device for name, tensor in own.items()}, fixed)
+        self._begun = _Begun(round, key, tag, {name: tensor.device for name, tensor in own.items()}, fixed)
         self._shown = tag
 
     def noise(self, round: int, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -113,10 +116,11 @@ class CorrelatedVeil(Veil):
     def prepare(self, key: bytes, shapes: Mapping[str, tuple[int, ...]]) -> None:
         if self._begun is None:
             return
-        _, _, devices, fixed = self._begun
-        later, veiled = self._position + 1, {name: shape for name, shape in shapes.items() if name not in fixed}
+        later, devices = self._begun.round + 1, self._begun.devices
         self._ahead = {
-            (key, later, name): self._drawn(key, later, name, shape, devices[name]) for name, shape in veiled.items()
+            (key, later, name): self._drawn(key, later, name, shape, devices[name])
+            for name, shape in shapes.items()
+            if name not in self._begun.fixed
         }
 
     def _drawn(self, key: bytes, round: int, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -135,7 +139,7 @@ class CorrelatedVeil(Veil):
         self._position = round + 1
 
     def _opened(self, round: int) -> _Begun:
-        if self._begun is None or self._begun.round != round:
+        if self._begun is None or (self._begun.round, self._begun.tag) != (round, self._shown):
             raise ProtocolError(f"the veil of round {round} has not begun")
         return self._begun
 
@@ -165,8 +169,7 @@ class CorrelatedVeil(Veil):
             )
             for name, own in parts.items()
         }
-        if (values["round"], values["begun"]) != (self._position, self._shown):
-            self._next, self._begun = {}, None  # else the state is of this very round, which stays open
+        # The round that has begun is kept: it is open again where this state, or one that is loaded after it, is of it.
         self._position, self._shown, self._memory, self._ahead = int(values["round"]), values["begun"], memory, {}
 
     def _identity(self) -> dict[str, Any]:
