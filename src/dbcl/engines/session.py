@@ -142,7 +142,8 @@ class ServerSession:
         # The decay rises from 0: an average of few rounds should not remember the initial weights.
         decay = min(self.ema_decay, self.round / (self.round + 10))
         shown = self.server.shown() if self.server.privacy else {}
-        current, masters = {**named_tensors(self.model), **shown}, {} if shown else self._float32()
+        current = {**named_tensors(self.model), **shown}
+        masters = {name: shown[name] for name in self._means} if shown else self._float32()
         for name, mean in named_tensors(self.ema_model).items():
             if name in masters:
                 mean.copy_(self._means[name].lerp_(masters[name], 1 - decay))

@@ -3,19 +3,21 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dbcl import models, seeds
 from dbcl.data.examples import Batch, examples_of
-from dbcl.data.trees import Tree, call, join
+from dbcl.data.trees import Tree, call, join, map_tensors, tensors
 from dbcl.errors import ConfigError, DataError
 from dbcl.objective import CLASSIFICATION, Loss, Objective, name_of
+from dbcl.privacy import cyclic_batch
 
 OptimizerFactory = Callable[..., Optimizer]
 """Makes an optimiser of `(parameters, lr=...)`, as every class of torch.optim does."""
@@ -48,6 +50,10 @@ class LocalTraining:
     proximal: float = 0.0
     optimizer: OptimizerFactory = torch.optim.SGD
     schedule: Schedule | None = None
+    example_clip: float | None = None
+    """For a guarantee for single examples: one step a round along the *sum* of the examples' gradients, each clipped to
+    this length, over every `separation`-th example in turn. The server divides by the number of all."""
+    separation: int = 1
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -63,6 +69,16 @@ class LocalTraining:
             raise ConfigError(f"momentum must be between 0 and 1, got {self.momentum}")
         if self.proximal < 0:
             raise ConfigError(f"proximal must be 0 or more, got {self.proximal}")
+        if self.example_clip is not None and not (self.example_clip > 0 and self.separation >= 1):
+            raise ConfigError(
+                f"clip must be above 0 and separation 1 or more, got {self.example_clip}, {self.separation}"
+            )
+        several = self.steps != 1 or self.momentum or self.proximal or not self.is_sgd
+        if self.example_clip is not None and several:
+            raise ConfigError(
+                "where one example is the unit of a guarantee, clients take one step of plain SGD a round: in a second "
+                "one an example would act beyond its own gradient"
+            )
         if self.momentum and not self.is_sgd:
             raise ConfigError(f"momentum is that of SGD; set it where {name_of(self.optimizer)} is made")
 
@@ -89,6 +105,9 @@ class LocalTraining:
 
     def batches(self, examples: int, *, seed: bytes, round: int, client: int) -> Iterator[NDArray[np.int64]]:
         """The examples of each local step: a function of the seed, the round and the client, on every engine."""
+        if self.example_clip is not None:
+            yield np.asarray(cyclic_batch(round, examples=examples, separation=self.separation), dtype=np.int64)
+            return
         left = self.steps
         for epoch in range(self.epochs):
             order = np.argsort(self.keys(examples, seed=seed, round=round, client=client, epoch=epoch), kind="stable")
@@ -104,6 +123,8 @@ class LocalTraining:
 
     def counted(self, examples: int) -> int:
         """How many examples an update counts for: those of its batches, each once."""
+        if self.example_clip is not None:
+            return -(-examples // self.separation)
         return examples if self.steps is None else min(examples, self.steps * self.batch_size)
 
     def train(
@@ -115,6 +136,9 @@ class LocalTraining:
         """
         examples = examples_of(examples)
         model.train()
+        if self.example_clip is not None:
+            (rows,) = self.batches(len(examples), seed=seed, round=round, client=client)
+            return {"loss": clipped_step(model, examples.take(rows), loss, self.rate(round), self.example_clip)}
         sent = [parameter.detach().clone() for parameter in model.parameters()] if self.proximal else []
         optimizer = self._make_optimizer(model.parameters(), self.rate(round))
         losses = []
@@ -138,6 +162,50 @@ class LocalTraining:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         more = {"momentum": self.momentum} if self.momentum else {}
         return self.optimizer(trained, lr=rate, **more)
+
+
+def _slice(start: int, end: int, tensor: Tensor) -> Tensor:
+    return tensor[start:end]
+
+
+def clipped_step(model: nn.Module, batch: Batch, loss: Loss, rate: float, clip: float) -> float:
+    """Move a model by `rate` times minus the sum of its examples' gradients, each clipped; gives their mean loss.
+
+    >>> from dbcl.data.examples import Batch
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> _ = nn.init.zeros_(model.weight)
+    >>> def loss(outputs, targets):
+    ...     return (outputs * targets).mean()
+    >>> clipped_step(model, Batch(torch.ones(3, 1), torch.tensor([[1.0], [5.0], [-0.5]])), loss, 0.1, clip=1.0)
+    0.0
+    >>> model.weight.item()  # of 1, 5 and -0.5 the sum is 1.5
+    -0.15...
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    start = {name: parameter.detach() for name, parameter in trained.items()}
+
+    def one(parameters: dict[str, Tensor], example: tuple[Tree, Tree]) -> Tensor:
+        inputs, targets = map_tensors(lambda tensor: tensor.unsqueeze(0), example)
+        arguments: Any = inputs
+        positional = arguments if isinstance(arguments, tuple) else () if isinstance(arguments, dict) else (arguments,)
+        named = arguments if isinstance(arguments, dict) else {}
+        return loss(torch.func.functional_call(model, parameters, positional, named), targets)
+
+    gradient = torch.func.grad_and_value(one)
+    total = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
+    losses, size = [], 64  # so many gradients are in memory at a time
+    for begin in range(0, len(next(tensors(batch.targets))), size):
+        part = map_tensors(partial(_slice, begin, begin + size), tuple(batch))
+        each, value = torch.func.vmap(gradient, in_dims=(None, 0), randomness="different")(start, part)
+        squares = torch.stack([grad.flatten(1).square().sum(1) for grad in each.values()]).sum(0)
+        factor = (clip / squares.sqrt().clamp(min=1e-30)).clamp(max=1.0)
+        for name, grad in each.items():
+            total[name] += torch.einsum("n,n...->...", factor, grad)
+        losses.append(value.detach())
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.sub_(total[name], alpha=rate)
+    return float(torch.cat(losses).mean()) if losses else 0.0  # whose examples have no turn changes nothing
 
 
 def dropout_seed(seed: bytes, round: int, client: int) -> int:

@@ -44,16 +44,17 @@ def rms(model: nn.Module) -> float:
     return math.sqrt(sum(float(parameter.square().sum()) for parameter in trained) / total) if total else 0.0
 
 
-def build_plan(config: RunConfig, model: nn.Module, layers: Layers | None = None) -> SketchPlan:
+def build_plan(config: RunConfig, model: nn.Module, layers: Layers | None = None, *, examples: int = 0) -> SketchPlan:
     """What is sketched and veiled, and how; `layers` are those of `SketchPlan.of`.
 
     With a guarantee the size of the veil is fixed for the run; the plan names what that is beside the weights now.
+    Where one example is the unit, that takes the number of training `examples`.
 
     >>> from dbcl.run.task import task_of
     >>> build_plan(RunConfig(veil=0.0), task_of(RunConfig()).make_model(0)).in_clear
     ('1.bias', '3.bias', '5.weight', '5.bias')
     """
-    privacy = config.privacy()
+    privacy = config.privacy(examples) if examples or config.unit == "client" else None
     return SketchPlan.of(
         model,
         ratio=config.ratio,
@@ -71,6 +72,7 @@ def build_server(
     model: nn.Module,
     *,
     layers: Layers | None = None,
+    examples: int = 0,
     insecure_seed: int | None = None,
     **changes: Any,
 ) -> Server:
@@ -80,7 +82,8 @@ def build_server(
     >>> build_server(RunConfig(), task_of(RunConfig()).make_model(0)).round
     0
     """
-    return Server(model, build_plan(config, model, layers), wire=config.wire, insecure_seed=insecure_seed, **changes)
+    plan = build_plan(config, model, layers, examples=examples)
+    return Server(model, plan, wire=config.wire, insecure_seed=insecure_seed, **changes)
 
 
 def divide(config: RunConfig, task: Task, *, seed: bytes) -> list[Rows]:
@@ -108,13 +111,14 @@ def divide(config: RunConfig, task: Task, *, seed: bytes) -> list[Rows]:
 def build_session(config: RunConfig, task: Task, *, seed: bytes) -> ServerSession:
     """Whoever holds the model of a run, at its first round."""
     model = task.make_model(_weight_seed(config, seed)).to(_device(config))
-    privacy = config.privacy()
+    privacy = config.privacy(len(task.train))
     if privacy is not None:
         privacy.require_useful(rms(model))
     server = build_server(
         config,
         model,
         layers=task.layers,
+        examples=len(task.train),
         insecure_seed=config.seed,
         optimizer=config.server_step(),
         door=config.door(),
@@ -138,7 +142,7 @@ def build_engine(config: RunConfig, task: Task, session: ServerSession, *, seed:
         seed=seed,
         noise=config.noise(),
     )
-    engine.in_turns = config.epsilon is not None
+    engine.in_turns = config.epsilon is not None and config.unit == "client"
     if isinstance(engine, StackedEngine):
         engine.precision = config.precision
     return engine

@@ -266,6 +266,16 @@ class RunConfig:
     clip: float | None = described(
         None, "Every update is clipped to this length, all its tensors together", PROMISE, unset="not clipped"
     )
+    unit: str = described(
+        "client",
+        "What --epsilon protects",
+        PROMISE,
+        choices={
+            "client": "all that one client contributes",
+            "example": "one example, also with few clients; needs --algorithm sgd and --fraction 1, and clips gradients",
+        },
+    )
+    separation: int = described(10, "With --unit example every example comes back after so many rounds", PROMISE)
     mechanism: str = described(
         "banded",
         "How the noise of --epsilon is correlated over rounds",
@@ -402,6 +412,13 @@ class RunConfig:
             raise ConfigError(
                 "with epsilon clients clip by clip, not update_clip, and the server's optimiser is linear"
             )
+        if self.epsilon is not None and self.unit == "example":
+            steps = self.algorithm == "sgd" and self.share == 1 and self.separation >= 1
+            if not steps or _own(self.lr_schedule):
+                raise ConfigError(
+                    "with unit example clients take one step a round, all of them in every round (algorithm sgd, fraction "
+                    "1), by a rate that only falls (no lr_schedule of your own), and separation is 1 or more"
+                )
         self.training()
         self.door()
         self.noise()
@@ -437,6 +454,8 @@ class RunConfig:
             batch_size=self.batch_size,
             epochs=self.epochs,
             steps=1 if self.algorithm == "sgd" else None,
+            example_clip=self.clip if self.unit == "example" else None,
+            separation=self.separation if self.unit == "example" else 1,
             momentum=self.momentum,
             proximal=self.proximal if self.algorithm == "fedprox" else 0.0,
             optimizer=optimizer or self._optimizer(),
@@ -460,8 +479,10 @@ class RunConfig:
             return partial(cosine, rounds=self.rounds)
         raise ConfigError(f"lr_schedule must be constant, cosine or module:function, got {self.lr_schedule!r}")
 
-    def privacy(self) -> PrivacyPlan | None:
+    def privacy(self, examples: int = 0) -> PrivacyPlan | None:
         """The guarantee that the settings ask for; None where they ask for none.
+
+        `examples` is how many training examples there are, which counts where one of them is the unit.
 
         >>> plan = RunConfig(epsilon=8, clip=0.2, clients=1000, rounds=400).privacy()
         >>> plan.separation, plan.participations
@@ -469,10 +490,15 @@ class RunConfig:
         """
         if self.epsilon is None or self.clip is None:
             return None
+        of_examples: dict[str, Any] = {}
+        if self.unit == "example":
+            of_examples = {"unit": "example", "examples": examples, "batch": max(1, examples // self.separation)}
         return PrivacyPlan(
+            **of_examples,
             epsilon=self.epsilon,
             delta=self.delta,
-            clip=self.clip,
+            # What one gradient moves the sum by: clients send it times their learning rate.
+            clip=self.clip if self.unit == "client" else self.clip * self.lr,
             rounds=self.rounds,
             clients=self.clients,
             cohort=self.cohort,
@@ -484,7 +510,7 @@ class RunConfig:
     def noise(self) -> UpdateNoise | None:
         """What a client does to its update before it sends it."""
         if self.clip is not None:
-            return UpdateNoise(self.clip)
+            return UpdateNoise(self.clip) if self.unit == "client" else None
         if self.update_clip is None:
             return None
         return UpdateNoise(self.update_clip, self.update_noise, insecure_seed=self.seed)

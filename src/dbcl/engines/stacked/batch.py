@@ -27,6 +27,8 @@ class Batch:
     dropout_masks: DropoutMasks
     rate: Tensor
     dummy_leaf: Tensor | None = None
+    example_clip: float | None = None
+    """The length to which every example's gradient is clipped; their sum is what a step goes along, not their mean."""
 
     @property
     def step_in_backward(self) -> bool:

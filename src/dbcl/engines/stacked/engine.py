@@ -96,8 +96,11 @@ class StackedEngine(Engine):
             log.info("the stacked engine takes the path %r: %s", self.path, self.why)
             return None
         try:
-            self._stack = StageStack(self.template, broadcast, self.x[:1], bf16=self.precision == "bf16")
+            self._stack = stages = StageStack(self.template, broadcast, self.x[:1], bf16=self.precision == "bf16")
             self.path, self.why = "stages", "a plain stack of known layers"
+            if self.training.example_clip is not None and not stages.clips_examples:
+                self._stack, self.path = None, "loop"
+                self.why = "gradients of single examples are clipped for one client at a time, but for dense layers"
         except NotStackable as reason:
             general = VmapStack(self.template, broadcast)
             self._stack, self.path, self.why = general, "vmap", str(reason)
@@ -144,13 +147,14 @@ class StackedEngine(Engine):
         changes = stack.changes(params, steps)
         if self.x.is_cuda:  # which takes its steps by itself, so there is time
             self._look_ahead(round + 1)
-        return _Trained(clients, changes, (losses.sum(dim=0) / steps).tolist())
+        return _Trained(clients, changes, (losses.sum(dim=0) / steps.clamp(min=1)).tolist())
 
     def _lay_out(self, round: int, clients: list[int]) -> "_Layout":
         """Which examples the clients of a chunk take, in which order."""
         shards = [self.shards[client] for client in clients]
         sizes = list(map(len, shards))
-        if self.x.is_cuda and type(self.training).batches is LocalTraining.batches:
+        usual = type(self.training).batches is LocalTraining.batches and self.training.example_clip is None
+        if self.x.is_cuda and usual:
             schedule = Schedule.together(
                 clients, sizes, self.training, seed=self.seed, round=round, device=self.x.device
             )

@@ -50,6 +50,10 @@ class Stage:
         """
         raise NotImplementedError
 
+    def input_gradient(self, grad: Tensor, out: Tensor, params: Params) -> Tensor:
+        """The gradient of the stage's input from that of its output, without autograd; nothing changes."""
+        raise NotImplementedError
+
     def load(self, lanes: Lanes, like: Tensor) -> None:
         """Take the sketches of a chunk's clients, into the same memory where the shapes allow it."""
 
@@ -74,6 +78,9 @@ class Apply(Stage):
 
     def manual_backward(self, grad: Tensor, saved: Tensor, out: Tensor, params: Params) -> Tensor:
         # `StageStack.manual` is set only where all layers without parameters are ReLUs.
+        return relu_backward(grad, out, 0)
+
+    def input_gradient(self, grad: Tensor, out: Tensor, params: Params) -> Tensor:
         return relu_backward(grad, out, 0)
 
 

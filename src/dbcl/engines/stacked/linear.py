@@ -89,6 +89,11 @@ class Linear(Stage):
             params[self.bias].sub_(grad.sum(dim=1))
         return inner
 
+    def input_gradient(self, grad: Tensor, out: Tensor, params: Params) -> Tensor:
+        if self.presketched:  # there is nothing before it
+            return grad
+        return self.sketch_input_adjoint(torch.bmm(grad, params[self.weight].transpose(1, 2)))
+
     def sketch_input(self, h: Tensor) -> Tensor:
         """Sketch the input, x R D; without a gather where it comes in the order of the sketch."""
         if self.tables is None or self.presketched:

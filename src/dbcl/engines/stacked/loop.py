@@ -47,7 +47,7 @@ class TrainingLoop:
     def step(self, inputs: Tensor, labels: Tensor, weight: Tensor, dropout_masks: DropoutMasks) -> Tensor:
         """Take one step of every client, and give their losses before it."""
         training = self.training
-        batch = Batch(self.clients, weight, dropout_masks, self.rate, self.dummy_leaf)
+        batch = Batch(self.clients, weight, dropout_masks, self.rate, self.dummy_leaf, training.example_clip)
         losses, grads = self.stack.gradients(self.params, inputs, labels, batch)
         active = (weight.amax(dim=1) > 0).to(weight.dtype) if self.padded else None
         with torch.no_grad():

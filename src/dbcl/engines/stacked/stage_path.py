@@ -74,6 +74,11 @@ class StageStack(Stack):
         return [tensor.data_ptr() for own in tables if own is not None for tensor in own.tensors()]
 
     @property
+    def clips_examples(self) -> bool:
+        """Whether a step can clip every example's gradient: where it is taken without autograd, on rows."""
+        return self.manual and (self.presketched is not None or self.example.ndim == 2)
+
+    @property
     def small(self) -> bool:
         """Whether a step is made of kernels too short to share among cores: on a CPU, those of dense layers."""
         return self.manual and not self.like.is_cuda
@@ -157,10 +162,26 @@ class StageStack(Stack):
                 tape.append((stage, h, out))
                 h = out
         each, grad = models.losses_and_gradients(h, y)
-        grad.mul_((batch.weight * batch.rate).unsqueeze(-1))
+        factor = batch.weight if batch.example_clip is None else self._clipped(grad, tape, params, batch)
+        grad.mul_((factor * batch.rate).unsqueeze(-1))
         for stage, saved, out in reversed(tape):
             grad = stage.manual_backward(grad, saved, out, params)  # type: ignore[assignment]
         return (each * batch.weight).sum(dim=1)
+
+    @staticmethod
+    def _clipped(grad: Tensor, tape: Sequence[tuple[Stage, Tensor, Tensor]], params: Params, batch: Batch) -> Tensor:
+        """What every example's gradient is multiplied by so that it is no longer than the clip; 0 for padding.
+
+        A dense layer's gradient for one example is the product of its input and its output's gradient, so its length
+        follows from theirs and no gradient of an example is ever written out.
+        """
+        squares = torch.zeros_like(batch.weight)
+        for stage, saved, out in reversed(tape):
+            if isinstance(stage, Linear):
+                squares += grad.square().sum(-1) * (saved.square().sum(-1) + stage.has_bias)
+            grad = stage.input_gradient(grad, out, params)
+        assert batch.example_clip is not None
+        return (batch.example_clip / squares.sqrt().clamp_(min=1e-30)).clamp_(max=1.0) * (batch.weight > 0)
 
     def changes(self, params: Params, steps: Tensor) -> Params:
         changed, sent = {}, self.start()
