@@ -272,7 +272,7 @@ class RunConfig:
         PROMISE,
         choices={
             "client": "all that one client contributes",
-            "example": "one example, also with few clients; needs --algorithm sgd and --fraction 1, and clips gradients",
+            "example": "one example, also with few clients; needs --algorithm sgd and --fraction 1",
         },
     )
     separation: int = described(10, "With --unit example every example comes back after so many rounds", PROMISE)
@@ -416,8 +416,8 @@ class RunConfig:
             steps = self.algorithm == "sgd" and self.share == 1 and self.separation >= 1
             if not steps or _own(self.lr_schedule):
                 raise ConfigError(
-                    "with unit example clients take one step a round, all of them in every round (algorithm sgd, fraction "
-                    "1), by a rate that only falls (no lr_schedule of your own), and separation is 1 or more"
+                    "with unit example clients take one step a round, all of them in every round (algorithm sgd, "
+                    "fraction 1), by a rate that only falls (no lr_schedule of your own), and separation is 1 or more"
                 )
         self.training()
         self.door()
