@@ -2,7 +2,9 @@
 
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dbcl.errors import ProtocolError
 from dbcl.files import SECRET, make_folder, write_atomic
@@ -63,11 +65,23 @@ def load(folder: Path) -> State:
     ...     load(Path(name))
     State(values={'round': 7}, tensors={})
     """
-    for path in _all(folder):
+    found = _all(folder)
+    for path in found:
         state = _read(path)
-        if state is not None:
-            return state
+        if state is None:
+            continue
+        if path != found[0] and _guarded(state.values):
+            raise ProtocolError(
+                f"{found[0]} is damaged, and {path.name} has a guarantee: going back to it would use a round's updates "
+                "twice. Only if nothing of the later round has left the server, remove the damaged file and go on"
+            )
+        return state
     raise ProtocolError(f"no whole checkpoint in {folder}")
+
+
+def _guarded(values: Any) -> bool:
+    """Whether there is a server with a ledger in a state, or in one of its parts."""
+    return isinstance(values, Mapping) and ("ledger" in values or any(map(_guarded, values.values())))
 
 
 def newest(folder: Path) -> int | None:

@@ -1,6 +1,7 @@
 """The server: the only place that holds the true weights."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -53,6 +54,7 @@ class Server:
     With `privacy`, a `dbcl.privacy.PrivacyPlan`, the veil is the one that keeps its guarantee, whatever size the plan
     names: every update is clipped to `privacy.clip`, they count alike, their sum is divided by the planned cohort,
     whoever answers, and a client that comes back too early or too often is refused. Clients' metrics are not reported.
+    Where one example is the unit, an update is the sum over its examples, each clipped by the client.
 
     >>> import torch, dbcl
     >>> def net():
@@ -146,13 +148,14 @@ class Server:
                 f"{min(self.statistics)} is what clients measure, without a clip; use a normalisation without running "
                 "statistics, such as GroupNorm"
             )
-        if privacy.unit != "client":
-            problems.append(f"unit {privacy.unit!r} is not in this version")
         if problems:
             raise PlanError("\n  - ".join(["this guarantee cannot be kept:", *problems]))
-        # What a client may do must not depend on others' data: no medians.
-        self.door = replace(self.door, norm_bound=privacy.clip, clip=True, max_influence=None, max_times_median=None)
-        rule = privacy.separation, privacy.participations
+        # What a client may do must not depend on others' data: no medians. Where one example is the unit, clients clip
+        # each by itself and send the sum, in every round; how often an example comes is for the client to keep.
+        of_clients = privacy.unit == "client"
+        bound = privacy.clip if of_clients else None
+        self.door = replace(self.door, norm_bound=bound, clip=True, max_influence=None, max_times_median=None)
+        rule = (privacy.separation, privacy.participations) if of_clients else (1, privacy.rounds)
         self.ledger = Ledger(rounds=privacy.rounds, separation=rule[0], participations=rule[1])
 
     def open_round(self, client: str | int | None = None) -> Broadcast:
@@ -238,6 +241,8 @@ class Server:
             admission = self._admit_stack(updates)
         elif isinstance(updates, Mapping):
             admission = self.admit((str(who), each) for who, each in updates.items())
+        elif self.privacy is not None:
+            raise ProtocolError("a guarantee counts who takes part: give the updates as a dictionary by their senders")
         else:
             admission = self.admit(
                 ((f"update {number}", each) for number, each in enumerate(updates)), refuse_copies=True
@@ -407,9 +412,12 @@ class Server:
             clipped=tally.clipped,
             examples=tally.examples,
             norm=length,
-            metrics=tally.metrics if self.privacy is None else {},
+            metrics=tally.metrics,
             lanes=tally.lanes,
         )
+        if self.privacy is not None:
+            self._check_guarantee(self.privacy, length, aggregate.count)
+            report = replace(report, clipped=0, examples=0, norm=math.nan, metrics={})  # all of it tells of data
         if report.unanswered and report.accepted >= len(report.lanes):
             log.warning(
                 "round %s: no answer in lanes %s of %s; open_round(client) gives each client its lane",
@@ -427,18 +435,35 @@ class Server:
             if wrong:
                 reasons = [f"{name} leaves the range of the weights' dtype" for name in wrong]
                 raise ProtocolError("\n  - ".join([f"round {self.round}: the step is undone", *reasons]))
+            if self.ledger is not None:
+                self.ledger.use(self.round, tally.senders)
+            self.veil.end(self.round)
         except BaseException:
             restore_server(self, before, keep_open=True)
             raise
-        self.veil.end(self.round)
-        if self.ledger is not None:
-            self.ledger.use(self.round, tally.senders)
         self.round += 1
         if tally.pull > 0:
             self._pulls = [*self._pulls, tally.pull][-RECENT:]
         self._renew_key()
         self._open, self._asked = None, []
         return report
+
+    def _check_guarantee(self, privacy: PrivacyPlan, length: float, count: int) -> None:
+        """Refuse an aggregate that cannot be the sum of clipped updates by the planned cohort, and weights not ours."""
+        most = count * privacy.clip / privacy.per_round
+        if privacy.unit == "client" and length > most * (1 + 1e-3):  # they were shortened in their own precision
+            raise ProtocolError(
+                f"round {self.round}: the aggregate is {length:.4g} long, and {count} updates of length "
+                f"{privacy.clip:g} divided by the planned {privacy.per_round} give {most:.4g} at most"
+            )
+        self._check_untouched()
+
+    def _check_untouched(self) -> None:
+        if self._key_of != self._versions():
+            raise ProtocolError(
+                f"round {self.round}: somebody has changed the weights, and the guarantee is that of the rounds alone; "
+                "the remedy: make the server anew from its last checkpoint"
+            )
 
     def weights(self) -> dict[str, Tensor]:
         """The true values of every tensor that the plan sends, by name; not copies.
@@ -509,10 +534,14 @@ class Server:
     def settle_key(self) -> None:
         """Draw another secret for the round where somebody has changed the weights: a key veils one W only.
 
-        Not in an open round, whose broadcast is made. Whoever writes a checkpoint settles the key first.
+        Not in an open round, whose broadcast is made. Whoever writes a checkpoint settles the key first. With a
+        guarantee changed weights are refused once a round has been played: no budget was counted for them.
         """
-        if self._open is None and self._key_of != self._versions():
-            self._renew_key()
+        if self._open is not None or self._key_of == self._versions():
+            return
+        if self.privacy is not None and self.round > 0:
+            self._check_untouched()
+        self._renew_key()
 
     def _renew_key(self) -> None:
         """Draw the round's secret, for the weights as they are now."""

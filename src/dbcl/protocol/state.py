@@ -1,6 +1,7 @@
 """A server's state for a checkpoint: W, the open round's secrets, the veil's and the optimiser's memory."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,9 @@ def server_state(server: "Server") -> State:
         "veil": server.veil.state(),
         "optimizer": optimizer_state(server._optimizer),
     }
-    if server.ledger is not None:
+    if server.ledger is not None and server.privacy is not None:
         parts["ledger"] = server.ledger.state()
+        own["guarantee"] = _as_read(asdict(server.privacy))
     if server._masters.tensors:
         parts["masters"] = State(
             {},
@@ -91,7 +93,15 @@ def _restore(server: "Server", state: State, keep_open: bool) -> None:
         raise ProtocolError("the checkpoint is damaged: its round, a key or a length cannot be what it says")
     if (server.ledger is None) != ("ledger" not in state.values):
         raise ProtocolError("the checkpoint belongs to a run with another guarantee: only one of the two has one")
-    if server.ledger is not None:
+    if server.privacy is not None and server.ledger is not None:
+        if own.get("guarantee") != _as_read(asdict(server.privacy)):
+            raise ProtocolError("the checkpoint belongs to a run with another guarantee, which cannot be changed in it")
+        begun = server.round > 0 or server._open is not None
+        if begun and (number < server.round or (number == server.round and key != server._key)):
+            raise ProtocolError(
+                f"with a guarantee nothing goes back: this server is at round {server.round}, and playing round "
+                f"{number} again would use its updates twice"
+            )
         server.ledger.load_state(state.part("ledger"))
     load_optimizer(server._optimizer, state.part("optimizer"))
     server.veil.load_state(state.part("veil"))
@@ -105,6 +115,11 @@ def _restore(server: "Server", state: State, keep_open: bool) -> None:
         server._open = None
     if server.plan.base:
         server._frozen = None
+
+
+def _as_read(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain values as a checkpoint gives them back: its lists are no tuples."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def _alike(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
