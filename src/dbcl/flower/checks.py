@@ -4,13 +4,43 @@ from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
 
 from dbcl.errors import ConfigError
+from dbcl.flower.records import EXAMPLES
 from dbcl.flower.state import chain
+from dbcl.privacy import PrivacyPlan
 
 CLIENT_SIDE = (
     flower.DifferentialPrivacyClientSideFixedClipping,
     flower.DifferentialPrivacyClientSideAdaptiveClipping,
 )
 TREES = (flower.FedXgbBagging, flower.FedXgbCyclic)
+
+
+def refuse_beside_guarantee(strategy: Strategy, privacy: PrivacyPlan) -> None:
+    """Refuse what a guarantee does not cover: other aggregations than a sum, and metrics that come from clients."""
+    name, settings = type(strategy).__name__, vars(strategy)
+    if type(strategy).aggregate_train is not flower.FedAvg.aggregate_train:
+        raise ConfigError(
+            f"{name} makes more of the updates than their sum, and the guarantee is planned for the sum alone; take "
+            "FedAvg or FedProx"
+        )
+    if settings.get("weighted_by_key", EXAMPLES) != EXAMPLES:
+        raise ConfigError(f"with a guarantee all updates count alike; leave out {name}(weighted_by_key=...)")
+    if settings.get("fraction_evaluate"):
+        raise ConfigError(
+            "what clients measure would leave without noise, and the guarantee does not cover it; take "
+            f"{name}(fraction_evaluate=0.0), and evaluate_fn for what the server can measure itself"
+        )
+    if settings.get("fraction_train", 1.0) != 1.0:
+        raise ConfigError(
+            f"the guarantee is planned for {privacy.cohort} clients in a round, and {name} is shown only those whose "
+            "turn it is; leave out fraction_train"
+        )
+    most = max(settings.get("min_available_nodes", 0), settings.get("min_train_nodes", 0))
+    if most > privacy.cohort:
+        raise ConfigError(
+            f"the guarantee is planned for {privacy.cohort} clients in a round, and {name} waits for {most}; lower "
+            "min_available_nodes and min_train_nodes"
+        )
 
 
 def refuse(strategy: Strategy, *, outer: type[Strategy], resumes: bool) -> None:

@@ -139,11 +139,14 @@ class LocalGrid(Grid):
 class TimeoutGrid(Grid):
     """A wrapper with a timeout: strategies poll a grid for nodes until enough are there, however long that takes.
 
-    `needed` is how many nodes the error message says are needed.
+    `needed` is how many nodes the error message says are needed. `allowed` gives those of the nodes that may take part,
+    in the order in which they should; the others are not shown.
     """
 
-    def __init__(self, grid: Grid, timeout: float, needed: str) -> None:
-        self.grid, self.timeout, self.needed = grid, timeout, needed
+    def __init__(
+        self, grid: Grid, timeout: float, needed: str, allowed: Callable[[list[int]], list[int]] | None = None
+    ) -> None:
+        self.grid, self.timeout, self.needed, self.allowed = grid, timeout, needed, allowed
         self._deadline: float | None = None
 
     def set_run(self, run: Any) -> None:
@@ -160,13 +163,15 @@ class TimeoutGrid(Grid):
 
     def get_node_ids(self) -> list[int]:
         """The nodes that are there, always in the same order; an error if they are asked for after the timeout."""
-        nodes = sorted(self.grid.get_node_ids())
+        there = sorted(self.grid.get_node_ids())
+        nodes = there if self.allowed is None else self.allowed(there)
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + self.timeout
         elif now > self._deadline:
+            may = "" if self.allowed is None else f", {len(nodes)} of them may take part in this round by the guarantee"
             raise ProtocolError(
-                f"waited {self.timeout:g} s for nodes: {len(nodes)} are there and {self.needed} are needed; start "
+                f"waited {self.timeout:g} s for nodes: {len(there)} are there{may} and {self.needed} are needed; start "
                 "more nodes and run the same command again, or lower min_available_nodes and min_train_nodes"
             )
         return nodes

@@ -1,6 +1,7 @@
 """Any Flower strategy, double-blind: what goes out is blinded, and what comes back is lifted before it is averaged."""
 
 import contextlib
+import copy
 import logging
 import math
 import random
@@ -18,16 +19,17 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
 from dbcl import seeds
-from dbcl.cover import Cover, Layers
+from dbcl.cover import Cover, Layers, named_tensors
 from dbcl.engines.engine import RoundObserver
 from dbcl.errors import ConfigError, ProtocolError, plain
 from dbcl.files import locked, make_folder, remove_scratch
-from dbcl.flower.checks import refuse
+from dbcl.flower.checks import refuse, refuse_beside_guarantee
 from dbcl.flower.grid import TimeoutGrid
 from dbcl.flower.records import EXAMPLES, from_record, holds_only, to_record, update_of, with_broadcast
 from dbcl.flower.replies import common_names, filled, metrics_of, with_content
 from dbcl.flower.state import StrategyState
 from dbcl.plan import Ratio, SketchPlan
+from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import Admission, Door, RoundReport, Server, checkpoint, encode
 from dbcl.protocol.aggregation import Aggregate, mean_metrics, replacement
 from dbcl.protocol.state import restore_server, server_state
@@ -47,6 +49,10 @@ class DoubleBlind(Strategy):
     to evaluate; the true weights stay here, in `server.model`, which is `model`. `plan`, `ratio`, `cover`, `veil`,
     `sketch`, `layers`, `lanes`, `grouped`, `wire`, `calibration` and `insecure_seed` are those of `dbcl.Server`. A
     node's lane of a round follows from its identity: it evaluates and trains in the same one.
+
+    With `privacy`, a `dbcl.privacy.PrivacyPlan`, the server keeps that guarantee, for one node: nodes take turns (the
+    inner strategy is shown those whose turn it is), the server adds the updates itself, nothing that clients measure is
+    asked for or reported, and what is evaluated and returned is W + N, never W.
 
     With a folder as `checkpoint` every finished round is kept there, the strategy's own memory too, and the same
     program started again goes on after the last of them. No wait is longer than `round_timeout` seconds, for answers or
@@ -86,12 +92,15 @@ class DoubleBlind(Strategy):
         wire: str | None = None,
         door: Door | None = None,
         calibration: Tensor | None = None,
+        privacy: PrivacyPlan | None = None,
         insecure_seed: int | None = None,
         checkpoint: str | Path | None = None,
         round_timeout: float = 600.0,
         observer: RoundObserver | None = None,
     ) -> None:
         refuse(strategy, outer=DoubleBlind, resumes=checkpoint is not None)
+        if privacy is not None:
+            refuse_beside_guarantee(strategy, privacy)
         if not (math.isfinite(round_timeout) and round_timeout > 0):
             raise ConfigError(f"round_timeout must be above 0 seconds, got {round_timeout}")
         self.strategy, self.round_timeout, self.observer = strategy, round_timeout, observer
@@ -108,6 +117,7 @@ class DoubleBlind(Strategy):
             wire=wire,
             door=door,
             calibration=calibration,
+            privacy=privacy,
             insecure_seed=insecure_seed,
         )
         self.reports: list[RoundReport] = []
@@ -138,8 +148,12 @@ class DoubleBlind(Strategy):
         """Play the rounds that are left of `num_rounds`, and give all their metrics and the final, true weights.
 
         `initial_arrays` replaces the model's weights in a run that begins, not in one that goes on. `timeout` is
-        `round_timeout` unless given. `evaluate_fn` gets the true weights, here on the server.
+        `round_timeout` unless given. `evaluate_fn` gets the true weights, here on the server. With a guarantee both are
+        the noisy weights instead, and `num_rounds` is at most what was planned.
         """
+        privacy = self.server.privacy
+        if privacy is not None and num_rounds > privacy.rounds:
+            raise ConfigError(f"the guarantee is planned for {privacy.rounds} rounds, and num_rounds is {num_rounds}")
         if timeout is not None:
             self.round_timeout = timeout
         if initial_arrays is not None and not self._started and not self._resumed:
@@ -214,8 +228,9 @@ class DoubleBlind(Strategy):
     # What Flower asks of a strategy
 
     def summary(self) -> None:
-        """Log what a client will see, and the inner strategy's own summary."""
+        """Log what a client will see, the guarantee, and the inner strategy's own summary."""
         log.info("double-blind around %s:\n%s", " around ".join(self._kept.names), self.server.plan)
+        log.info("guarantee: %s", self.server.veil.guarantee())
         self.strategy.summary()
 
     def configure_train(
@@ -232,8 +247,13 @@ class DoubleBlind(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """The same to evaluate: nodes get the broadcast of the round to come, since no weights may be veiled twice."""
+        """The same to evaluate: nodes get the broadcast of the round to come, since no weights may be veiled twice.
+
+        With a guarantee no node evaluates.
+        """
         self._check_outermost()
+        if self.server.privacy is not None:
+            return []
         own = self._own()
         with repeatable(self._fixed, "evaluate", server_round):
             asked = list(
@@ -253,8 +273,10 @@ class DoubleBlind(Strategy):
             log.warning("round %s: refused %s", server_round, reason)
         admission.require(self.server.door.min_updates)
         senders = {_name(node): message for node, message in came.items()}
-        with repeatable(self._fixed, "aggregate", server_round):
-            new, summary = self.strategy.aggregate_train(server_round, self._lifted(admission, senders))
+        new, summary = None, None
+        if self.server.privacy is None:  # it would aggregate metrics, too, which no guarantee covers
+            with repeatable(self._fixed, "aggregate", server_round):
+                new, summary = self.strategy.aggregate_train(server_round, self._lifted(admission, senders))
         if self._averages:
             made = self.server.average(admission)
         elif new:
@@ -373,7 +395,16 @@ class DoubleBlind(Strategy):
     def _with_timeout(self, grid: Grid, phase: str) -> TimeoutGrid:
         names = ("min_available_nodes", f"min_{phase}_nodes")
         counts = [getattr(each, name, 0) for each in self._kept.strategies for name in names]
-        return TimeoutGrid(grid, self.round_timeout, str(max(counts) or "more"))
+        allowed = None if self.server.privacy is None else self._in_turn
+        return TimeoutGrid(grid, self.round_timeout, str(max(counts) or "more"), allowed)
+
+    def _in_turn(self, nodes: list[int]) -> list[int]:
+        """Whose turn it is by the guarantee: as many as planned of those who may take part, the least used first."""
+        privacy, ledger = self.server.privacy, self.server.ledger
+        assert privacy is not None
+        assert ledger is not None
+        may = [node for node in nodes if ledger.refusal(self.server.round, _name(node)) is None]
+        return sorted(may, key=lambda node: (ledger.uses(_name(node)), node))[: privacy.cohort]
 
     @property
     def _averages(self) -> bool:
@@ -397,13 +428,24 @@ class DoubleBlind(Strategy):
             )
 
     def _own(self) -> ArrayRecord:
-        """The true weights for the inner strategy, written once a round, in a record that it may change."""
+        """The true weights for the inner strategy, written once a round, in a record that it may change.
+
+        With a guarantee it sees what the clients see together.
+        """
         if self._written is None or self._written[0] != self.server.round:
-            self._written = self.server.round, to_record(self.server.weights())
+            seen = self.server.weights() if self.server.privacy is None else self.server.shown()
+            self._written = self.server.round, to_record(seen)
         return ArrayRecord(dict(self._written[1]))
 
     def _weights(self) -> ArrayRecord:
-        return to_record(self.server.model.state_dict())
+        """The model as it may be evaluated and released: W, or with a guarantee W + N."""
+        if self.server.privacy is None:
+            return to_record(self.server.model.state_dict())
+        noisy = copy.deepcopy(self.server.model)
+        own = named_tensors(noisy)
+        for name, tensor in self.server.shown().items():
+            own[name].data.copy_(tensor)
+        return to_record(noisy.state_dict())
 
     @staticmethod
     def _note(history: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:
@@ -429,6 +471,8 @@ class DoubleBlind(Strategy):
         checkpoint.save(self.folder, self.server.round, join(**parts))
 
     def _how_to_go_on(self) -> str:
+        if self.server.privacy is not None and self.server.round >= self.server.privacy.rounds:
+            return "The budget of the guarantee is spent, and the run cannot go on"
         anew = "" if self.folder is None else f"; to begin anew, use another folder than {self.folder} as checkpoint"
         return f"To go on, ask for more rounds (num_rounds){anew}"
 
