@@ -18,6 +18,11 @@ TREES = (flower.FedXgbBagging, flower.FedXgbCyclic)
 def refuse_beside_guarantee(strategy: Strategy, privacy: PrivacyPlan) -> None:
     """Refuse what a guarantee does not cover: other aggregations than a sum, and metrics that come from clients."""
     name, settings = type(strategy).__name__, vars(strategy)
+    if privacy.unit != "client":
+        raise ConfigError(
+            "an app's own training loop need not clip every example, and the server could not tell; with Flower take "
+            'unit="client", or one example as the unit with `dbcl train --engine flower`'
+        )
     if type(strategy).aggregate_train is not flower.FedAvg.aggregate_train:
         raise ConfigError(
             f"{name} makes more of the updates than their sum, and the guarantee is planned for the sum alone; take "

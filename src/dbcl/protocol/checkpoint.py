@@ -80,8 +80,8 @@ def load(folder: Path) -> State:
 
 
 def _guarded(values: Any) -> bool:
-    """Whether there is a server with a ledger in a state, or in one of its parts."""
-    return isinstance(values, Mapping) and ("ledger" in values or any(map(_guarded, values.values())))
+    """Whether there is a server with a guarantee in a state, or in one of its parts."""
+    return isinstance(values, Mapping) and ("guarantee" in values or any(map(_guarded, values.values())))
 
 
 def newest(folder: Path) -> int | None:

@@ -42,9 +42,10 @@ def server_state(server: "Server") -> State:
         "veil": server.veil.state(),
         "optimizer": optimizer_state(server._optimizer),
     }
-    if server.ledger is not None and server.privacy is not None:
+    if server.privacy is not None:
+        own["guarantee"] = _guarantee(server)
+    if server.ledger is not None:
         parts["ledger"] = server.ledger.state()
-        own["guarantee"] = _as_read(asdict(server.privacy))
     if server._masters.tensors:
         parts["masters"] = State(
             {},
@@ -91,17 +92,15 @@ def _restore(server: "Server", state: State, keep_open: bool) -> None:
     base_key = bytes.fromhex(own["base_key"]) if server.plan.base else server._base_key
     if not is_count(number) or len(key) != SEED_BYTES or len(base_key) != SEED_BYTES or not all(map(isfinite, pulls)):
         raise ProtocolError("the checkpoint is damaged: its round, a key or a length cannot be what it says")
-    if (server.ledger is None) != ("ledger" not in state.values):
-        raise ProtocolError("the checkpoint belongs to a run with another guarantee: only one of the two has one")
-    if server.privacy is not None and server.ledger is not None:
-        if own.get("guarantee") != _as_read(asdict(server.privacy)):
-            raise ProtocolError("the checkpoint belongs to a run with another guarantee, which cannot be changed in it")
-        begun = server.round > 0 or server._open is not None
-        if begun and (number < server.round or (number == server.round and key != server._key)):
-            raise ProtocolError(
-                f"with a guarantee nothing goes back: this server is at round {server.round}, and playing round "
-                f"{number} again would use its updates twice"
-            )
+    if own.get("guarantee") != _guarantee(server):
+        raise ProtocolError("the checkpoint belongs to a run with another guarantee, which cannot be changed in a run")
+    begun = server.privacy is not None and (server.round > 0 or server._open is not None)
+    if begun and (number < server.round or (number == server.round and key != server._key)):
+        raise ProtocolError(
+            f"with a guarantee nothing goes back: this server is at round {server.round}, and playing round {number} "
+            "again would use its updates twice"
+        )
+    if server.ledger is not None:
         server.ledger.load_state(state.part("ledger"))
     load_optimizer(server._optimizer, state.part("optimizer"))
     server.veil.load_state(state.part("veil"))
@@ -117,9 +116,11 @@ def _restore(server: "Server", state: State, keep_open: bool) -> None:
         server._frozen = None
 
 
-def _as_read(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values as a checkpoint gives them back: its lists are no tuples."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+def _guarantee(server: "Server") -> dict[str, Any] | None:
+    """The plan of a server's guarantee as a checkpoint gives it back, whose lists are no tuples."""
+    if server.privacy is None:
+        return None
+    return {name: list(own) if isinstance(own, tuple) else own for name, own in asdict(server.privacy).items()}
 
 
 def _alike(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
