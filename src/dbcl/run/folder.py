@@ -72,7 +72,7 @@ class Run:
         if config.transcripts:
             check_parties(config.transcripts, run.config.clients)
         with _beginning(folder):
-            write_atomic(folder / "plan.txt", f"{run.session.plan}\nthe door: {config.door()}\n".encode())
+            write_atomic(folder / "plan.txt", run._plan_text().encode())
             write_atomic(folder / "metrics.jsonl", b"")
             # The first round's secrets are on the disk before anything is sent: a run that dies never veils twice.
             run._save()
@@ -198,7 +198,8 @@ class Run:
                         bytes_up=result.bytes_up,
                         accepted=report.accepted,
                         refused=list(report.refused),
-                        clipped=report.clipped,
+                        # How many were clipped says something about clients' data that no noise is on.
+                        clipped=report.clipped if self.config.epsilon is None else None,
                         seconds=round(time.perf_counter() - began, 4),
                         metric=self.task.objective.name,
                     )
@@ -227,6 +228,11 @@ class Run:
     def _save(self) -> None:
         state = join(run=State({"seed": self.seed.hex()}, {}), session=self.session.state())
         checkpoint.save(self.folder / "checkpoints", self.session.round, state)
+
+    def _plan_text(self) -> str:
+        server = self.session.server
+        promise = "" if server.privacy is None else f"the guarantee: {server.privacy.promise}\n"
+        return f"{self.session.plan}\nthe door: {server.door}\n{promise}"
 
     def _record(self) -> None:
         if self.config.transcripts:

@@ -1,6 +1,7 @@
 """Pictures of a run."""
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ SERVER, CLIENTS = "#0b6e99", "#d08a2c"
 
 def curves(history: Sequence[Mapping[str, Any]], title: str, objective: Objective = CLASSIFICATION) -> bytes:
     """The metric and the loss of W by round, and the clients' loss through sketch and veil beside it, as a PNG.
+
+    Where the clients' loss is in no round, as with a guarantee, the picture says that it is not shown.
 
     >>> line = {"round": 1, "accuracy": 0.5, "loss": 1.0, "train_loss": 1.2, "bytes_up": 10, "bytes_down": 10}
     >>> curves([line], "a run")[:4]
@@ -25,26 +28,71 @@ def curves(history: Sequence[Mapping[str, Any]], title: str, objective: Objectiv
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     percent = objective.name == "accuracy"
-    scores = [line[objective.name] * (100 if percent else 1) for line in history]
+    scores = [_number(line[objective.name]) * (100 if percent else 1) for line in history]
     left.plot(rounds, scores, color=SERVER, linewidth=1.8, marker=marker)
     left.set_ylabel(f"{objective.name} of the model{', %' * percent}", color=MUTED)
-    seen = "clients, through sketch and veil"
-    right.plot(rounds, [line["train_loss"] for line in history], color=CLIENTS, lw=1.2, marker=marker, label=seen)
-    right.plot(
-        rounds, [line["loss"] for line in history], color=SERVER, lw=1.8, marker=marker, label="the model, held-out"
-    )
+    measured = [_number(line["train_loss"]) for line in history]
+    told = not all(map(math.isnan, measured))
+    if told:
+        seen = "clients, through sketch and veil"
+        right.plot(rounds, measured, color=CLIENTS, lw=1.2, marker=marker, label=seen)
+    losses = [_number(line["loss"]) for line in history]
+    right.plot(rounds, losses, color=SERVER, lw=1.8, marker=marker, label="the model, held-out")
     right.set_ylabel("loss", color=MUTED)
-    right.legend(frameon=False, labelcolor=INK)
+    right.legend(frameon=False, labelcolor=INK, title=None if told else "clients' losses are not shown")
     for axes in (left, right):
         axes.set_xlabel("round", color=MUTED)
         axes.set_xlim(left=0)
-        axes.grid(axis="y", color=GRID)
-        axes.tick_params(colors=MUTED)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color("#b8c2cb")
+        _plain_axes(axes)
     score = f"{scores[-1]:.1f} %" if percent else f"{objective.name} {scores[-1]:.4g}"
     reached = f"{score} after {rounds[-1]} rounds, {sent:,.0f} MB sent"
     figure.suptitle(f"{title}: {reached}", color=INK)
+    return _png(figure)
+
+
+def noise_by_epsilon(
+    epsilons: Sequence[float], relative: Mapping[str, Sequence[float]], chosen: tuple[float, float], title: str
+) -> bytes:
+    """Epsilon against the noise relative to the weights, a curve for each kind of noise, as a PNG.
+
+    `chosen` is the point of the plan in question, epsilon and noise.
+
+    >>> noise_by_epsilon([1, 8], {"banded": [9.8, 1.6]}, (8, 1.6), "a plan")[:4]
+    b'\\x89PNG'
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FormatStrFormatter, NullFormatter
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for (kind, values), color in zip(relative.items(), (SERVER, CLIENTS), strict=False):
+        axes.plot(epsilons, values, color=color, lw=1.8, label=f"{kind} noise")
+    axes.plot(*chosen, color=INK, marker="o", linestyle="none", label=f"this plan: {chosen[1]:.3g} at {chosen[0]:g}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("epsilon: to the left more is promised", color=MUTED)
+    axes.set_ylabel("noise relative to the initial weights", color=MUTED)
+    axes.legend(frameon=False, labelcolor=INK)
+    _plain_axes(axes)
+    figure.suptitle(title, color=INK)
+    return _png(figure)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _plain_axes(axes: Any) -> None:
+    axes.grid(axis="y", color=GRID)
+    axes.tick_params(colors=MUTED)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#b8c2cb")
+
+
+def _png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()
