@@ -23,7 +23,25 @@ def test_the_presets_are_what_they_say() -> None:
     assert preset("veil") == dataclasses.replace(blind, **unsketched)
     assert (plain.sketch, plain.veil, plain.server_optimizer) == ("identity-v1", 0, "fedavg")
     same = ("data", "model", "clients", "fraction", "epochs", "batch_size", "lr", "algorithm")
-    assert len({tuple(getattr(preset(name), field) for field in same) for name in PRESETS}) == 1
+    unpromised = [name for name in PRESETS if preset(name).epsilon is None]
+    assert len(unpromised) >= 4
+    assert len({tuple(getattr(preset(name), field) for field in same) for name in unpromised}) == 1
+
+
+def test_the_preset_with_a_guarantee_has_no_sketch_and_no_other_noise() -> None:
+    private = preset("private")
+    assert (private.sketch, private.veil, private.server_optimizer, private.ema_decay) == (
+        "identity-v1",
+        0,
+        "fedavg",
+        0.95,
+    )
+    plan = private.privacy()
+    assert plan is not None
+    assert (plan.unit, plan.epsilon, plan.delta, plan.clip, plan.kind) == ("client", 8, 1e-5, 0.2, "banded")
+    assert (plan.clients, plan.cohort, plan.rounds, plan.separation, plan.participations) == (1000, 100, 400, 10, 40)
+    assert all(preset(name).privacy() is None for name in ("blind", "veil", "paper", "plain"))
+    assert preset("private", epsilon=4.0, rounds=100).privacy().participations == 10  # type: ignore[union-attr]
 
 
 PATTERNS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]))
@@ -107,7 +125,7 @@ def test_the_door_checks_its_own() -> None:
 
 
 def test_no_preset_of_that_name() -> None:
-    with pytest.raises(ConfigError, match="no preset 'soft': neither one of blind, veil, paper, plain nor a file"):
+    with pytest.raises(ConfigError, match="no preset 'soft': neither one of blind, veil, private"):
         preset("soft")
 
 
@@ -162,9 +180,9 @@ def test_every_setting_is_explained_and_its_default_is_one_of_its_choices() -> N
 
 def test_the_explanation_of_a_setting_follows_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Default fedavg; presets blind, veil: momentum." in explain("server_optimizer")
-    assert "Default 0.2; presets paper, plain: 0." in explain("veil")
-    assert explain("clients").endswith("Default 100.")
-    texts = {"blind": "veil = 0.5", "veil": "", "paper": "veil = 0.2", "plain": "ratio = [2.0, 4.0]"}
+    assert "Default 0.2; presets private, paper, plain: 0." in explain("veil")
+    assert explain("clients").endswith("Default 100; preset private: 1000.")
+    texts = {"blind": "veil = 0.5", "veil": "", "private": "", "paper": "veil = 0.2", "plain": "ratio = [2.0, 4.0]"}
     monkeypatch.setattr("dbcl.run.presets._preset_text", texts.__getitem__)
     assert "Default 0.2; preset blind: 0.5." in explain("veil")
     assert "Default 2; preset plain: 2-4." in explain("ratio")

@@ -16,6 +16,7 @@ from dbcl.run.settings import about, check_type
 MEANINGS = {
     "blind": "sketch and secret noise",
     "veil": "secret noise, no sketch",
+    "private": "differential privacy for each of 1000 clients",
     "paper": "a sketch that a client with a memory undoes",
     "plain": "nothing is hidden",
 }
@@ -81,8 +82,8 @@ def preset(name: str, **overrides: Any) -> RunConfig:
 def explain(name: str) -> str:
     """A setting in full: what it decides, its choices, its default, and the presets that set something else.
 
-    >>> explain("veil")
-    'Secret noise on all that leaves the server, relative to the weights. Default 0.2; presets paper, plain: 0.'
+    >>> explain("lanes")
+    'Among how many complementary sketches ... Default: the ratio, rounded; preset paper: 1.'
     """
     field = next(field for field in dataclasses.fields(RunConfig) if field.name == name)
     setting = about(field)
