@@ -10,8 +10,9 @@ from typer.main import get_command
 
 from dbcl import cli
 from dbcl.cli.plan import plan
+from dbcl.cli.privacy import privacy
 from dbcl.cli.train import train
-from dbcl.run.config import RunConfig
+from dbcl.run.config import PROMISE, RunConfig
 from dbcl.run.presets import explain, from_toml
 from dbcl.run.settings import about
 
@@ -38,12 +39,24 @@ def test_plan_takes_those_that_decide_what_a_client_sees() -> None:
     assert set(inspect.signature(plan).parameters) - own == decide
 
 
+def test_privacy_takes_those_that_decide_how_large_the_noise_is() -> None:
+    own = {"run", "preset", "shape", "outputs", "examples", "out", "as_json"}
+    promise = {name for name, field in FIELDS.items() if about(field).panel == PROMISE}
+    moves = {"algorithm", "lr", "server_optimizer", "server_lr", "server_momentum"}
+    assert set(inspect.signature(privacy).parameters) - own == promise | moves | {
+        "model",
+        "clients",
+        "fraction",
+        "rounds",
+    }
+
+
 def options_of(command: str) -> dict:
     params = get_command(cli.app).commands[command].params
     return {param.name: param for param in params if param.param_type_name == "option"}
 
 
-@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize("command", ["train", "plan", "privacy"])
 def test_an_option_has_the_text_and_the_panel_of_its_setting_and_no_default_of_its_own(command: str) -> None:
     made = {name: option for name, option in options_of(command).items() if name in FIELDS}
     assert len(made) >= 5
@@ -59,8 +72,9 @@ def test_help_teaches(invoke: Invoke) -> None:
     for panel in dict.fromkeys(about(field).panel for field in FIELDS.values()):
         assert panel in out
     for words in (
-        "Default 100.",
-        "blind (sketch and secret noise), veil (secret noise, no sketch), paper (a sketch that a client",
+        "Default 100; preset private: 1000.",
+        "blind (sketch and secret noise), veil (secret noise, no sketch), private (differential privacy for each of",
+        "paper (a sketch that a client",
         "Default fedavg; presets blind, veil: momentum.",
         "replace the defaults; an option that you give replaces them",
         "dbcl train --preset paper --data mnist --target 0.97",

@@ -18,6 +18,7 @@ from dbcl.cli.console import errors
 from dbcl.cli.data import data, fetch
 from dbcl.cli.env import env
 from dbcl.cli.plan import plan
+from dbcl.cli.privacy import privacy
 from dbcl.cli.train import train
 from dbcl.errors import DbclError
 from dbcl.models import short
@@ -60,6 +61,7 @@ def options(
 
 app.command()(train)
 app.command()(plan)
+app.command()(privacy)
 app.command()(audit)
 app.command()(compare)
 app.command()(env)

@@ -9,6 +9,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 from rich.markup import escape
 
+from dbcl.errors import ConfigError
+from dbcl.models import Shape
 from dbcl.run.config import WHAT, RunConfig
 from dbcl.run.presets import MEANINGS, PRESETS, explain
 from dbcl.run.settings import about
@@ -22,17 +24,39 @@ Trust = Annotated[
         "--trust", help="Run the code that the run's settings name (--model, --data and others as module:name)."
     ),
 ]
-Preset = Annotated[
-    str | None,
-    typer.Option(
-        help="Values for several options at once: "
-        + ", ".join(f"{name} ({meaning})" for name, meaning in MEANINGS.items())
-        + ", or a TOML file of your own. They replace the "
-        f"defaults; an option that you give replaces them. Default {PRESETS[0]}.",
+ExampleShape = Annotated[
+    str, typer.Option("--shape", help="One example as channels,height,width.", rich_help_panel=WHAT)
+]
+Outputs = Annotated[int, typer.Option(help="Outputs of a named model.", rich_help_panel=WHAT)]
+
+
+def preset_option(default: str) -> Any:
+    """The option that names a preset, for a command whose own is `default`."""
+    meant = ", ".join(f"{name} ({meaning})" for name, meaning in MEANINGS.items())
+    return typer.Option(
+        help=f"Values for several options at once: {meant}, or a TOML file of your own. They replace the "
+        f"defaults; an option that you give replaces them. Default {default}.",
         rich_help_panel=WHAT,
         show_default=False,
-    ),
-]
+    )
+
+
+Preset = Annotated[str | None, preset_option(PRESETS[0])]
+
+
+def read_shape(text: str) -> Shape:
+    """Read one example's shape, as a person writes it.
+
+    >>> read_shape("3,32,32")
+    (3, 32, 32)
+    """
+    try:
+        channels, height, width = (int(part) for part in text.split(","))
+        if min(channels, height, width) < 1:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"shape is channels,height,width, for example 3,32,32; got {text!r}") from None
+    return channels, height, width
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -6,10 +6,9 @@ import typer
 
 from dbcl import models
 from dbcl.cli.console import AsJson, console, print_json, table
-from dbcl.cli.options import Preset, with_settings
-from dbcl.errors import ConfigError
+from dbcl.cli.options import ExampleShape, Outputs, Preset, read_shape, with_settings
 from dbcl.plan import SketchPlan
-from dbcl.run import config, message_bytes, presets
+from dbcl.run import message_bytes, presets
 from dbcl.run.assemble import build_plan
 
 
@@ -17,10 +16,8 @@ from dbcl.run.assemble import build_plan
 def plan(
     model: Annotated[str, typer.Argument(show_default=False)],
     preset: Preset = None,
-    shape: Annotated[
-        str, typer.Option(help="One example as channels,height,width.", rich_help_panel=config.WHAT)
-    ] = "1,28,28",
-    outputs: Annotated[int, typer.Option(help="Outputs of a named model.", rich_help_panel=config.WHAT)] = 10,
+    shape: ExampleShape = "1,28,28",
+    outputs: Outputs = 10,
     *,
     as_json: AsJson = False,
     **settings: Any,
@@ -36,7 +33,7 @@ def plan(
       dbcl plan mypackage.nets:make --preset paper --json
     """
     chosen = presets.preset(presets.PRESETS[0] if preset is None else preset, **settings)
-    net = models.build(model, shape=_shape(shape), outputs=outputs)
+    net = models.build(model, shape=read_shape(shape), outputs=outputs)
     made = build_plan(chosen, net)
     clear = message_bytes(net, SketchPlan.of(net, sketch="identity-v1", veil=0), "float32")
     size = message_bytes(net, made, chosen.wire)
@@ -53,13 +50,3 @@ def plan(
     console.print(f"one message, each way and client: {size:,} bytes, {size / clear:.3f} of a plain one in float32")
     if any(tensor.sketched and not tensor.veil for tensor in made.tensors):
         console.print("[yellow]no veil: a client that remembers can undo the sketch (docs/threat-model.md)")
-
-
-def _shape(text: str) -> models.Shape:
-    try:
-        channels, height, width = (int(part) for part in text.split(","))
-        if min(channels, height, width) < 1:
-            raise ValueError
-    except ValueError:
-        raise ConfigError(f"shape is channels,height,width, for example 3,32,32; got {text!r}") from None
-    return channels, height, width

@@ -15,9 +15,11 @@ from rich.table import Table
 
 from dbcl.cli.console import console, errors, print_json, print_path, sparkline
 from dbcl.cli.options import DataDir, Preset, Trust, with_settings
+from dbcl.cli.privacy import guarantee_text
 from dbcl.errors import ConfigError
 from dbcl.plan import SketchPlan
 from dbcl.run import RESUMABLE, RoundMetrics, Run, RunConfig, config, message_bytes, presets, transcript_bytes
+from dbcl.run.budget import account_of
 from dbcl.run.folder import read_config
 from dbcl.run.own_code import own_code
 from dbcl.run.task import CODE, code_of
@@ -69,6 +71,7 @@ def train(
 
       dbcl train
       dbcl train --preset paper --data mnist --target 0.97
+      dbcl train --preset private --epsilon 4
       dbcl train --model mypackage.nets:make --cover 'encoder.*' --ratio 2-4 --veil 0.5
       dbcl train --resume runs/001-blind-digits --rounds 400
     """
@@ -191,7 +194,7 @@ def _warn_of_transcripts(run: Run) -> None:
 
 def _report(run: Run) -> dict[str, Any]:
     """What `--json` prints."""
-    last, best = run.history[-1], run.best
+    last, best, account = run.history[-1], run.best, account_of(run)
     return {
         "folder": str(run.folder),
         "rounds": last.round,
@@ -205,6 +208,7 @@ def _report(run: Run) -> dict[str, Any]:
         "seconds": round(sum(metrics.seconds for metrics in run.history), 3),
         "seed": run.config.seed,
         "insecure": run.config.insecure,
+        "guarantee": None if account is None else account.facts(),
         "device": run.config.device,
     }
 
@@ -222,12 +226,18 @@ def _summarise(run: Run) -> None:
     console.print(table)
     print_path("picture", run.folder / "curves.png")
     print_path("model", run.folder / "model.safetensors")
+    rounds = f" --rounds {max(config.rounds, 2 * last.round)}"
+    if config.epsilon is not None:
+        if run.stopped_by == "rounds":
+            console.print("The budget is spent: this run cannot go on.")
+            return
+        rounds = ""  # the budget is planned for those that it has
     beyond = f" --target {0 if run.task.objective.lower_is_better else 1}" if config.target else ""
     if code_of(config):
         beyond += " --trust"
     if config.patience:
         beyond += f" --patience {2 * max(config.patience, last.round)}"
-    print_path("go on", f"dbcl train --resume {run.folder} --rounds {max(config.rounds, 2 * last.round)}{beyond}")
+    print_path("go on", f"dbcl train --resume {run.folder}{rounds}{beyond}")
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -237,7 +247,11 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     up, down = sum(m.bytes_up for m in run.history), sum(m.bytes_down for m in run.history)
     refused = sum(len(m.refused) for m in run.history)
     best, shown = run.best, run.task.objective.shown
-    what = "the mean of W" if config.ema_decay else "W"
+    what, account = "the mean of W" if config.ema_decay else "W", account_of(run)
+    hidden = "veil", _veil(plan)
+    if account is not None:
+        what = "the mean of noisy models" if config.ema_decay else "the noisy model"
+        hidden = "the guarantee", guarantee_text(account, max(tensor.veil for tensor in plan.tensors))
     scores = [metrics.score for metrics in run.history]
     return [
         (
@@ -247,9 +261,9 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("rounds", f"{last.round}" + _stopped(run) + (f", {refused} updates refused" if refused else "")),
         ("bytes", f"{up / 1e6:.1f} MB up, {down / 1e6:.1f} MB down; a message is {share:.3f} of a plain one"),
         ("a client saw", _seen(plan)),
-        ("veil", _veil(plan)),
+        hidden,
         ("in clear", ", ".join(plan.in_clear) or "nothing"),
-        ("the door", str(config.door())),
+        ("the door", str(run.session.server.door)),
         ("secrets", "fixed by --seed, for experiments" if config.insecure else "fresh in every round"),
         (f"{last.metric} by round", sparkline(scores, lambda score: shown(score, 1))),
     ]

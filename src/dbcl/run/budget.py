@@ -1,0 +1,165 @@
+"""What a guarantee costs before a run, beside other choices, and what of it a run has spent."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dbcl.errors import ConfigError, ProtocolError
+from dbcl.privacy import Ledger, PrivacyPlan
+from dbcl.privacy.accounting import Spent, mu_of
+from dbcl.protocol import checkpoint
+from dbcl.run.config import RunConfig
+from dbcl.run.folder import Run, read_config
+from dbcl.state import State
+
+EPSILONS = (1.0, 2.0, 4.0, 8.0)
+COMPARED = ("banded", "independent")
+
+
+class Choice(NamedTuple):
+    """What another choice would give: the noise relative to the weights.
+
+    >>> Choice("epsilon 4", 2.9).relative
+    2.9
+    """
+
+    name: str
+    relative: float
+
+
+def plan_of(config: RunConfig, examples: int = 0) -> PrivacyPlan:
+    """The guarantee that settings ask for; settings that ask for none are refused.
+
+    `examples` is how many all clients have together, which counts where one of them is the unit.
+
+    >>> plan_of(RunConfig())
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ConfigError: these settings promise nothing: give --epsilon and --clip, or --preset private
+    """
+    if config.unit == "example" and examples < 1:
+        raise ConfigError("with --unit example give --examples, how many all clients have together")
+    plan = config.privacy(examples)
+    if plan is None:
+        raise ConfigError("these settings promise nothing: give --epsilon and --clip, or --preset private")
+    return plan
+
+
+def choices(plan: PrivacyPlan, rms: float) -> list[Choice]:
+    """What other choices would give, all else the same, with weights of the root mean square `rms`.
+
+    >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
+    >>> [(name, round(relative, 2)) for name, relative in choices(plan, rms=0.026)][:4]
+    [('epsilon 1', 10.09), ('epsilon 2', 5.39), ('epsilon 4', 2.92), ('half the clip', 0.81)]
+    """
+    size = "batch" if plan.unit == "example" else "cohort"
+    others: dict[str, dict[str, Any]] = {
+        f"epsilon {epsilon:g}": {"epsilon": epsilon} for epsilon in EPSILONS if epsilon != plan.epsilon
+    }
+    for word, factor in (("half", 0.5), ("twice", 2)):
+        others[f"{word} the clip"] = {"clip": plan.clip * factor}
+    for name, now, most in (("rounds", plan.rounds, None), (size, plan.per_round, plan.units)):
+        for word, number in (("half", now // 2), ("twice", 2 * now)):
+            if number >= 1 and (most is None or number <= most):
+                others[f"{word} the {name}, {number}"] = {name: number}
+    for kind in COMPARED:
+        if kind != plan.kind:
+            others[f"{kind} noise"] = {"kind": kind}
+    # Other rounds, or more clients in them, are another rule of participation: that of turns.
+    return [
+        Choice(name, replace(plan, separation=0, participations=0, **changes).relative(rms))
+        for name, changes in others.items()
+    ]
+
+
+def noise_by_epsilon(plan: PrivacyPlan, rms: float, epsilons: Sequence[float]) -> dict[str, list[float]]:
+    """The noise relative to the weights at each epsilon, correlated over rounds and independent.
+
+    >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
+    >>> found = noise_by_epsilon(plan, 0.026, [4.0, 8.0])
+    >>> {kind: [round(each, 2) for each in relative] for kind, relative in found.items()}
+    {'banded': [2.92, 1.62], 'independent': [7.45, 4.13]}
+    """
+    allowed = [mu_of(epsilon, plan.delta) for epsilon in epsilons]
+    kinds = {kind: replace(plan, kind=kind) for kind in COMPARED}
+    # All else the same, the noise is as the inverse of mu.
+    return {kind: [each.relative(rms) * each.mu / mu for mu in allowed] for kind, each in kinds.items()}
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a run promised and what of it is spent: so many `rounds` are closed, and no client had more `turns`.
+
+    `insecure` is a run whose noise follows from a seed: whoever knows that can take it off, so nothing is promised.
+    """
+
+    plan: PrivacyPlan
+    rounds: int
+    turns: int
+    insecure: bool
+
+    @property
+    def spent(self) -> Spent:
+        """What is used up if the run ends here."""
+        return self.plan.spent(rounds=self.rounds, participations=self.turns)
+
+    def facts(self) -> dict[str, Any]:
+        """The account for another program.
+
+        >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
+        >>> facts = Account(plan, 100, 10, insecure=False).facts()
+        >>> facts["holds"], facts["epsilon"], round(facts["spent_epsilon"], 2), facts["rounds"]
+        (True, 8, 3.55, 100)
+        """
+        plan, spent = self.plan, self.spent
+        return {
+            "holds": not self.insecure,
+            "unit": plan.unit,
+            "epsilon": plan.epsilon,
+            "delta": plan.delta,
+            "mu": plan.mu,
+            "spent_epsilon": spent.epsilon,
+            "spent_mu": spent.mu,
+            "rounds": self.rounds,
+            "planned_rounds": plan.rounds,
+            "most_participations": self.turns,
+            "planned_participations": plan.participations,
+            "promise": plan.promise,
+        }
+
+
+def account_of(run: Run) -> Account | None:
+    """What a run here has spent; None where it promises nothing."""
+    server = run.session.server
+    if server.privacy is None or server.ledger is None:
+        return None
+    turns = _turns(server.privacy, server.round, server.ledger)
+    return Account(server.privacy, server.round, turns, run.config.insecure)
+
+
+def account_in(folder: Path) -> Account | None:
+    """What the run in a folder has spent, by its settings and its checkpoint; None where it promises nothing."""
+    config = read_config(folder)
+    if config.epsilon is None:
+        return None
+    try:
+        server = checkpoint.load(folder / "checkpoints").part("session").part("server").values
+        rounds, kept = int(server["round"]["number"]), server["ledger"]
+        # The plan as it was kept: of examples, the settings do not say how many there are.
+        plan = PrivacyPlan(**{name: _as_given(value) for name, value in server["round"]["guarantee"].items()})
+        ledger = Ledger(**{name: kept[name] for name in ("rounds", "separation", "participations")})
+        ledger.load_state(State(kept, {}))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ProtocolError(f"the checkpoint in {folder} does not say what was promised and who took part") from error
+    return Account(plan, rounds, _turns(plan, rounds, ledger), config.insecure)
+
+
+def _turns(plan: PrivacyPlan, rounds: int, ledger: Ledger) -> int:
+    """How often one unit took part at most: the ledger counts clients, and examples come back in a fixed cycle."""
+    return ledger.most_uses if plan.unit == "client" else math.ceil(rounds / plan.separation)
+
+
+def _as_given(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,181 @@
+"""`dbcl privacy` before and after a run, and what `dbcl train` says of a guarantee."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from dbcl import models
+from dbcl.errors import ConfigError
+from dbcl.privacy import PrivacyPlan
+from dbcl.protocol import checkpoint
+from dbcl.run import preset
+from dbcl.run.assemble import rms
+
+Invoke = Callable[..., str]
+
+SMALL = ["--clients", "40", "--fraction", "0.25", "--delta", "1e-3", "--epsilon", "50", "--clip", "0.05"]
+TRAIN = ["train", "--preset", "private", *SMALL, "--rounds", "6"]
+
+
+def words(text: str) -> str:
+    return " ".join(text.replace("│", " ").split())
+
+
+def test_before_a_run_it_says_what_the_preset_takes(invoke: Invoke) -> None:
+    out = words(invoke("privacy"))
+    for sentence in (
+        "epsilon 8 at delta 1e-05 for one client",
+        "100 of 1000 clients in each of 400 rounds, in turns",
+        "separation 10 rounds at least between two turns of one client",
+        "participations 40 of one client at most",
+        "mu 1.666",
+        "sigma 0.01016",
+        "noise on W 0.04219, which is 0.93 times the initial weights of mnist-mlp",
+        "neighbouring runs differ by one client's data set to zero",
+        "as planned 0.93 1 ",
+        "independent noise 2.37 2.5",
+        "train dbcl train --preset private",
+    ):
+        assert sentence in out
+    assert list(Path().iterdir()) == []
+
+
+def test_json_has_the_plan_and_the_other_choices(invoke: Invoke) -> None:
+    options = ["--epsilon", "4", "--clients", "2000", "--rounds", "100", "--server-optimizer", "momentum"]
+    facts = json.loads(invoke("privacy", *options, "--model", "cifar-cnn", "--shape", "3,32,32", "--json"))
+    plan = PrivacyPlan(epsilon=4, delta=1e-5, clip=0.2, rounds=100, clients=2000, cohort=200, momentum=0.5)
+    size = rms(models.build("cifar-cnn", shape=(3, 32, 32)))
+    assert facts["relative_noise"] == plan.relative(size)
+    assert (facts["mu"], facts["sigma"], facts["promise"]) == (plan.mu, plan.sigma, plan.promise)
+    assert (facts["separation"], facts["participations"], facts["useful"]) == (10, 10, True)
+    others = {row["choice"]: row["relative_noise"] for row in facts["other_choices"]}
+    assert others["half the clip"] == pytest.approx(facts["relative_noise"] / 2)
+    assert others["independent noise"] > 1.3 * facts["relative_noise"]
+    assert others["epsilon 1"] > others["epsilon 2"] > facts["relative_noise"] > others["epsilon 8"]
+
+
+def test_the_picture(invoke: Invoke) -> None:
+    out = invoke("privacy", "--epsilon", "4", "--clip", "0.1", "--out", "pictures/privacy.png")
+    assert Path("pictures/privacy.png").read_bytes()[:4] == b"\x89PNG"
+    assert "picture  pictures/privacy.png" in out
+    assert "train    dbcl train --preset private --epsilon 4 --clip 0.1\n" in out
+    with pytest.raises(ConfigError, match="--out is a folder"):
+        invoke("privacy", "--out", "pictures")
+
+
+def test_too_few_clients_are_told_of_the_other_unit_and_not_sent_to_train(invoke: Invoke) -> None:
+    out = words(invoke("privacy", "--clients", "10", "--fraction", "1"))
+    assert 'nothing could be learned: 10 clients in a round are too few to hide one of them. The remedy: unit="' in out
+    assert "dbcl train" not in out
+    assert json.loads(invoke("privacy", "--clients", "10", "--json"))["useful"] is False
+    with pytest.raises(ConfigError, match=r'too few to hide one of them. The remedy: unit="example"'):
+        invoke("train", "--preset", "private", "--clients", "10")
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "blind"], "these settings promise nothing: give --epsilon and --clip, or --preset private"),
+        (["--delta", "0.01"], "delta must be above 0 and below 1 / 1000 (clients)"),
+        (["--epsilon", "0"], "epsilon must be above 0"),
+        (["--clip", "-1"], "clip must be above 0"),
+        (["--server-optimizer", "adam"], "the server's optimiser is linear"),
+        (["--unit", "example"], "with unit example"),
+        (["nowhere"], "nowhere holds no run"),
+        (["nowhere", "--epsilon", "8", "--out", "x.png"], "--epsilon, --out: for a run that is planned, and nowhere"),
+    ],
+)
+def test_what_cannot_be_promised_is_one_clear_error(invoke: Invoke, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        invoke("privacy", *arguments)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("command", [["privacy"], ["train", "--preset", "private"]])
+def test_without_dp_accounting_the_command_names_the_remedy(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
+    with pytest.raises(ConfigError, match=r"dp-accounting, which is not installed.*pip install '\.\[privacy\]'"):
+        invoke(*command)
+    assert list(Path().iterdir()) == []
+
+
+def test_train_says_what_is_promised_spent_and_secret(invoke: Invoke) -> None:
+    out = invoke(*TRAIN, "--out", "run")
+    said = words(out)
+    plan = preset("private", clients=40, fraction=0.25, delta=1e-3, epsilon=50.0, clip=0.05, rounds=6).privacy()
+    assert plan is not None
+    for sentence in (
+        "accuracy of the mean of noisy models, held-out",
+        "the guarantee epsilon 50, delta 0.001 for one client; spent so far: epsilon 50",
+        "model.safetensors is the mean of noisy models, which the guarantee covers",
+        "checkpoints/ hold the clean W, which it does not: keep them secret",
+        "the door 1 update or more; updates shortened to 0.05 long",
+        "The budget is spent: this run cannot go on.",
+    ):
+        assert sentence in said
+    assert "veil" not in said
+    assert "nan" not in said.lower()
+    assert "--resume" not in said  # it would be refused
+    state = checkpoint.load(Path("run/checkpoints"))
+    released, W = (
+        safetensors.torch.load_file("run/model.safetensors"),
+        state.part("session").part("server").part("model"),
+    )
+    for name, tensor in released.items():
+        assert not torch.equal(tensor, W.tensors[name])
+        assert torch.equal(tensor, state.part("session").part("ema").tensors[name])
+    with pytest.raises(ConfigError, match="the budget of this run is 6 rounds at epsilon 50: it cannot go on past"):
+        invoke("train", "--resume", "run", "--rounds", "12")
+    spent = words(invoke("privacy", "run"))
+    assert f"promised epsilon 50 at delta 0.001 (mu {plan.mu:.4g}) for one client" in spent
+    assert f"spent epsilon 50 at delta 0.001 (mu {plan.mu:.4g})" in spent
+    assert "rounds 6 of 6 " in spent
+    assert "participations 2 of one client at most, of 2" in spent
+    assert plan.promise in spent
+    assert "keep them secret" in spent
+    assert "--target" not in spent
+
+
+def test_a_run_that_stops_early_has_spent_less_and_may_go_on(invoke: Invoke) -> None:
+    out = words(invoke(*TRAIN, "--patience", "1", "--target", "0.0001", "--out", "run"))
+    assert "dbcl train --resume run --target 1 --patience 2" in out
+    facts = json.loads(invoke("privacy", "run", "--json"))["guarantee"]
+    assert (facts["holds"], facts["rounds"], facts["planned_rounds"]) == (True, 1, 6)
+    assert (facts["most_participations"], facts["planned_participations"]) == (1, 2)
+    assert 0 < facts["spent_epsilon"] < facts["epsilon"]
+    assert f"spent so far: epsilon {facts['spent_epsilon']:.3g}" in out
+    assert "as by --target or --patience, what is promised counts" in words(invoke("privacy", "run"))
+    report = json.loads(invoke("train", "--resume", "run", "--target", "1", "--patience", "9", "--json"))
+    assert (report["rounds"], report["stopped_by"]) == (6, "rounds")
+    assert report["guarantee"]["spent_epsilon"] == pytest.approx(50)
+    assert math.isfinite(report["accuracy"])
+
+
+def test_a_seed_takes_the_guarantee_away(invoke: Invoke) -> None:
+    out = words(invoke(*TRAIN, "--rounds", "2", "--seed", "3", "--out", "run"))
+    assert "the guarantee none: --seed fixes its noise, and whoever knows or guesses the seed can take that off" in out
+    assert "spent" not in out.replace("The budget is spent", "")
+    assert "covers" not in out
+    assert json.loads(invoke("privacy", "run", "--json"))["guarantee"]["holds"] is False
+    assert "This run has no guarantee: --seed fixes its noise" in words(invoke("privacy", "run"))
+
+
+def test_a_run_without_epsilon_has_no_guarantee(invoke: Invoke) -> None:
+    report = json.loads(invoke("train", "--fraction", "0.03", "--rounds", "1", "--out", "run", "--json"))
+    assert report["guarantee"] is None
+    assert "run has no guarantee: it was trained without --epsilon." in invoke("privacy", "run")
+    assert json.loads(invoke("privacy", "run", "--json")) == {"run": "run", "guarantee": None}
+
+
+def test_plan_shows_the_noise_of_a_preset_with_a_guarantee(invoke: Invoke) -> None:
+    facts = json.loads(invoke("plan", "mnist-mlp", "--preset", "private", "--json"))
+    assert {row["veil"] for row in facts["tensors"]} == {"0.93"}
+    assert facts["in_clear"] == []
