@@ -29,6 +29,7 @@ import dbcl
 import dbcl.run.folder
 from dbcl.errors import ConfigError, DbclError, ProtocolError
 from dbcl.flower import DoubleBlind, LocalGrid, blinded, reply
+from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import checkpoint
 
 ROUNDS = 3
@@ -164,9 +165,13 @@ def server_result(folder: Path) -> dict[str, Any]:
     return {path.name: path.read_bytes() for path in newest}
 
 
-def play_run(folder: Path, rounds: int = ROUNDS) -> None:
+GUARANTEE: dict[str, Any] = {"epsilon": 8.0, "clip": 0.01, "ema_decay": 0.5}
+
+
+def play_run(folder: Path, rounds: int = ROUNDS, **more: Any) -> None:
     clients = [examples(client) for client in range(3)]
     made: dict[str, Any] = {"rounds": rounds, "seed": 0, "transcripts": ("1", "server", "server-sum"), "lr": 0.1}
+    made |= more
     try:
         dbcl.simulate(net, clients, examples(9), folder=folder, resume=True, **made)
     except ConfigError as error:
@@ -201,13 +206,14 @@ def nodes() -> ClientApp:
     return app
 
 
-def play_flower(folder: Path) -> None:
-    inner = flower.FedAdam(eta=0.1, fraction_evaluate=0.0)
-    strategy = DoubleBlind(inner, net(), insecure_seed=0, checkpoint=folder)
+def play_flower(folder: Path, privacy: PrivacyPlan | None = None) -> None:
+    inner = flower.FedAvg(fraction_evaluate=0.0) if privacy else flower.FedAdam(eta=0.1, fraction_evaluate=0.0)
+    strategy = DoubleBlind(inner, net(), insecure_seed=0, checkpoint=folder, privacy=privacy)
     grid = LocalGrid(nodes(), 2)
     strategy.start(grid, num_rounds=ROUNDS, evaluate_fn=lambda round, arrays: MetricRecord({"round": round}))
 
 
+PLAN = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.01, rounds=ROUNDS, clients=2, cohort=2)
 SCENARIOS = {
     each.name: each
     for each in (
@@ -215,6 +221,8 @@ SCENARIOS = {
         Scenario("run", play_run, run_result),
         Scenario("resume", play_run, run_result, prepare=lambda folder: play_run(folder, ROUNDS - 1)),
         Scenario("flower", play_flower, server_result),
+        Scenario("private run", lambda folder: play_run(folder, **GUARANTEE), run_result),
+        Scenario("private flower", lambda folder: play_flower(folder, PLAN), server_result),
     )
 }
 

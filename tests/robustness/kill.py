@@ -10,6 +10,7 @@ import random
 import re
 import sys
 import tempfile
+from collections.abc import Collection, Mapping
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,8 +21,10 @@ import torch
 
 import dbcl
 import dbcl.run.folder
+from dbcl.engines import ServerSession
 from dbcl.errors import DbclError
-from robustness.crash import examples, net
+from dbcl.protocol import checkpoint
+from robustness.crash import GUARANTEE, examples, net
 
 ROUNDS = 12
 PLAIN_REFUSAL = re.compile(
@@ -45,13 +48,27 @@ class Counting:
         pass
 
 
-def work(folder: Path, told: Connection, resume: bool, rounds: int = ROUNDS) -> None:
-    """What one process does: it waits for the word, then plays a run and says how it ended."""
+def work(folder: Path, told: Connection, resume: bool, rounds: int, more: Mapping[str, Any]) -> None:
+    """What one process does: it waits for the word, then plays a run and says how it ended.
+
+    With a guarantee it says what it sends, before it does, and waits for a word again.
+    """
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
     told.send(("ready", 0))
     told.recv()
     settings: dict[str, Any] = {"rounds": rounds, "seed": 0, "transcripts": ("1", "server"), "lr": 0.1}
+    settings |= more
+    if "epsilon" in more:
+        opens = ServerSession.open
+
+        def tell(session: ServerSession, client: str) -> dbcl.Broadcast:
+            broadcast = opens(session, client)
+            told.send(("sent", (session.round, client, dbcl.encode(broadcast))))
+            told.recv()
+            return broadcast
+
+        mock.patch.object(ServerSession, "open", tell).start()
     clients, tracker = [examples(client) for client in range(3)], Counting(told)
     mock.patch.object(dbcl.run.folder, "curves", return_value=b"picture").start()  # it takes most of the time
     try:
@@ -69,16 +86,16 @@ def work(folder: Path, told: Connection, resume: bool, rounds: int = ROUNDS) -> 
 def processes() -> Any:
     """Processes that are forked from one that has everything imported, so that a kill costs milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "dbcl", "dbcl.run.folder", "dbcl.run.simulation"])
+    context.set_forkserver_preload(["torch", "dbcl", "dbcl.run.folder", "dbcl.run.simulation", "dp_accounting"])
     return context
 
 
 class Worker:
     """A process at work on a folder."""
 
-    def __init__(self, folder: Path, *, resume: bool, rounds: int = ROUNDS) -> None:
+    def __init__(self, folder: Path, *, resume: bool, rounds: int = ROUNDS, **more: Any) -> None:
         self.pipe, theirs = processes().Pipe()
-        self.process = processes().Process(target=work, args=(folder, theirs, resume, rounds))
+        self.process = processes().Process(target=work, args=(folder, theirs, resume, rounds, more))
         self.process.start()
         theirs.close()
         assert self.pipe.recv() == ("ready", 0)
@@ -149,6 +166,38 @@ def kills(count: int, seed: int) -> tuple[int, list[str]]:
             elif result(folder) != expected:
                 wrong.append("another result")
     return died, wrong
+
+
+def private_kill(rounds: Collection[int]) -> tuple[dict[int, list[bytes]], dict[str, int]]:
+    """Kill a run with a guarantee and fresh secrets in these rounds, between the disk and the wire, and go on.
+
+    Gives what was to be sent in each round, by each process, and how often each client was counted.
+    """
+    settings, left = {"seed": None, "fraction": 1 / 3, **GUARANTEE}, set(rounds)
+    sent: dict[int, list[bytes]] = {}
+    with tempfile.TemporaryDirectory() as place:
+        folder, ended = Path(place, "run"), False
+        while not ended:
+            worker = Worker(folder, resume=True, **settings)
+            worker.begin()
+            while worker.process.is_alive() or worker.pipe.poll():
+                assert worker.pipe.poll(120)
+                kind, said = worker.pipe.recv()
+                ended = kind == "ended"
+                assert kind in ("began", "played", "sent", "ended"), said
+                if kind == "sent":
+                    sent.setdefault(said[0], []).append(said[2])
+                    if said[0] in left:
+                        left.remove(said[0])
+                        worker.process.kill()
+                        break
+                    worker.begin()
+                if ended:
+                    break
+            worker.process.join()
+            worker.pipe.close()
+        ledger = checkpoint.load(folder / "checkpoints").values["session"]["server"]["ledger"]
+        return sent, {client: count for client, (count, _) in ledger["uses"].items()}
 
 
 MODES = {"both train": (False, False), "both resume": (True, True), "one resumes": (False, True)}

@@ -11,6 +11,15 @@ def test_three_kills() -> None:
     assert kill.kills(3, seed=1) == (3, [])
 
 
+@pytest.mark.parametrize("rounds", [[4], pytest.param(range(kill.ROUNDS), marks=pytest.mark.slow)])
+def test_a_run_with_a_guarantee_that_is_killed_sends_the_same_and_counts_once(rounds: list[int]) -> None:
+    sent, uses = kill.private_kill(rounds)
+    assert {round: len(each) for round, each in sent.items()} == {n: 1 + (n in rounds) for n in range(kill.ROUNDS)}
+    assert {len(set(each)) for each in sent.values()} == {1}
+    assert len({data for each in sent.values() for data in each}) == kill.ROUNDS
+    assert uses == {f"client {number}": kill.ROUNDS // 3 for number in range(3)}
+
+
 @pytest.mark.parametrize("mode", kill.MODES)
 def test_two_processes_do_not_share_a_folder(mode: str) -> None:
     ends, wrong = kill.pair(mode, random.Random(1))

@@ -1,0 +1,140 @@
+"""Runs with a guarantee: the engines agree, a run that goes on is the whole run, and what it leaves in its folder."""
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+import dbcl
+from dbcl.data import examples_of
+from dbcl.engines import Engine, LocalEngine, LocalTraining, ServerSession, StackedEngine
+from dbcl.errors import ConfigError, ProtocolError
+from dbcl.flower import FlowerEngine
+from dbcl.privacy import PrivacyPlan, UpdateNoise
+from dbcl.protocol import checkpoint
+from dbcl.run import Run, RunConfig
+from dbcl.testing.engine import SEED, net
+
+CLIENTS = 6
+PLAN = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.1, rounds=6, clients=CLIENTS, cohort=2)
+
+
+def examples(client: int) -> Any:
+    generator = torch.Generator().manual_seed(client)
+    count = 6 + 3 * client
+    return examples_of((torch.randn(count, 10, dtype=torch.float64, generator=generator), torch.arange(count) % 3))
+
+
+def played(kind: type[Engine], *, rounds: int = PLAN.rounds, clip: float = PLAN.clip, **more: Any) -> ServerSession:
+    torch.manual_seed(1)
+    session = ServerSession(dbcl.Server(net(), privacy=PLAN, insecure_seed=0, **more), ema_decay=0.5)
+    own, training = [examples(client) for client in range(CLIENTS)], LocalTraining(lr=0.3, batch_size=4, epochs=2)
+    engine = kind(session, net(), own, training, fraction=1 / 3, seed=SEED, noise=UpdateNoise(clip))
+    engine.in_turns = True
+    for _ in range(rounds):
+        engine.play_round()
+    return session
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for _, tensor in tensors])
+
+
+@pytest.mark.parametrize("kind", [{"lanes": 1}, {"lanes": 2}, {"grouped": True}])
+@pytest.mark.parametrize("engine", [StackedEngine, FlowerEngine])
+def test_the_engines_give_the_same_weights(engine: type[Engine], kind: dict[str, Any]) -> None:
+    ours, reference = played(engine, **kind), played(LocalEngine, **kind)
+    weights = [flat(session.server.weights().items()) for session in (ours, reference)]
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        flat(ours.released.named_parameters()), flat(reference.released.named_parameters()), rtol=0, atol=PLAN.grid
+    )
+    assert ours.server.ledger.state() == reference.server.ledger.state()
+    assert {ours.server.ledger.uses(f"client {client}") for client in range(CLIENTS)} == {2}
+
+
+def test_the_door_clips_where_a_client_does_not() -> None:
+    honest, careless = (played(LocalEngine, rounds=3, clip=clip) for clip in (PLAN.clip, 1e6))
+    weights = [flat(session.server.weights().items()) for session in (honest, careless)]
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-10)
+
+
+def small(**settings: Any) -> RunConfig:
+    made = {"clients": 10, "fraction": 0.3, "seed": 0, "rounds": 6, "epsilon": 8.0, "clip": 0.05, "ema_decay": 0.9}
+    return RunConfig(**{**made, **settings})
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    kept = [*sorted(folder.glob("checkpoints/*")), folder / "model.safetensors"]
+    return {path.name: path.read_bytes() for path in kept}
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in ("seconds", "train_loss")} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run.start(small(), tmp_path_factory.mktemp("whole") / "run")
+    assert len(list(run.play())) == 6
+    return run
+
+
+def test_a_run_that_goes_on_is_the_whole_run_bit_for_bit(whole: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = Run.start(small(), folder)
+    rounds = first.play()
+    assert len(list(islice(rounds, 3))) == 3
+    rounds.close()  # as a process that ends here
+    second = Run.resume(folder)
+    assert second.session.server.ledger.most_uses == 1
+    assert len(list(second.play())) == 3
+    assert files(folder) == files(whole.folder)
+    assert metrics(folder) == metrics(whole.folder)
+
+
+def test_what_is_released_is_noisy_and_the_rest_says_nothing_of_data(whole: Run) -> None:
+    released = safetensors.torch.load_file(whole.folder / "model.safetensors")
+    server = whole.session.server
+    for name, tensor in server.weights().items():
+        assert torch.equal(released[name], dict(whole.session.released.named_parameters())[name])
+        assert float((released[name] - tensor.detach()).abs().max()) > 0.1 * whole.config.privacy().sigma
+    for line in metrics(whole.folder):
+        assert (line["clipped"] or 0, line["refused"], line["accepted"]) == (0, [], 3)
+    for line in (whole.folder / "metrics.jsonl").read_text().splitlines():
+        assert '"train_loss": NaN' in line or '"train_loss": null' in line
+    modes = {path.stat().st_mode & 0o077 for path in (whole.folder / "checkpoints").iterdir()}
+    assert modes == {0}
+
+
+def test_a_budget_is_spent_once_and_ends(whole: Run) -> None:
+    again = Run.resume(whole.folder)
+    ledger = again.session.server.ledger
+    assert ledger.state() == whole.session.server.ledger.state()
+    assert ledger.most_uses == again.config.privacy().participations == 2
+    before = files(whole.folder)
+    assert list(again.play()) == []
+    assert files(whole.folder) == before
+    with pytest.raises(ConfigError, match="budget of this run is 6 rounds at epsilon 8: it cannot go on past them"):
+        Run.resume(whole.folder, rounds=7)
+    with pytest.raises(ProtocolError, match="the budget of 6 rounds is spent"):
+        again.engine.play_round()
+
+
+def test_a_damaged_checkpoint_ends_a_run_with_a_guarantee(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = Run.start(small(rounds=2), folder)
+    rounds = run.play()
+    next(rounds)
+    rounds.close()
+    newest = folder / "checkpoints" / "round-00000001.dbcl"
+    assert checkpoint.newest(folder / "checkpoints") == 1
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with pytest.raises(ProtocolError, match="would use a round's updates twice"):
+        Run.resume(folder)
