@@ -151,7 +151,10 @@ def test_a_run_that_stops_early_has_spent_less_and_may_go_on(invoke: Invoke) -> 
     assert (facts["holds"], facts["rounds"], facts["planned_rounds"]) == (True, 1, 6)
     assert (facts["most_participations"], facts["planned_participations"]) == (1, 2)
     assert 0 < facts["spent_epsilon"] < facts["epsilon"]
-    assert f"spent so far: epsilon {facts['spent_epsilon']:.3g}" in out
+    assert (
+        f"spent so far: epsilon {facts['spent_epsilon']:.3g} (but 50 counts: what it showed decided when to stop)"
+        in out
+    )
     assert "as by --target or --patience, what is promised counts" in words(invoke("privacy", "run"))
     report = json.loads(invoke("train", "--resume", "run", "--target", "1", "--patience", "9", "--json"))
     assert (report["rounds"], report["stopped_by"]) == (6, "rounds")

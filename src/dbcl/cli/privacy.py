@@ -216,11 +216,11 @@ RELEASED = "model.safetensors is the mean of noisy models, which the guarantee c
 CLEAN = "checkpoints/ hold the clean W, which it does not: keep them secret"
 
 
-def guarantee_text(account: Account, relative: float) -> str:
-    """The guarantee of a run in a few short lines, for the end of `dbcl train`.
+def guarantee_text(account: Account, relative: float, stopped_by: str) -> str:
+    """The guarantee of a run in a few short lines, for the end of `dbcl train`; `stopped_by` is the run's.
 
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
-    >>> print(guarantee_text(Account(plan, 100, 10, insecure=False), 1.62))
+    >>> print(guarantee_text(Account(plan, 100, 10, insecure=False), 1.62, "rounds"))
     epsilon 8, delta 1e-05 for one client; spent so far: epsilon 3.55
     by noise of 1.62 times the initial weights, on all that was sent
     model.safetensors is the mean of noisy models, which the guarantee covers
@@ -231,5 +231,7 @@ def guarantee_text(account: Account, relative: float) -> str:
     if account.insecure:
         return f"none: {VOID}; without --seed {promised}"
     spent = f"spent so far: epsilon {account.spent.epsilon:.3g}"
+    if stopped_by in ("target", "patience"):
+        spent += f" (but {plan.epsilon:g} counts: what it showed decided when to stop)"
     noise = f"by noise of {relative:.3g} times the initial weights, on all that was sent"
     return "\n".join([f"{promised}; {spent}", noise, RELEASED, CLEAN])

@@ -251,7 +251,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     hidden = "veil", _veil(plan)
     if account is not None:
         what = "the mean of noisy models" if config.ema_decay else "the noisy model"
-        hidden = "the guarantee", guarantee_text(account, max(tensor.veil for tensor in plan.tensors))
+        hidden = "the guarantee", guarantee_text(account, max(tensor.veil for tensor in plan.tensors), run.stopped_by)
     scores = [metrics.score for metrics in run.history]
     return [
         (
