@@ -21,7 +21,7 @@ def test_a_crash_now_and_then(name: str) -> None:
 @pytest.mark.parametrize("name", crash.SCENARIOS)
 def test_a_crash_at_every_call(name: str, kind: str) -> None:
     listed = [point for point in crash.points(name) if point[1] == kind]
-    assert len(listed) > 25  # 395 calls in all, so 1,580 crashes
+    assert len(listed) > 25  # 684 calls in all, so 2,736 crashes
     assert {point: said for point in listed if (said := crash.crash(name, *point))} == {}
 
 

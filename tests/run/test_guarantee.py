@@ -30,12 +30,14 @@ def examples(client: int) -> Any:
     return examples_of((torch.randn(count, 10, dtype=torch.float64, generator=generator), torch.arange(count) % 3))
 
 
-def played(kind: type[Engine], *, rounds: int = PLAN.rounds, clip: float = PLAN.clip, **more: Any) -> ServerSession:
+def played(
+    kind: type[Engine], *, rounds: int = PLAN.rounds, clip: float = PLAN.clip, in_turns: bool = True, **more: Any
+) -> ServerSession:
     torch.manual_seed(1)
     session = ServerSession(dbcl.Server(net(), privacy=PLAN, insecure_seed=0, **more), ema_decay=0.5)
     own, training = [examples(client) for client in range(CLIENTS)], LocalTraining(lr=0.3, batch_size=4, epochs=2)
     engine = kind(session, net(), own, training, fraction=1 / 3, seed=SEED, noise=UpdateNoise(clip))
-    engine.in_turns = True
+    engine.in_turns = in_turns
     for _ in range(rounds):
         engine.play_round()
     return session
@@ -56,6 +58,16 @@ def test_the_engines_give_the_same_weights(engine: type[Engine], kind: dict[str,
     )
     assert ours.server.ledger.state() == reference.server.ledger.state()
     assert {ours.server.ledger.uses(f"client {client}") for client in range(CLIENTS)} == {2}
+
+
+def test_the_engines_agree_where_clients_come_back_too_early() -> None:
+    ours, reference = (played(kind, rounds=3, in_turns=False) for kind in (StackedEngine, LocalEngine))
+    weights = [flat(session.server.weights().items()) for session in (ours, reference)]
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-10)
+    uses = {client: count for client, (count, _) in reference.server.ledger.state().values["uses"].items()}
+    assert max(uses.values()) == 1
+    assert sum(uses.values()) < 6  # drawn anew, somebody was refused
+    assert ours.server.ledger.state() == reference.server.ledger.state()
 
 
 def test_the_door_clips_where_a_client_does_not() -> None:

@@ -231,6 +231,10 @@ class DoubleBlind(Strategy):
         """Log what a client will see, the guarantee, and the inner strategy's own summary."""
         log.info("double-blind around %s:\n%s", " around ".join(self._kept.names), self.server.plan)
         log.info("guarantee: %s", self.server.veil.guarantee())
+        if self.server.privacy is not None and self._fixed is not None:
+            log.warning("the noise follows from insecure_seed, so there is no guarantee: for experiments only")
+        if self.server.privacy is not None and self.folder is None:
+            log.warning("no checkpoint: should this run die, another one on the same data spends a second budget")
         self.strategy.summary()
 
     def configure_train(
