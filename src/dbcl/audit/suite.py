@@ -121,6 +121,11 @@ def audit(
     """
     began = perf_counter()
     config = read_config(folder)
+    if config.epsilon is not None:
+        raise AuditError(
+            "this run has a guarantee, with noise that is correlated over rounds: the attackers here take noise for "
+            "independent and would say too little; dbcl privacy states what is promised"
+        )
     task = task or task_of(config, data_dir, trust=trust)
     parts: dict[str, Callable[[Job], list[Finding]]] = {
         f"updates from {transcript.name}": partial(_recorded, transcript)
