@@ -506,3 +506,8 @@ def test_what_the_guarantee_was_not_planned_for_is_refused() -> None:
         private(optimizer=optim.momentum(0.9))
     with pytest.raises(PlanError, match=r"1.running_mean is what clients measure"):
         dbcl.Server(nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), privacy=PLAN)
+
+
+def test_with_a_known_seed_nothing_is_promised() -> None:
+    assert dbcl.Server(net(), privacy=PLAN).veil.guarantee().startswith("(epsilon")
+    assert dbcl.Server(net(), privacy=PLAN, insecure_seed=0).veil.guarantee().startswith("none")

@@ -116,7 +116,10 @@ class Server:
         self.door = door or Door()
         self.calibration = calibration
         self.privacy = privacy
-        self.veil: Veil = WhiteVeil(self.plan.veils) if privacy is None else CorrelatedVeil.of(privacy)
+        self.veil: Veil = WhiteVeil(self.plan.veils)
+        if privacy is not None:
+            promise = privacy.promise if insecure_seed is None else "none: its secrets follow from insecure_seed"
+            self.veil = CorrelatedVeil(privacy.mechanism, privacy.sigma, promise)
         self.ledger: Ledger | None = None
         self.round = 0
         self.statistics = {tensor.name for tensor in self.plan.tensors if tensor.scheme == MEASURED}
