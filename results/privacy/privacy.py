@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rounds"))
-from rounds import Job, key, play
+from rounds import Job, key, play, rows
 
 HERE = Path(__file__).parent
 ROWS = HERE / "rows.jsonl"
@@ -58,10 +58,6 @@ def sketches(seeds: int) -> Iterator[Job]:
 
 
 JOBS = {"clients": clients, "examples": examples, "sketches": sketches}
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main() -> None:

@@ -123,8 +123,8 @@ def key(part: str, name: str, settings: dict[str, Any]) -> str:
     return json.dumps([part, name, settings], sort_keys=True)
 
 
-def rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main() -> None:
@@ -136,25 +136,24 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only the jobs of this preset")
     parser.add_argument("--rows", type=Path, default=ROWS)
     options = parser.parse_args()
-    globals()["ROWS"] = options.rows
     if options.part == "report":
-        report()
+        report(rows(options.rows))
         return
-    done = {key(row["part"], row["preset"], row["settings"]) for row in rows()}
+    done = {key(row["part"], row["preset"], row["settings"]) for row in rows(options.rows)}
     for job in JOBS[options.part](options.model, options.seeds):
         if key(*job[:3]) not in done and options.only in ("", job[1]):
             row = play(job, options.device)
-            with ROWS.open("a") as file:
+            with options.rows.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(
                 f"\n{row['preset']} {row['settings']}: {row['rounds'] if row['reached'] else 'not'} {row['accuracy']}"
             )
 
 
-def report() -> None:
+def report(found: list[dict[str, Any]]) -> None:
     """Write README.md and rounds.png beside this file: medians over the seeds, and the curves of the presets."""
     groups: dict[str, list[dict[str, Any]]] = {}
-    for row in rows():
+    for row in found:
         settings = {name: value for name, value in row["settings"].items() if name != "seed"}
         groups.setdefault(key(row["part"], row["preset"], settings), []).append(row)
     lines = [HEAD]

@@ -62,7 +62,7 @@ def test_an_update_many_times_longer_than_the_median_is_refused_and_named() -> N
     assert report.accepted == 3
     (reason,) = report.refused
     assert reason.startswith("dan: its length")
-    assert "times the round's median: its training has diverged, or it means harm" in reason
+    assert "times its lane's median: its training has diverged, or it means harm" in reason
 
 
 def test_who_has_more_examples_may_move_farther_and_two_cannot_judge_each_other() -> None:
@@ -245,3 +245,11 @@ def test_clients_can_insist() -> None:
 def test_a_limit_below_the_median_is_refused(value: float) -> None:
     with pytest.raises(ProtocolError, match="max_influence must be 1 or more"):
         dbcl.Door(max_influence=value)
+
+
+def test_lanes_are_judged_apart() -> None:
+    """A lane whose sketch sees nearly nothing of the data must not have the other lane's honest updates refused."""
+    server = dbcl.Server(net(), insecure_seed=0, lanes=2)
+    sent = {f"client {number}": server.open_round(f"client {number}") for number in range(6)}
+    updates = {who: answer(each, 1e-4 if each.plan.lane == 0 else 1.0) for who, each in sent.items()}
+    assert server.close_round(updates).lanes == (3, 3)

@@ -71,9 +71,9 @@ class DoubleBlind(Strategy):
     ...     torch.optim.SGD(model.parameters(), lr=0.1).step()
     ...     return dbcl.flower.reply(model, message, examples=5)
     >>> strategy = DoubleBlind(FedAvg(fraction_evaluate=0.0), net(), ratio=2)
-    >>> result = strategy.start(dbcl.flower.LocalGrid(app, nodes=2), num_rounds=2)
+    >>> result = strategy.start(dbcl.flower.LocalGrid(app, nodes=3), num_rounds=2)
     >>> [report.accepted for report in strategy.reports]
-    [2, 2]
+    [3, 3]
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 import math
 import re
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,8 +35,9 @@ class Door:
     update as it is.
 
     `max_times_median` is for clients whose training diverges: an update that is longer than so many times the median
-    of the round's is refused, where there are three or more. One with more examples than the median client takes more
-    steps, and may be as many times longer. None refuses none for its length.
+    of its lane's is refused, where the lane has three or more (in small layers honest lanes differ by far). One with
+    more examples than the median client takes more steps, and may be as many times longer. None refuses none for its
+    length.
 
     >>> Door(min_updates=0)
     Traceback (most recent call last):
@@ -165,17 +166,21 @@ class Door:
         >>> def sent(length):
         ...     return Admitted(Update(0, "ab", {}, examples=10), 1.0, 10.0, length)
         >>> Door().outliers({"ann": sent(1.0), "bob": sent(1.2), "cleo": sent(31.0)})
-        {'cleo': "its length 31 is 26 times the round's median: its training has diverged, or it means harm"}
+        {'cleo': "its length 31 is 26 times its lane's median: its training has diverged, or it means harm"}
         """
-        if self.max_times_median is None or len(accepted) < ENOUGH:
-            return {}
-        middle = statistics.median(each.length for each in accepted.values())
-        usual = statistics.median(each.weight for each in accepted.values())
-        found = {}
+        found: dict[str, str] = {}
+        if self.max_times_median is None:
+            return found
+        lanes: dict[str, dict[str, Admitted]] = {}
         for who, each in accepted.items():
-            if each.length > self.max_times_median * middle * max(1.0, each.weight / usual) > 0:
-                times = f"its length {each.length:.4g} is {each.length / middle:.0f} times the round's median"
-                found[who] = f"{times}: its training has diverged, or it means harm"
+            lanes.setdefault(each.update.plan, {})[who] = each
+        for lane in lanes.values():
+            middle = statistics.median(each.length for each in lane.values())
+            usual = statistics.median(each.weight for each in lane.values())
+            for who, each in lane.items() if len(lane) >= ENOUGH else ():
+                if each.length > self.max_times_median * middle * max(1.0, each.weight / usual) > 0:
+                    times = f"its length {each.length:.4g} is {each.length / middle:.0f} times its lane's median"
+                    found[who] = f"{times}: its training has diverged, or it means harm"
         return found
 
     def balance(
@@ -222,18 +227,14 @@ class Door:
         return problems
 
 
-def _measure(stack: UpdateStack, measured: Collection[str]) -> tuple[list[float], list[bool]]:
+def _measure(stack: UpdateStack, measured: set[str]) -> tuple[list[float], list[bool]]:
     """The length of every update of a stack, and whether it holds anything that a closer look would refuse."""
-    squares, odd = [], []
-    for name, tensor in stack.tensors.items():
-        flat = tensor.unsqueeze(-1).flatten(1)  # (clients, numbers), of a single number too
-        if name in measured:
-            odd.append(~flat.isfinite().all(dim=1))
-            if name.endswith("running_var"):
-                odd.append((flat < 0).any(dim=1))
-        else:
-            squares.append(torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64))
-    lengths = torch.linalg.vector_norm(torch.stack(squares), dim=0)
+    lengths, odd = stack.lengths([name for name in stack.tensors if name not in measured]), []
+    for name in measured & stack.tensors.keys():
+        flat = stack.tensors[name].unsqueeze(-1).flatten(1)  # (clients, numbers), of a single number too
+        odd.append(~flat.isfinite().all(dim=1))
+        if name.endswith("running_var"):
+            odd.append((flat < 0).any(dim=1))
     return lengths.tolist(), torch.stack([*odd, ~lengths.isfinite()]).any(dim=0).tolist()
 
 

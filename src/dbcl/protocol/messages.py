@@ -1,9 +1,10 @@
 """The only two messages, and the report of a round."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from dbcl.errors import ProtocolError, plain
@@ -116,6 +117,19 @@ class UpdateStack(Mapping[str, Update]):
         """The update at a place of the stack."""
         tensors = _Slices(self.tensors, place)
         return Update(self.round, self.plans[place], tensors, self.examples[place], self.metrics[place])
+
+    def lengths(self, names: Iterable[str]) -> Tensor:
+        """The length of every update over the tensors of these names, as `dbcl.privacy.norm` has it, in float64.
+
+        >>> import torch
+        >>> sent = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0], [1.0]])}
+        >>> UpdateStack(0, ("ann", "bob"), ("ab", "ab"), sent, (6, 7), ({}, {})).lengths(sent)
+        tensor([5., 1.], dtype=torch.float64)
+        """
+        flat = [self.tensors[name].unsqueeze(-1).flatten(1) for name in sorted(names)]
+        parts = torch.stack([torch.linalg.vector_norm(each, dim=1, dtype=torch.float64) for each in flat])
+        lengths: Tensor = torch.linalg.vector_norm(parts, dim=0)
+        return lengths
 
     def only(self, senders: Sequence[str]) -> Mapping[str, Tensor]:
         """The stacked tensors of some senders."""

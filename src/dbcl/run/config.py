@@ -306,7 +306,7 @@ class RunConfig:
     )
     max_times_median: float | None = described(
         10.0,
-        "An update longer than so many times the round's median is refused: its client has diverged; 0 takes all",
+        "An update longer than so many times its lane's median is refused: its client has diverged; 0 takes all",
         SERVER,
     )
     norm_bound: float | None = described(

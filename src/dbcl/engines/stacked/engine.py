@@ -235,9 +235,7 @@ class _Trained(NamedTuple):
 def clipped(stack: UpdateStack, clip: float, broadcast: Broadcast) -> UpdateStack:
     """A stack whose updates were each shortened to a length, and without statistics, as `UpdateNoise` does it."""
     names = [tensor.name for tensor in broadcast.plan.tensors if not tensor.measured]
-    flat = [stack.tensors[name].unsqueeze(-1).flatten(1) for name in names]
-    lengths = torch.stack([torch.linalg.vector_norm(each, dim=1, dtype=torch.float64) for each in flat])
-    factor = (clip / torch.linalg.vector_norm(lengths, dim=0)).clamp(max=1.0)  # NaN stays: the door refuses it
+    factor = (clip / stack.lengths(names)).clamp(max=1.0)  # NaN stays: the door refuses it
     shortened = {
         name: stack.tensors[name] * factor.to(stack.tensors[name]).view(-1, *(1,) * (stack.tensors[name].ndim - 1))
         for name in names
