@@ -1,20 +1,23 @@
 """What a guarantee costs: the accuracy of released models on MNIST at several epsilons, banded and independent noise.
 
+    python results/privacy/privacy.py scan --device cuda        rates, clips and rounds, one seed
     python results/privacy/privacy.py clients --device cuda     one client as the unit: 1,000 clients, 2,000 clients
     python results/privacy/privacy.py examples --device cuda    one example as the unit: 10 clients, 2 clients
     python results/privacy/privacy.py sketches --device cuda    the same with sketch and lanes
-    python results/privacy/privacy.py report                    the table of what lies here
+    python results/privacy/privacy.py report                    the tables and the picture of what lies here
 
 A row for each run goes to rows.jsonl beside this file; a row that is there is not made again. DBCL_DATA says where the
-datasets lie.
+datasets lie. `--workers 12` plays twelve runs at once, which one large GPU bears.
 """
 
 import argparse
 import itertools
 import json
+import multiprocessing
 import statistics
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -23,41 +26,70 @@ from rounds import Job, key, play, rows
 
 HERE = Path(__file__).parent
 ROWS = HERE / "rows.jsonl"
-CLIENTS = {"model": "mnist-mlp", "epochs": 5, "lr": 0.05, "delta": 1e-5, "ema_decay": 0.95}
+CLIENTS = {"model": "mnist-mlp", "epochs": 5, "lr": 0.05, "delta": 1e-5, "ema_decay": 0.95, "fraction": 0.1}
 EXAMPLES = {
     "model": "mnist-mlp", "unit": "example", "algorithm": "sgd", "fraction": 1.0, "delta": 1e-5, "ema_decay": 0.95,
     "separation": 10,
 }  # fmt: skip
+KINDS = ("banded", "independent")
+
+FLEETS = [(1000, 8.0, 400, 0.2), (1000, 4.0, 200, 0.2), (1000, 2.0, 200, 0.1), (2000, 4.0, 300, 0.3)]
+"""Clients, epsilon, rounds and clip: the best of the scan and of the prototype that set the goals."""
+FEW = [(8.0, 1500, 1.0), (4.0, 600, 2.0), (2.0, 200, 2.0), (1.0, 200, 2.0)]
+"""Epsilon, rounds and rate at the clip 4: the best of the scan."""
+
+
+def client_job(part: str, count: int, epsilon: float, rounds: int, clip: float, seed: int, **own: Any) -> Job:
+    settings = {**CLIENTS, "clients": count, "epsilon": epsilon, "clip": clip, "rounds": rounds, **own, "seed": seed}
+    return part, "plain", settings, None, rounds
+
+
+def example_job(part: str, count: int, epsilon: float, rounds: int, lr: float, seed: int, **own: Any) -> Job:
+    settings = {**EXAMPLES, "clients": count, "epsilon": epsilon, "clip": 4.0, "lr": lr, "rounds": rounds, **own}
+    return part, "plain", {**settings, "seed": seed}, None, rounds
+
+
+def scan(seeds: int) -> Iterator[Job]:
+    """What was tried before the settings above were chosen, and independent noise with settings of its own."""
+    ways = [(8.0, 400, 0.2), (8.0, 400, 0.1), (8.0, 400, 0.3), (8.0, 800, 0.1), (4.0, 200, 0.2), (4.0, 200, 0.3)]
+    ways += [(2.0, 200, 0.1), (2.0, 200, 0.2)]
+    for epsilon, rounds, clip in ways:
+        yield client_job("scan", 1000, epsilon, rounds, clip, 0, mechanism="banded")
+    for (epsilon, rounds, clip), lr in itertools.product([ways[0], ways[4], ways[6]], (0.02, 0.1)):
+        yield client_job("scan", 1000, epsilon, rounds, clip, 0, mechanism="banded", lr=lr)
+    for (_, epsilon, rounds, clip), part in itertools.product(FLEETS[:3], (0.5, 0.25)):
+        yield client_job("scan", 1000, epsilon, rounds, clip * part, 0, mechanism="independent")
+    for epsilon, rounds in ((8.0, 1500), (4.0, 600), (2.0, 600), (2.0, 200), (1.0, 200)):
+        for clip, step in itertools.product((1.0, 4.0), (0.25, 0.5, 1.0, 2.0, 4.0)):
+            yield example_job("scan", 10, epsilon, rounds, step / clip, 0, clip=clip)
+    for lr in (0.25, 0.5, 1.0):
+        yield example_job("scan", 10, 4.0, 600, lr, 0, mechanism="independent")
+    for epsilon, rounds in ((4.0, 600), (2.0, 200), (1.0, 200)):
+        yield example_job("scan", 10, epsilon, rounds, 2.0, 0)
 
 
 def clients(seeds: int) -> Iterator[Job]:
-    """Rounds and clips are those of the prototype that set the goals."""
-    plans = [(1000, 8.0, 400, 0.2), (1000, 4.0, 200, 0.2), (1000, 2.0, 200, 0.1), (2000, 4.0, 300, 0.3)]
-    for (count, epsilon, rounds, clip), kind, seed in itertools.product(plans, ("banded", "independent"), range(seeds)):
-        settings = {**CLIENTS, "clients": count, "fraction": 0.1, "epsilon": epsilon, "clip": clip, "rounds": rounds}
-        yield "clients", "plain", {**settings, "mechanism": kind, "seed": seed}, None, rounds
+    for plan, kind, seed in itertools.product(FLEETS, KINDS, range(seeds)):
+        yield client_job("clients", *plan, seed, mechanism=kind)
 
 
 def examples(seeds: int) -> Iterator[Job]:
-    plans = [(8.0, 1500, 1.0), (4.0, 600, 1.0), (2.0, 600, 0.5), (1.0, 200, 0.5)]
-    for count, (epsilon, rounds, lr), seed in itertools.product((10, 2), plans, range(seeds)):
-        settings = {**EXAMPLES, "clients": count, "epsilon": epsilon, "clip": 1.0, "lr": lr, "rounds": rounds}
-        yield "examples", "plain", {**settings, "seed": seed}, None, rounds
-    settings = {**EXAMPLES, "clients": 10, "epsilon": 4.0, "clip": 1.0, "lr": 1.0, "rounds": 600}
-    for seed in range(seeds):
-        yield "examples", "plain", {**settings, "mechanism": "independent", "seed": seed}, None, 600
+    for plan, seed in itertools.product(FEW, range(seeds)):
+        yield example_job("examples", 10, *plan, seed)
+        yield example_job("examples", 2, *plan, seed)
+        yield example_job("examples", 10, *plan, seed, mechanism="independent")
 
 
 def sketches(seeds: int) -> Iterator[Job]:
+    """Half of every large layer's inputs in two lanes; the server's steps stay plain averages."""
     for seed in range(seeds):
-        settings = {**CLIENTS, "clients": 1000, "fraction": 0.1, "epsilon": 8.0, "clip": 0.2, "rounds": 400}
-        own = {**settings, "server_optimizer": "fedavg", "seed": seed}
-        yield "sketches", "blind", own, None, 400
-        more = {**EXAMPLES, "clients": 10, "epsilon": 8.0, "clip": 1.0, "lr": 1.0, "rounds": 600, "seed": seed}
-        yield "sketches", "blind", {**more, "server_optimizer": "fedavg"}, None, 600
+        jobs = [client_job("sketches", *plan, seed, server_optimizer="fedavg") for plan in FLEETS[:3]]
+        jobs += [example_job("sketches", 10, *plan, seed, server_optimizer="fedavg") for plan in FEW[1:]]
+        for part, _, settings, target, rounds in jobs:
+            yield part, "blind", settings, target, rounds
 
 
-JOBS = {"clients": clients, "examples": examples, "sketches": sketches}
+JOBS = {"scan": scan, "clients": clients, "examples": examples, "sketches": sketches}
 
 
 def main() -> None:
@@ -65,18 +97,21 @@ def main() -> None:
     parser.add_argument("part", choices=[*JOBS, "report"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rows", type=Path, default=ROWS)
     options = parser.parse_args()
     if options.part == "report":
         report(rows(options.rows))
         return
     done = {key(row["part"], row["preset"], row["settings"]) for row in rows(options.rows)}
-    for job in JOBS[options.part](options.seeds):
-        if key(*job[:3]) not in done:
-            row = play(job, options.device)
+    jobs = [job for job in JOBS[options.part](options.seeds) if key(*job[:3]) not in done]
+    with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(play, job, options.device) for job in jobs]
+        for number, finished in enumerate(as_completed(waiting), 1):
+            row = finished.result()
             with options.rows.open("a") as file:
                 file.write(json.dumps({**row, "curve": row["curve"][9::10]}) + "\n")
-            print(f"\n{row['preset']} {row['settings']}: {row['accuracy']} {row['error']}", flush=True)
+            print(f"\n{number} of {len(jobs)}: {row['settings']}: {row['accuracy']} {row['error']}", flush=True)
 
 
 def report(found: list[dict[str, Any]]) -> None:
