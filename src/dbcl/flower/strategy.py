@@ -230,7 +230,7 @@ class DoubleBlind(Strategy):
     def summary(self) -> None:
         """Log what a client will see, the guarantee, and the inner strategy's own summary."""
         log.info("double-blind around %s:\n%s", " around ".join(self._kept.names), self.server.plan)
-        log.info("guarantee: %s", self.server.veil.guarantee())
+        log.info("guarantee: %s", self.server.guarantee)
         if self.server.privacy is not None and self._fixed is not None:
             log.warning("the noise follows from insecure_seed, so there is no guarantee: for experiments only")
         if self.server.privacy is not None and self.folder is None:

@@ -67,8 +67,11 @@ class PrivacyPlan:
     `unit` is what the guarantee protects: all that one "client" contributes in the whole run, or one "example". Of
     clients, each update is clipped to the length `clip` and their sum is divided by `cohort`; of examples, each
     gradient is clipped and their sum over all clients is divided by `batch`. Left at 0, `separation` and
-    `participations` become those of turns in a fixed order (`cyclic_cohort`, `cyclic_batch`). `momentum` and `lr` are
-    the server's. `kind` is how the noise is correlated: "banded", "blt" with its `decay` and `scale` (`plan_blt` finds
+    `participations` become those of turns in a fixed order (`cyclic_cohort`, `cyclic_batch`). All clients count alike;
+    with `most`, a public number, by their examples, those with `most` and more for one.
+
+    `momentum` and `lr` are the server's. With `before` the noise goes into the average update, before an optimiser that
+    need not be linear, such as Adam: `noise` is then that on one update. `kind` is how the noise is correlated: "banded", "blt" with its `decay` and `scale` (`plan_blt` finds
     them), and to compare with "independent" (DP-FedAvg) and "white" (on each W_t by itself).
 
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
@@ -89,6 +92,8 @@ class PrivacyPlan:
     participations: int = 0
     momentum: float = 0.0
     lr: float = 1.0
+    before: bool = False
+    most: float = 0.0
     kind: str = "banded"
     decay: tuple[float, ...] = ()
     scale: tuple[float, ...] = ()
@@ -124,6 +129,8 @@ class PrivacyPlan:
             f"{self.examples} and {self.batch}": self.unit != "example" or 1 <= self.batch <= self.examples,
             f"delta must be above 0 and below 1 / {self.units} ({self.unit}s): with more, showing one of them whole "
             f"would be allowed, got {self.delta}": 0 < self.delta < 1 / max(self.units, 1),
+            f"most must be 0 or more and finite, got {self.most}": 0 <= self.most < math.inf,
+            f"most is for clients, and one example is the unit, got {self.most}": self.unit == "client" or not self.most,
             f"decay and scale are those of kind blt, got kind {self.kind}": self.kind == "blt"
             or not (self.decay or self.scale),
         }
@@ -157,7 +164,7 @@ class PrivacyPlan:
     @cached_property
     def workload(self) -> Workload:
         """What the server's optimiser makes of the updates."""
-        return Workload(self.momentum, self.lr)
+        return Workload(self.momentum, self.lr, after=not self.before)
 
     @cached_property
     def strategy(self) -> Strategy:
@@ -194,17 +201,18 @@ class PrivacyPlan:
 
     @property
     def noise(self) -> float:
-        """The root mean square of the noise on the weights, over all rounds."""
+        """The root mean square of the noise on the weights, over all rounds; with `before` on one average update."""
         return self.sigma * self.mechanism.growth
 
     def relative(self, rms: float) -> float:
-        """The noise against weights of this root mean square.
+        """The noise against weights of this root mean square; with `before` that of updates which are simply added.
 
         >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
         >>> round(plan.relative(rms=0.026), 2)
         1.62
         """
-        return self.noise / rms if rms > 0 else math.inf
+        added = replace(self.mechanism, workload=Workload()) if self.before else self.mechanism
+        return self.sigma * added.growth / rms if rms > 0 else math.inf
 
     def require_useful(self, rms: float) -> None:
         """Refuse a target that only noise far larger than the weights would meet, and name the way out.
@@ -219,7 +227,7 @@ class PrivacyPlan:
             return
         ways = f"a larger epsilon, a smaller clip, fewer rounds or more {self.unit}s in a round"
         if self.unit == "client":
-            ways = f'unit="example" (the noise is then divided by the examples of a round, not by its clients), {ways}'
+            ways = f"one example as the unit (its noise is divided by the examples of a round, not by clients), {ways}"
         raise ConfigError(
             f"at epsilon {self.epsilon:g} the noise would be {relative:.3g} times the weights, and nothing could be "
             f"learned: {self.per_round} {self.unit}s in a round are too few to hide one of them. The remedy: {ways}"
@@ -250,11 +258,12 @@ class PrivacyPlan:
         >>> PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100).promise
         "(epsilon 8, delta 1e-05) differential privacy (mu 1.666) for one client, against clients and the public, ..."
         """
-        what = "gradients of examples" if self.unit == "example" else "updates"
+        what = "gradients of examples, times the rate," if self.unit == "example" else "updates"
+        count = f", where they count by their examples up to {self.most:g}," if self.most else ""
         return (
             f"(epsilon {self.epsilon:g}, delta {self.delta:g}) differential privacy (mu {self.mu:.4g}) for one "
             f"{self.unit}, against clients and the public, with a trusted server: neighbouring runs differ by one "
-            f"{self.unit}'s data set to zero; {what} are clipped to {self.clip:g} and their sum is divided by "
+            f"{self.unit}'s data set to zero; {what} are clipped to {self.clip:g} and their sum{count} is divided by "
             f"{self.per_round}, and no {self.unit} takes part twice within {self.separation} rounds, nor more than "
             f"{self.participations} times in {self.rounds}"
         )

@@ -40,6 +40,8 @@ class CorrelatedVeil(Veil):
     holds no data and needs no noise. It gets some all the same, lr * sigma, so that nothing ever leaves in clear; that
     noise is used nowhere else and takes nothing from the guarantee.
 
+    For a workload with `after=False` round t + 1 is the noise on the average update of round t, and 1 is the first.
+
     What it remembers is in `state()`: a few float64 tensors of the size of each tensor of W, written once and never
     changed. A round is taken over in `end`, so that one that is opened again shows the same noise. It refuses what
     would show a second noise on the same weights: a round out of order, or another key for a round that has begun.
@@ -59,7 +61,7 @@ class CorrelatedVeil(Veil):
             raise ConfigError(f"the veil's sigma must be above 0 and finite, got {sigma}")
         self.mechanism, self.sigma = mechanism, sigma
         self._promise = promise
-        self._position = 0  # the round that may begin
+        self._position = 0 if mechanism.workload.after else 1  # the round that may begin
         self._memory: dict[str, Memory] = {}
         self._next: dict[str, Memory] = {}
         self._begun: _Begun | None = None
@@ -179,6 +181,7 @@ class CorrelatedVeil(Veil):
             "sigma": self.sigma,
             "momentum": own.workload.momentum,
             "lr": own.workload.lr,
+            "after": own.workload.after,
             "numerator": list(own.strategy.numerator),
             "denominator": list(own.strategy.denominator),
             "rounds": own.rounds,

@@ -37,7 +37,8 @@ SEARCHED = 20_000
 class Workload:
     """How the average updates make the weights: m_t = momentum * m_(t-1) + g_t, W_(t+1) = W_t + lr * m_t.
 
-    Momentum 0 is federated averaging, and A is then lr times the prefix sum.
+    Momentum 0 is federated averaging, and A is then lr times the prefix sum. With `after=False` the noise is on the
+    average updates themselves, before an optimiser that may do anything with them: A is then the identity.
 
     >>> Workload(momentum=0.5).coefficients(4)
     array([1.   , 1.5  , 1.75 , 1.875])
@@ -45,8 +46,14 @@ class Workload:
 
     momentum: float = 0.0
     lr: float = 1.0
+    after: bool = True
 
     def __post_init__(self) -> None:
+        if not self.after and (self.momentum, self.lr) != (0.0, 1.0):
+            raise ConfigError(
+                "noise before the server's optimiser does not depend on its momentum and lr: leave them at 0 and 1, "
+                f"got {self.momentum} and {self.lr}"
+            )
         if not 0 <= self.momentum < 1 or not 0 < self.lr < math.inf:
             raise ConfigError(
                 f"the server's momentum must be in [0, 1) and its lr above 0, got {self.momentum} and {self.lr}"
@@ -58,7 +65,7 @@ class Workload:
 
         >>> from dbcl import optim
         >>> Workload.of(optim.momentum(0.5, lr=2.0)([torch.nn.Parameter(torch.zeros(1))]))
-        Workload(momentum=0.5, lr=2.0)
+        Workload(momentum=0.5, lr=2.0, after=True)
         """
         settings, *groups = optimizer.param_groups
         others = ("dampening", "weight_decay", "nesterov", "maximize")
@@ -67,17 +74,19 @@ class Workload:
             raise ConfigError(
                 "noise that comes after the server's optimiser needs one that is linear in the updates, plain or with "
                 f"momentum, the same for all parameters, got {type(optimizer).__name__}: the remedy is "
-                "dbcl.optim.fedavg or dbcl.optim.momentum"
+                "dbcl.optim.fedavg or dbcl.optim.momentum, or a plan with before=True"
             )
         return cls(float(settings["momentum"]), float(settings["lr"]))
 
     @property
     def inverse(self) -> tuple[float, ...]:
-        """The polynomial (1 - S)(1 - momentum S): lr A^-1.
+        """The polynomial (1 - S)(1 - momentum S): lr A^-1; 1 where the noise comes before the optimiser.
 
         >>> Workload(momentum=0.5).inverse
         (1.0, -1.5, 0.5)
         """
+        if not self.after:
+            return (1.0,)
         return (1.0, -1.0) if self.momentum == 0 else (1.0, -1.0 - self.momentum, self.momentum)
 
     def coefficients(self, n: int) -> Vector:
@@ -310,7 +319,7 @@ class Mechanism:
         if memory.velocity is not None:
             velocity.add_(memory.velocity, alpha=self.workload.momentum)
         total = velocity * self.workload.lr
-        if memory.total is not None:
+        if memory.total is not None and self.workload.after:
             total.add_(memory.total)
         past = (v, *memory.past)[: self.strategy.memory]
         return Memory(past, velocity if self.workload.momentum else None, total)

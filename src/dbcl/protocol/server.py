@@ -20,7 +20,7 @@ from dbcl.data.trees import Tree
 from dbcl.errors import PlanError, ProtocolError, plain
 from dbcl.optim import ServerOptimizer, fedavg
 from dbcl.plan import Ratio, SketchPlan
-from dbcl.privacy import CorrelatedVeil, Ledger, PrivacyPlan, Veil, WhiteVeil, Workload, norm
+from dbcl.privacy import CorrelatedVeil, Ledger, PrivacyPlan, Veil, WhiteVeil, Workload, norm, share
 from dbcl.protocol import checkpoint
 from dbcl.protocol.admission import Admission, Admitted, Door, copies, not_finite
 from dbcl.protocol.aggregation import Aggregate, stacked_sums, summed
@@ -54,7 +54,8 @@ class Server:
     With `privacy`, a `dbcl.privacy.PrivacyPlan`, the veil is the one that keeps its guarantee, whatever size the plan
     names: every update is clipped to `privacy.clip`, they count alike, their sum is divided by the planned cohort,
     whoever answers, and a client that comes back too early or too often is refused. Clients' metrics are not reported.
-    Where one example is the unit, an update is the sum over its examples, each clipped by the client.
+    Where one example is the unit, an update is the sum over its examples, each clipped by the client. With
+    `privacy.before` the noise goes into each average update instead, the optimiser may be any, and the veil is as usual.
 
     >>> import torch, dbcl
     >>> def net():
@@ -117,9 +118,14 @@ class Server:
         self.calibration = calibration
         self.privacy = privacy
         self.veil: Veil = WhiteVeil(self.plan.veils)
+        self.update_noise: CorrelatedVeil | None = None
         if privacy is not None:
             promise = privacy.promise if insecure_seed is None else "none: its secrets follow from insecure_seed"
-            self.veil = CorrelatedVeil(privacy.mechanism, privacy.sigma, promise)
+            noise = CorrelatedVeil(privacy.mechanism, privacy.sigma, promise)
+            if privacy.before:
+                self.update_noise = noise
+            else:
+                self.veil = noise
         self.ledger: Ledger | None = None
         self.round = 0
         self.statistics = {tensor.name for tensor in self.plan.tensors if tensor.scheme == MEASURED}
@@ -142,9 +148,8 @@ class Server:
 
     def _keep(self, privacy: PrivacyPlan) -> None:
         """See to it that a guarantee holds, or say why it cannot."""
-        found = Workload.of(self._optimizer)
         problems = []
-        if found != privacy.workload:
+        if not privacy.before and (found := Workload.of(self._optimizer)) != privacy.workload:
             problems.append(f"it was planned for {privacy.workload} on the server, which has {found}")
         if self.statistics:
             problems.append(
@@ -180,7 +185,7 @@ class Server:
                 self._frozen = self._fingerprints()
             self.settle_key()
             self.veil.begin(self.round, seeds.derive(self._key, "veil"), self.model)
-            grid = None if self.privacy is None else self.privacy.grid
+            grid = None if self.privacy is None or self.privacy.before else self.privacy.grid
             hidden = veiled(self.weights(), partial(self.veil.noise, self.round), grid)
             own = named_tensors(self.model)
             self._open = OpenRound(
@@ -308,8 +313,10 @@ class Server:
     def _admission(self, accepted: Mapping[str, Admitted], refused: Mapping[str, str]) -> Admission:
         refused = {**refused, **self.door.outliers(accepted)}
         within = {who: each for who, each in accepted.items() if who not in refused}
-        if self.privacy is not None:  # all count alike
-            within = {who: replace(each, weight=1.0) for who, each in within.items()}
+        if self.privacy is not None:  # all count alike, or by their examples up to a public number
+            most = self.privacy.most
+            shares = {who: share(each.weight, most=most, per_round=1) if most else 1.0 for who, each in within.items()}
+            within = {who: replace(each, weight=shares[who]) for who, each in within.items()}
         balanced, pull = self.door.balance(within, self._pulls)
         lane_of = self._opened().lane_of
         answers = Counter(lane_of(each.update.plan) for each in balanced.values())
@@ -430,7 +437,7 @@ class Server:
             )
         before = server_state(self)
         try:
-            self._step(weights, changes)
+            self._step(weights, changes if self.update_noise is None else self._noisy(changes, self.update_noise))
             if self.calibration is not None and self.statistics:
                 calibrate(self.model, self.calibration)
             own = named_tensors(self.model)  # only what is sent: a mask of minus infinity stays at home
@@ -451,6 +458,18 @@ class Server:
         self._open, self._asked = None, []
         return report
 
+    def _noisy(self, changes: Mapping[str, Tensor], noise: CorrelatedVeil) -> dict[str, Tensor]:
+        """The average update with the noise of the guarantee, on its grid: whatever follows from it may be shown.
+
+        The noise is in W from now on and is never asked for again, so its key is kept nowhere.
+        """
+        assert self.privacy is not None
+        key = seeds.fresh() if self._insecure is None else seeds.derive(self._insecure, "update", self.round)
+        noise.begin(self.round + 1, key, self.model)
+        noisy = veiled(changes, partial(noise.noise, self.round + 1), self.privacy.grid)
+        noise.end(self.round + 1)
+        return noisy
+
     def _check_guarantee(self, privacy: PrivacyPlan, length: float, count: int) -> None:
         """Refuse an aggregate that cannot be the sum of clipped updates by the planned cohort, and weights not ours."""
         most = count * privacy.clip / privacy.per_round
@@ -467,6 +486,15 @@ class Server:
                 f"round {self.round}: somebody has changed the weights, and the guarantee is that of the rounds alone; "
                 "the remedy: make the server anew from its last checkpoint"
             )
+
+    @property
+    def guarantee(self) -> str:
+        """What the run promises, in a sentence; "none" where it promises nothing.
+
+        >>> Server(nn.Linear(6, 2), cover="all").guarantee
+        'none'
+        """
+        return (self.update_noise or self.veil).guarantee()
 
     def weights(self) -> dict[str, Tensor]:
         """The true values of every tensor that the plan sends, by name; not copies.

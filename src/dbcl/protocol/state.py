@@ -46,6 +46,8 @@ def server_state(server: "Server") -> State:
         own["guarantee"] = _guarantee(server)
     if server.ledger is not None:
         parts["ledger"] = server.ledger.state()
+    if server.update_noise is not None:
+        parts["update_noise"] = server.update_noise.state()
     if server._masters.tensors:
         parts["masters"] = State(
             {},
@@ -104,6 +106,8 @@ def _restore(server: "Server", state: State, keep_open: bool) -> None:
         server.ledger.load_state(state.part("ledger"))
     load_optimizer(server._optimizer, state.part("optimizer"))
     server.veil.load_state(state.part("veil"))
+    if server.update_noise is not None:
+        server.update_noise.load_state(state.part("update_noise"))
     load_model(server.model, state.part("model"))
     if server._masters.tensors:
         server._masters.load(state.part("masters").tensors)

@@ -231,7 +231,7 @@ class Run:
 
     def _plan_text(self) -> str:
         server = self.session.server
-        promise = "" if server.privacy is None else f"the guarantee: {server.veil.guarantee()}\n"
+        promise = "" if server.privacy is None else f"the guarantee: {server.guarantee}\n"
         return f"{self.session.plan}\nthe door: {server.door}\n{promise}"
 
     def _record(self) -> None:
