@@ -71,8 +71,9 @@ class PrivacyPlan:
     with `most`, a public number, by their examples, those with `most` and more for one.
 
     `momentum` and `lr` are the server's. With `before` the noise goes into the average update, before an optimiser that
-    need not be linear, such as Adam: `noise` is then that on one update. `kind` is how the noise is correlated: "banded", "blt" with its `decay` and `scale` (`plan_blt` finds
-    them), and to compare with "independent" (DP-FedAvg) and "white" (on each W_t by itself).
+    need not be linear, such as Adam: `noise` is then that on one update. `kind` is how the noise is correlated:
+    "banded", "blt" with its `decay` and `scale` (`plan_blt` finds them), and to compare with "independent" (DP-FedAvg)
+    and "white" (on each W_t by itself).
 
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
     >>> plan.separation, plan.participations, round(plan.mu, 3), round(plan.sigma, 4), round(plan.noise, 4)
@@ -130,7 +131,8 @@ class PrivacyPlan:
             f"delta must be above 0 and below 1 / {self.units} ({self.unit}s): with more, showing one of them whole "
             f"would be allowed, got {self.delta}": 0 < self.delta < 1 / max(self.units, 1),
             f"most must be 0 or more and finite, got {self.most}": 0 <= self.most < math.inf,
-            f"most is for clients, and one example is the unit, got {self.most}": self.unit == "client" or not self.most,
+            f"most is for clients, and one example is the unit, got {self.most}": self.unit == "client"
+            or not self.most,
             f"decay and scale are those of kind blt, got kind {self.kind}": self.kind == "blt"
             or not (self.decay or self.scale),
         }

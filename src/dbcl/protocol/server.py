@@ -55,7 +55,8 @@ class Server:
     names: every update is clipped to `privacy.clip`, they count alike, their sum is divided by the planned cohort,
     whoever answers, and a client that comes back too early or too often is refused. Clients' metrics are not reported.
     Where one example is the unit, an update is the sum over its examples, each clipped by the client. With
-    `privacy.before` the noise goes into each average update instead, the optimiser may be any, and the veil is as usual.
+    `privacy.before` the noise goes into each average update instead, the optimiser may be any, and the veil is the
+    plan's.
 
     >>> import torch, dbcl
     >>> def net():
