@@ -171,9 +171,9 @@ def report(found: list[dict[str, Any]]) -> None:
 HEAD = """# Rounds and bytes to an accuracy
 
 Written by `python results/rounds/rounds.py report` from rows.jsonl, which holds a row for each run: its settings, its
-seed, the device, the accuracy after every round (after every tenth for CIFAR-10). 100 clients of which 10 take part in a round; the MLP has one local
-epoch and its target is 97 % on MNIST, the CNN five and 99 %. Bytes are those of all messages, up and down, until the
-target.
+seed, the device, the accuracy after every round (after every tenth for CIFAR-10). 100 clients of which 10 take part in
+a round; the MLP has one local epoch and its target is 97 % on MNIST, the CNN five and 99 %. Bytes are those of all
+messages, up and down, until the target.
 
 ![accuracy against rounds and against bytes](rounds.png)"""
 TITLES = {
