@@ -34,16 +34,17 @@ def test_every_setting_is_an_option() -> None:
 
 
 def test_plan_takes_those_that_decide_what_a_client_sees() -> None:
-    own = {"model", "preset", "shape", "outputs", "as_json"}
+    own = {"model", "preset", "shape", "outputs", "examples", "as_json"}
     decide = {"cover", "sketch", "ratio", "lanes", "buckets", "veil", "wire"}
     assert set(inspect.signature(plan).parameters) - own == decide
 
 
 def test_privacy_takes_those_that_decide_how_large_the_noise_is() -> None:
-    own = {"run", "preset", "shape", "outputs", "examples", "out", "as_json"}
+    own = {"run", "preset", "shape", "outputs", "examples", "data_dir", "out", "as_json"}
     promise = {name for name, field in FIELDS.items() if about(field).panel == PROMISE}
     moves = {"algorithm", "lr", "server_optimizer", "server_lr", "server_momentum"}
     assert set(inspect.signature(privacy).parameters) - own == promise | moves | {
+        "data",
         "model",
         "clients",
         "fraction",
@@ -72,7 +73,8 @@ def test_help_teaches(invoke: Invoke) -> None:
     for panel in dict.fromkeys(about(field).panel for field in FIELDS.values()):
         assert panel in out
     for words in (
-        "Default 100; preset private: 1000.",
+        "Default 100; preset private: 1000; preset private-example: 10.",
+        "private-example (the same for each example, of 10 clients), paper",
         "blind (sketch and secret noise), veil (secret noise, no sketch), private (differential privacy for each of",
         "paper (a sketch that a client",
         "Default fedavg; presets blind, veil: momentum.",

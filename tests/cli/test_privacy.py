@@ -38,7 +38,8 @@ def test_before_a_run_it_says_what_the_preset_takes(invoke: Invoke) -> None:
         "noise on W 0.04219, which is 0.93 times the initial weights of mnist-mlp",
         "neighbouring runs differ by one client's data set to zero",
         "as planned 0.93 1 ",
-        "independent noise 2.37 2.5",
+        "independent noise 2.37 2.55",
+        "clip 0.2: no client's update is longer; they all count alike",
         "train dbcl train --preset private",
     ):
         assert sentence in out
@@ -70,10 +71,10 @@ def test_the_picture(invoke: Invoke) -> None:
 
 def test_too_few_clients_are_told_of_the_other_unit_and_not_sent_to_train(invoke: Invoke) -> None:
     out = words(invoke("privacy", "--clients", "10", "--fraction", "1"))
-    assert 'nothing could be learned: 10 clients in a round are too few to hide one of them. The remedy: unit="' in out
+    assert "10 clients in a round are too few to hide one of them. The remedy: one example as the unit" in out
     assert "dbcl train" not in out
     assert json.loads(invoke("privacy", "--clients", "10", "--json"))["useful"] is False
-    with pytest.raises(ConfigError, match=r'too few to hide one of them. The remedy: unit="example"'):
+    with pytest.raises(ConfigError, match=r"too few to hide one of them. The remedy: one example as the unit"):
         invoke("train", "--preset", "private", "--clients", "10")
     assert list(Path().iterdir()) == []
 
@@ -85,10 +86,13 @@ def test_too_few_clients_are_told_of_the_other_unit_and_not_sent_to_train(invoke
         (["--delta", "0.01"], "delta must be above 0 and below 1 / 1000 (clients)"),
         (["--epsilon", "0"], "epsilon must be above 0"),
         (["--clip", "-1"], "clip must be above 0"),
-        (["--server-optimizer", "adam"], "the server's optimiser is linear"),
-        (["--unit", "example"], "with unit example"),
+        (["--unit", "example"], "with --unit example clients take one step a round"),
+        (["--mechanism", "blt", "--blt-decay", "0.9"], "--mechanism blt goes with --blt-decay and --blt-scale"),
+        (["--mechanism", "blt", "--blt-decay", "1.5", "--blt-scale", "0.9"], "decay"),
+        (["--preset", "private-example", "--data", "mine:make"], "data of your own give --examples"),
         (["nowhere"], "nowhere holds no run"),
         (["nowhere", "--epsilon", "8", "--out", "x.png"], "--epsilon, --out: for a run that is planned, and nowhere"),
+        (["nowhere", "--examples", "8"], "--examples: for a run that is planned, and nowhere"),
     ],
 )
 def test_what_cannot_be_promised_is_one_clear_error(invoke: Invoke, arguments: list[str], message: str) -> None:
@@ -182,3 +186,87 @@ def test_plan_shows_the_noise_of_a_preset_with_a_guarantee(invoke: Invoke) -> No
     facts = json.loads(invoke("plan", "mnist-mlp", "--preset", "private", "--json"))
     assert {row["veil"] for row in facts["tensors"]} == {"0.93"}
     assert facts["in_clear"] == []
+    relative = json.loads(invoke("privacy", "--preset", "private-example", "--json"))["relative_noise"]
+    for options, expected in (([], relative), (["--examples", "8000"], relative / 2)):
+        facts = json.loads(invoke("plan", "mnist-mlp", "--preset", "private-example", *options, "--json"))
+        assert [float(row["veil"]) for row in facts["tensors"]] == pytest.approx([expected] * 6, rel=0.01)
+
+
+def test_examples_are_those_of_the_data_and_the_rate_counts(invoke: Invoke) -> None:
+    config = preset("private-example")
+    out = words(invoke("privacy", "--preset", "private-example", "--out", "p.png"))
+    assert f"400 of 4000 examples in each of {config.rounds} rounds, in turns" in out
+    assert f"clip {config.clip:g}: the gradient of one example is no longer, and is sent times the lr, " in out
+    assert "half the batch, separation 20" in out
+    assert "train dbcl train --preset private-example" in out
+    facts = json.loads(invoke("privacy", "--preset", "private-example", "--examples", "60000", "--lr", "2", "--json"))
+    assert (facts["examples"], facts["batch"], facts["clip"]) == (60_000, 6000, config.clip)
+    assert facts["noise"] == preset("private-example", lr=2.0).privacy(60_000).noise  # type: ignore[union-attr]
+
+
+def test_a_blt_is_planned_and_the_command_to_go_on_with_has_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dbcl.run.budget.plan_blt", lambda **rule: ((0.87,), (0.65,)))
+    out = words(invoke("privacy", "--mechanism", "blt", "--out", "p.png"))
+    assert "before it is correlated (blt)" in out
+    assert "banded noise 0.93 " in out
+    assert "dbcl train --preset private --mechanism blt --blt-decay 0.87 --blt-scale 0.65" in out
+    monkeypatch.setattr("dbcl.run.budget.plan_blt", None)  # nothing is planned twice
+    given = ["--mechanism", "blt", "--blt-decay", "0.87", "--blt-scale", "0.65"]
+    facts = json.loads(invoke("privacy", *given, "--json"))
+    assert (facts["mechanism"], facts["blt_decay"], facts["blt_scale"]) == ("blt", 0.87, 0.65)
+    invoke(*TRAIN, *given, "--out", "run")
+    assert json.loads(invoke("privacy", "run", "--json"))["guarantee"]["spent_epsilon"] == pytest.approx(50)
+
+
+def test_without_jax_privacy_or_a_plan_the_command_names_the_remedy(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "jax", None)
+    with pytest.raises(ConfigError, match=r"pip install '\.\[privacy-planning\]'"):
+        invoke("privacy", "--mechanism", "blt")
+    with pytest.raises(ConfigError, match="dbcl privacy --mechanism blt, with the other options of this run, plans"):
+        invoke(*TRAIN, "--mechanism", "blt")
+
+
+def test_with_adam_the_noise_is_in_the_updates_and_the_command_says_what_that_costs(invoke: Invoke) -> None:
+    adam = ["--server-optimizer", "adam", "--weight-cap", "90"]
+    plan = preset("private", server_optimizer="adam", weight_cap=90).privacy()
+    assert plan is not None
+    out = words(invoke("privacy", *adam))
+    assert f"noise on an update {plan.noise:.4g} on each of 199,210 numbers of mnist-mlp" in out
+    assert "average update is at most 0.2 long" in out
+    assert "W itself carries it, and clients see W as it is. How much of it reaches W is not known ahead" in out
+    assert "they count by their examples, 90 and more as one" in out
+    out = words(invoke(*TRAIN, *adam, "--out", "run"))
+    assert "on every number of an average update, before the server's optimiser" in out
+    assert "checkpoints/ hold the noise of the last rounds, which it does not: keep them secret" in out
+    assert "times the initial weights" not in out
+    spent = words(invoke("privacy", "run"))
+    assert "spent epsilon 50 at delta 0.001" in spent
+    assert "hold the noise of the last rounds" in spent
+
+
+@pytest.mark.parametrize("unit", ["client", "example"])
+def test_an_update_that_is_no_number_is_refused_in_sight(invoke: Invoke, unit: str) -> None:
+    """Of the first client, whose examples hold NaN."""
+    Path("sick.py").write_text(SICK)
+    preset = TRAIN if unit == "client" else ["train", "--preset", "private-example", "--epsilon", "50", "--rounds", "3"]
+    more = ["--data", "sick:make", "--model", "sick:net", "--delta", "1e-3", "--fraction", "1", "--rounds", "1"]
+    out = invoke(*preset, *more, "--out", "run")
+    assert "round 1: refused client 0: metric 'loss' is nan" in words(out)
+    (line,) = Path("run/metrics.jsonl").read_text().splitlines()
+    assert (json.loads(line)["accepted"], len(json.loads(line)["refused"])) == (9, 1)
+
+
+SICK = """
+import torch
+from torch import nn
+
+def make():
+    parts = [(torch.randn(20, 8), torch.arange(20) % 2) for _ in range(10)]
+    parts[0][0][:] = float("nan")
+    return parts, (torch.randn(20, 8), torch.arange(20) % 2)
+
+def net():
+    return nn.Sequential(nn.Linear(8, 2))
+"""

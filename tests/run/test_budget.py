@@ -10,7 +10,7 @@ from dbcl.errors import ConfigError, ProtocolError
 from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import checkpoint
 from dbcl.run import Run, preset, read_metrics
-from dbcl.run.budget import Account, account_in, account_of, choices, noise_by_epsilon, plan_of
+from dbcl.run.budget import Account, account_in, account_of, choices, noise_by_epsilon, plan_of, units_in, with_blt
 from dbcl.run.metrics import RoundMetrics, as_text
 from dbcl.run.plots import curves
 
@@ -56,11 +56,38 @@ def test_the_curve_meets_the_plans() -> None:
 def test_examples_are_counted_by_whoever_plans() -> None:
     settings = {"unit": "example", "algorithm": "sgd", "fraction": 1.0, "clients": 2, "ema_decay": 0.9}
     config = preset("private", **settings)
-    with pytest.raises(ConfigError, match="with --unit example give --examples"):
+    with pytest.raises(ConfigError, match='unit "example" needs examples'):
         plan_of(config)
+    assert (units_in(config), units_in(preset("private")), units_in(preset("blind", unit="example"))) == (4000, 0, 0)
+    with pytest.raises(ConfigError, match="data of your own give --examples"):
+        units_in(preset("private-example", data="mine:make"))
+    with pytest.raises(ConfigError, match=r"or say by --examples how many there are$"):
+        units_in(preset("private-example", data="mnist"), "nowhere")
     plan = plan_of(config, examples=6000)
     assert (plan.unit, plan.batch, plan.separation) == ("example", 600, 10)
-    assert {"half the batch, 300", "twice the batch, 1200"} <= {name for name, _ in choices(plan, rms=0.05)}
+    assert {"half the batch, separation 20", "twice the batch, separation 5", "half the clip or lr"} <= {
+        name for name, _ in choices(plan, rms=0.05)
+    }
+
+
+def test_a_blt_is_compared_with_the_others_and_planned_for_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, int]] = []
+
+    def planned(**rule: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        asked.append(rule)
+        return (0.88,), (0.65,)
+
+    monkeypatch.setattr("dbcl.run.budget.plan_blt", planned)
+    config = with_blt(preset("private"))
+    assert asked == [{"rounds": 400, "separation": 10, "participations": 40}]
+    assert (config.mechanism, config.blt_decay, config.blt_scale) == ("blt", 0.88, 0.65)
+    plan = plan_of(config)
+    others = dict(choices(plan, rms=0.05))
+    assert others["banded noise"] == pytest.approx(PLAN.relative(0.05))
+    assert others["half the clip"] == pytest.approx(plan.relative(0.05) / 2)
+    curve = noise_by_epsilon(plan, 0.05, [8.0])
+    assert list(curve) == ["banded", "independent", "blt"]
+    assert curve["blt"] == pytest.approx([plan.relative(0.05)])
 
 
 SMALL = {"clients": 40, "fraction": 0.25, "rounds": 8, "delta": 1e-3, "epsilon": 50.0, "clip": 0.05}

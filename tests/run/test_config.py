@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from dbcl import models
 from dbcl.errors import ConfigError, ProtocolError
-from dbcl.run.assemble import build_plan
+from dbcl.run.assemble import build_plan, public_setting, rms
 from dbcl.run.config import RunConfig
 from dbcl.run.presets import PRESETS, explain, from_toml, preset, to_toml
 from dbcl.run.settings import about
+from dbcl.run.task import task_of
 
 
 def test_the_presets_are_what_they_say() -> None:
@@ -42,6 +43,61 @@ def test_the_preset_with_a_guarantee_has_no_sketch_and_no_other_noise() -> None:
     assert (plan.clients, plan.cohort, plan.rounds, plan.separation, plan.participations) == (1000, 100, 400, 10, 40)
     assert all(preset(name).privacy() is None for name in ("blind", "veil", "paper", "plain"))
     assert preset("private", epsilon=4.0, rounds=100).privacy().participations == 10  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("examples", [4000, 60_000])  # the digits and MNIST
+def test_the_preset_for_examples_promises_the_same_to_each_of_them(examples: int) -> None:
+    config, client = preset("private-example"), preset("private")
+    same = ("sketch", "veil", "epsilon", "delta", "server_optimizer", "ema_decay")
+    assert all(getattr(config, name) == getattr(client, name) for name in same)
+    assert (config.cohort, config.clients, config.training().steps) == (10, 10, 1)
+    assert config.noise() is None  # a client clips its examples, not their sum
+    plan = config.privacy(examples)
+    assert plan is not None
+    assert (plan.unit, plan.batch, plan.separation) == ("example", examples // 10, 10)
+    assert plan.clip == config.clip * config.lr
+    plan.require_useful(rms(models.build(config.model)))
+
+
+def test_the_noise_of_adam_goes_before_it() -> None:
+    adam, momentum = (preset("private", server_optimizer=name).privacy() for name in ("adam", "momentum"))
+    assert adam is not None
+    assert momentum is not None
+    assert (adam.before, adam.momentum, adam.lr) == (True, 0.0, 1.0)
+    assert (momentum.before, momentum.momentum) == (False, 0.5)
+    model = models.build("mnist-mlp")
+    assert set(build_plan(preset("private", server_optimizer="adam"), model).veils.values()) == {0.0}
+    assert set(build_plan(preset("private", server_optimizer="adam", veil=0.1), model).veils.values()) == {0.1}
+
+
+def test_clients_may_count_by_their_examples_up_to_a_public_number() -> None:
+    alike, capped = preset("private").privacy(), preset("private", weight_cap=60).privacy()
+    assert alike is not None
+    assert capped is not None
+    assert (alike.most, capped.most, capped.sigma) == (0.0, 60.0, alike.sigma)
+
+
+def test_a_blt_has_the_parameters_that_are_given() -> None:
+    plan = preset("private", mechanism="blt", blt_decay=0.85, blt_scale=0.62).privacy()
+    assert plan is not None
+    assert (plan.kind, plan.decay, plan.scale) == ("blt", (0.85,), (0.62,))
+    for wrong in ({"mechanism": "blt"}, {"mechanism": "blt", "blt_decay": 0.5}, {"blt_decay": 0.5, "blt_scale": 0.1}):
+        with pytest.raises(ConfigError, match=r"goes with --blt-decay and --blt-scale: dbcl privacy --mechanism blt"):
+            preset("private", **wrong)
+
+
+def test_a_plan_for_examples_takes_their_number_and_all_know_its_noise() -> None:
+    config = preset("private-example", transcripts=("server",), clients=2)
+    task = task_of(config)
+    model = task.make_model(0)
+    with pytest.raises(ConfigError, match='unit "example" needs examples'):
+        build_plan(config, model)
+    plan = build_plan(config, model, examples=4000)
+    sizes = set(plan.veils.values())
+    assert sizes == {float(f"{config.privacy(4000).relative(rms(model)):.3g}")}  # type: ignore[union-attr]
+    assert {public_setting(config, task, plan).veil} == sizes
+    blind = preset("blind")
+    assert public_setting(blind, task, build_plan(blind, model)).veil == 0.2
 
 
 PATTERNS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]))
@@ -180,9 +236,13 @@ def test_every_setting_is_explained_and_its_default_is_one_of_its_choices() -> N
 
 def test_the_explanation_of_a_setting_follows_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Default fedavg; presets blind, veil: momentum." in explain("server_optimizer")
-    assert "Default 0.2; presets private, paper, plain: 0." in explain("veil")
-    assert explain("clients").endswith("Default 100; preset private: 1000.")
-    texts = {"blind": "veil = 0.5", "veil": "", "private": "", "paper": "veil = 0.2", "plain": "ratio = [2.0, 4.0]"}
+    assert "Default 0.2; presets private, private-example, paper, plain: 0." in explain("veil")
+    assert explain("clients").endswith("Default 100; preset private: 1000; preset private-example: 10.")
+    texts = dict.fromkeys(PRESETS, "") | {
+        "blind": "veil = 0.5",
+        "paper": "veil = 0.2",
+        "plain": "ratio = [2.0, 4.0]",
+    }
     monkeypatch.setattr("dbcl.run.presets._preset_text", texts.__getitem__)
     assert "Default 0.2; preset blind: 0.5." in explain("veil")
     assert "Default 2; preset plain: 2-4." in explain("ratio")

@@ -40,3 +40,9 @@ def test_everything_that_could_be_too_large_is_named() -> None:
     text = str(divergence(config, 3, ProtocolError(REFUSED)))
     assert "lower --lr (now 1) or --momentum (now 0.9) or --server-lr (now 2) or --veil (now 3), or set --upd" in text
     assert text.endswith(REFUSED)
+
+
+def test_with_a_guarantee_it_is_the_clip_that_is_too_large() -> None:
+    text = str(divergence(RunConfig(epsilon=8, clip=3.0), 3, ProtocolError(REFUSED)))
+    assert "lower --lr (now 0.05) or --clip (now 3; the noise is in proportion)\n" in text
+    assert "--update-clip" not in text

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from dbcl.errors import ConfigError
 from dbcl.models import Shape
-from dbcl.run.config import WHAT, RunConfig
+from dbcl.run.config import WHAT, WHO, RunConfig
 from dbcl.run.presets import MEANINGS, PRESETS, explain
 from dbcl.run.settings import about
 
@@ -26,6 +26,15 @@ Trust = Annotated[
 ]
 ExampleShape = Annotated[
     str, typer.Option("--shape", help="One example as channels,height,width.", rich_help_panel=WHAT)
+]
+Examples = Annotated[
+    int,
+    typer.Option(
+        help="How many training examples all clients have together, where one of them is what --epsilon protects "
+        "(--unit example). Default: those of the dataset.",
+        rich_help_panel=WHO,
+        show_default=False,
+    ),
 ]
 Outputs = Annotated[int, typer.Option(help="Outputs of a named model.", rich_help_panel=WHAT)]
 

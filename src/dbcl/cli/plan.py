@@ -6,10 +6,11 @@ import typer
 
 from dbcl import models
 from dbcl.cli.console import AsJson, console, print_json, table
-from dbcl.cli.options import ExampleShape, Outputs, Preset, read_shape, with_settings
+from dbcl.cli.options import Examples, ExampleShape, Outputs, Preset, read_shape, with_settings
 from dbcl.plan import SketchPlan
 from dbcl.run import message_bytes, presets
 from dbcl.run.assemble import build_plan
+from dbcl.run.budget import units_in
 
 
 @with_settings("cover", "sketch", "ratio", "lanes", "buckets", "veil", "wire")
@@ -19,6 +20,7 @@ def plan(
     shape: ExampleShape = "1,28,28",
     outputs: Outputs = 10,
     *,
+    examples: Examples = 0,
     as_json: AsJson = False,
     **settings: Any,
 ) -> None:
@@ -34,7 +36,7 @@ def plan(
     """
     chosen = presets.preset(presets.PRESETS[0] if preset is None else preset, **settings)
     net = models.build(model, shape=read_shape(shape), outputs=outputs)
-    made = build_plan(chosen, net)
+    made = build_plan(chosen, net, examples=examples or units_in(chosen))
     clear = message_bytes(net, SketchPlan.of(net, sketch="identity-v1", veil=0), "float32")
     size = message_bytes(net, made, chosen.wire)
     if as_json:

@@ -1,5 +1,6 @@
 """`dbcl privacy`: what a guarantee takes before a run, beside other choices; and what of it a run has spent."""
 
+import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,18 +8,19 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from torch import nn
 
 from dbcl import models
 from dbcl.cli.console import AsJson, check_place, console, print_json, print_path, table
-from dbcl.cli.options import ExampleShape, Outputs, preset_option, read_shape, with_settings
+from dbcl.cli.options import DataDir, Examples, ExampleShape, Outputs, preset_option, read_shape, with_settings
 from dbcl.errors import ConfigError
 from dbcl.files import write_atomic
 from dbcl.privacy import PrivacyPlan
 from dbcl.privacy.accounting import USEFUL
 from dbcl.run import plots, presets
 from dbcl.run.assemble import rms
-from dbcl.run.budget import Account, account_in, choices, noise_by_epsilon, plan_of
-from dbcl.run.config import PROMISE, WHO
+from dbcl.run.budget import Account, account_in, choices, noise_by_epsilon, plan_of, units_in, with_blt
+from dbcl.run.config import PROMISE, RunConfig
 
 DEFAULT = "private"
 DRAWN = tuple(2 ** (step / 4) for step in range(-4, 17))
@@ -26,6 +28,7 @@ DRAWN = tuple(2 ** (step / 4) for step in range(-4, 17))
 
 
 @with_settings(
+    "data",
     "model",
     "clients",
     "fraction",
@@ -37,6 +40,9 @@ DRAWN = tuple(2 ** (step / 4) for step in range(-4, 17))
     "unit",
     "separation",
     "mechanism",
+    "blt_decay",
+    "blt_scale",
+    "weight_cap",
     "server_optimizer",
     "server_lr",
     "server_momentum",
@@ -48,14 +54,8 @@ def privacy(
     shape: ExampleShape = "1,28,28",
     outputs: Outputs = 10,
     *,
-    examples: Annotated[
-        int,
-        typer.Option(
-            help="With --unit example: how many training examples all clients have together.",
-            rich_help_panel=WHO,
-            show_default=False,
-        ),
-    ] = 0,
+    examples: Examples = 0,
+    data_dir: DataDir = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -75,55 +75,80 @@ def privacy(
 
       dbcl privacy
       dbcl privacy --epsilon 4 --clip 0.2 --clients 2000 --out privacy.png
+      dbcl privacy --preset private-example --examples 60000
       dbcl privacy --model cifar-cnn --shape 3,32,32 --json
       dbcl privacy runs/001-private-digits
     """
     if run is not None:
         given = [f"--{name.replace('_', '-')}" for name in settings]
-        given += [name for name, value in {"--preset": preset, "--out": out}.items() if value is not None]
+        others = {"--preset": preset, "--examples": examples or None, "--data-dir": data_dir, "--out": out}
+        given += [name for name, value in others.items() if value is not None]
         if given:
             raise ConfigError(f"{', '.join(given)}: for a run that is planned, and {run} has settings of its own")
         _after(run, as_json)
         return
     if out is not None:
         check_place(out)
-    config = presets.preset(preset or DEFAULT, **settings)
+    config, examples = _settings(preset or DEFAULT, settings, examples, data_dir)
     plan = plan_of(config, examples)
-    size = rms(models.build(config.model, shape=read_shape(shape), outputs=outputs))
+    model = models.build(config.model, shape=read_shape(shape), outputs=outputs)
+    size = rms(model)
     if as_json:
-        print_json(_facts(plan, size, config.model))
+        print_json(_facts(plan, config, model))
     else:
-        _show(plan, size, config.model)
+        _show(plan, config, model)
     if out is not None:
         relative = noise_by_epsilon(plan, size, DRAWN)
-        title = f"{plan.per_round} of {plan.units} {plan.unit}s in each of {plan.rounds} rounds, clip {plan.clip:g}"
+        title = f"{plan.per_round} of {plan.units} {plan.unit}s in each of {plan.rounds} rounds, {_clip(config)}"
         picture = plots.noise_by_epsilon(DRAWN, relative, (plan.epsilon, plan.relative(size)), title)
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, picture)
         if not as_json:
             print_path("picture", out)
     if not as_json and plan.relative(size) <= USEFUL:
-        print_path("train", _command(preset or DEFAULT, settings))
+        blt = {"blt_decay": config.blt_decay, "blt_scale": config.blt_scale} if config.mechanism == "blt" else {}
+        print_path("train", _command(preset or DEFAULT, settings | blt))
 
 
-def _facts(plan: PrivacyPlan, size: float, model: str) -> dict[str, Any]:
+def _settings(preset: str, given: Mapping[str, Any], examples: int, data_dir: str | None) -> tuple[RunConfig, int]:
+    """The settings of the run that is planned, those of a BLT found where none are given; and how many examples."""
+    unplanned = given.get("mechanism") == "blt" and not {"blt_decay", "blt_scale"} & given.keys()
+    banded = {"mechanism": "banded", "blt_decay": None, "blt_scale": None} if unplanned else {}
+    config = presets.preset(preset, **{**given, **banded})
+    examples = examples or units_in(config, data_dir)
+    return with_blt(config, examples) if unplanned else config, examples
+
+
+def _clip(config: RunConfig) -> str:
+    clip = f"clip {config.clip:g}"
+    return clip if config.unit == "client" else f"{clip} and lr {config.lr:g}"
+
+
+def _facts(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> dict[str, Any]:
     """What `--json` prints before a run."""
+    size = rms(model)
     relative = plan.relative(size)
     return {
         "unit": plan.unit,
         "epsilon": plan.epsilon,
         "delta": plan.delta,
-        "clip": plan.clip,
+        "clip": config.clip,
         "mechanism": plan.kind,
+        "blt_decay": config.blt_decay,
+        "blt_scale": config.blt_scale,
         "clients": plan.clients,
         "cohort": plan.cohort,
+        "examples": plan.examples,
+        "batch": plan.batch,
+        "weight_cap": config.weight_cap,
         "rounds": plan.rounds,
         "separation": plan.separation,
         "participations": plan.participations,
         "mu": plan.mu,
         "sigma": plan.sigma,
         "noise": plan.noise,
-        "model": model,
+        "noise_before_optimizer": plan.before,
+        "model": config.model,
         "relative_noise": relative,
         "useful": relative <= USEFUL,
         "promise": plan.promise,
@@ -131,7 +156,8 @@ def _facts(plan: PrivacyPlan, size: float, model: str) -> dict[str, Any]:
     }
 
 
-def _show(plan: PrivacyPlan, size: float, model: str) -> None:
+def _show(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> None:
+    size = rms(model)
     relative = plan.relative(size)
     shown = Table(title=f"epsilon {plan.epsilon:g} at delta {plan.delta:g} for one {plan.unit}", show_header=False)
     shown.add_column(no_wrap=True)
@@ -140,27 +166,58 @@ def _show(plan: PrivacyPlan, size: float, model: str) -> None:
         ("takes part", f"{plan.per_round} of {plan.units} {plan.unit}s in each of {plan.rounds} rounds, in turns"),
         ("separation", f"{plan.separation} rounds at least between two turns of one {plan.unit}"),
         ("participations", f"{plan.participations} of one {plan.unit} at most"),
+        ("clip", _clipped(plan, config)),
         ("mu", f"{plan.mu:.4g}: how far one {plan.unit} can move what is shown, in standard deviations"),
         ("sigma", f"{plan.sigma:.4g}: the fresh noise of a round, before it is correlated ({plan.kind})"),
-        ("noise on W", f"{plan.noise:.4g}, which is {relative:.3g} times the initial weights of {model}"),
+        _noise_row(plan, config, model),
     ):
         shown.add_row(*row)
     console.print(shown)
     console.print(f"the guarantee: {plan.promise}", highlight=False, markup=False)
+    if plan.before:
+        console.print(BEFORE, highlight=False)
     others = choices(plan, size)
     rows = [("as planned", f"{relative:.3g}", "1")]
-    rows += [(name, f"{other:.3g}", f"{other / relative:.2g}") for name, other in others]
+    rows += [(name, f"{other:.3g}", f"{other / relative:.3g}") for name, other in others]
     console.print(
         table("what other choices would give", ("all else the same", "noise / weights", "times as much"), rows)
     )
     console.print(
-        "Half the clip is half the noise and shorter updates, too: which clip is best, noise alone does not say.",
+        f"Half the {'clip or lr' if plan.unit == 'example' else 'clip'} is half the noise and shorter updates, too: "
+        "which is best, noise alone does not say.",
         highlight=False,
     )
+    if plan.kind == "blt":
+        console.print("Other rounds and cohorts are shown with this BLT; one planned for them would be better.")
     try:
         plan.require_useful(size)
     except ConfigError as error:
         console.print(str(error), style="yellow", highlight=False, markup=False)
+
+
+BEFORE = (
+    "adam is not linear, so the noise goes into every average update, before the optimiser: W itself carries it, and "
+    "clients see W as it is. How much of it reaches W is not known ahead; what the table sets beside the weights is "
+    "what would, were the updates simply added."
+)
+
+
+def _clipped(plan: PrivacyPlan, config: RunConfig) -> str:
+    if plan.unit == "example":
+        return f"{config.clip:g}: the gradient of one example is no longer, and is sent times the lr, {config.lr:g}"
+    counted = f"count by their examples, {plan.most:g} and more as one" if plan.most else "all count alike"
+    return f"{config.clip:g}: no client's update is longer; they {counted}"
+
+
+def _noise_row(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> tuple[str, str]:
+    if not plan.before:
+        relative = plan.relative(rms(model))
+        return "noise on W", f"{plan.noise:.4g}, which is {relative:.3g} times the initial weights of {config.model}"
+    numbers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return "noise on an update", (
+        f"{plan.noise:.4g} on each of {numbers:,} numbers of {config.model}: {plan.noise * math.sqrt(numbers):.3g} "
+        f"long, where a round's average update is at most {plan.clip:g} long"
+    )
 
 
 def _command(preset: str, settings: Mapping[str, Any]) -> str:
@@ -208,12 +265,15 @@ def _notes(account: Account) -> list[str]:
             "What is spent counts where the run ends here for a reason that has nothing to do with its data; where it "
             "was stopped for what it showed, as by --target or --patience, what is promised counts."
         )
-    return [*said, f"{RELEASED}; {CLEAN}."]
+    return [*said, f"{RELEASED}; {NOISE_KEPT if account.plan.before else CLEAN}."]
 
 
 VOID = "--seed fixes its noise, and whoever knows or guesses the seed can take that off"
 RELEASED = "model.safetensors is the mean of noisy models, which the guarantee covers"
 CLEAN = "checkpoints/ hold the clean W, which it does not: keep them secret"
+
+
+NOISE_KEPT = "checkpoints/ hold the noise of the last rounds, which it does not: keep them secret"
 
 
 def guarantee_text(account: Account, relative: float, stopped_by: str) -> str:
@@ -233,5 +293,8 @@ def guarantee_text(account: Account, relative: float, stopped_by: str) -> str:
     spent = f"spent so far: epsilon {account.spent.epsilon:.3g}"
     if stopped_by in ("target", "patience"):
         spent += f" (but {plan.epsilon:g} counts: what it showed decided when to stop)"
+    if plan.before:
+        noise = f"by noise of {plan.noise:.3g} on every number of an average update, before the server's optimiser"
+        return "\n".join([f"{promised}; {spent}", noise, RELEASED, NOISE_KEPT])
     noise = f"by noise of {relative:.3g} times the initial weights, on all that was sent"
     return "\n".join([f"{promised}; {spent}", noise, RELEASED, CLEAN])

@@ -48,18 +48,20 @@ def build_plan(config: RunConfig, model: nn.Module, layers: Layers | None = None
     """What is sketched and veiled, and how; `layers` are those of `SketchPlan.of`.
 
     With a guarantee the size of the veil is fixed for the run; the plan names what that is beside the weights now.
-    Where one example is the unit, that takes the number of training `examples`.
+    Where one example is the unit, that takes the number of training `examples`. Noise before the server's optimiser is
+    in W already, and the veil is what the settings say.
 
     >>> from dbcl.run.task import task_of
     >>> build_plan(RunConfig(veil=0.0), task_of(RunConfig()).make_model(0)).in_clear
     ('1.bias', '3.bias', '5.weight', '5.bias')
     """
-    privacy = config.privacy(examples) if examples or config.unit == "client" else None
+    privacy = config.privacy(examples)
+    promised = None if privacy is None or privacy.before else privacy.relative(rms(model))
     return SketchPlan.of(
         model,
         ratio=config.ratio,
         cover=config.cover,
-        veil=config.veil if privacy is None else float(f"{privacy.relative(rms(model)):.3g}"),
+        veil=config.veil if promised is None else float(f"{promised:.3g}"),
         sketch=config.sketch,
         layers=layers,
         lanes=config.lanes,
@@ -148,11 +150,13 @@ def build_engine(config: RunConfig, task: Task, session: ServerSession, *, seed:
     return engine
 
 
-def public_setting(config: RunConfig, task: Task) -> Setting:
-    """What every party of a run knows before its first round.
+def public_setting(config: RunConfig, task: Task, plan: SketchPlan) -> Setting:
+    """What every party of a run knows before its first round; `plan` is the one that the run has.
 
     >>> from dbcl.run.task import task_of
-    >>> public_setting(RunConfig(clients=2, fraction=1.0), task_of(RunConfig())).cohort
+    >>> config = RunConfig(clients=2, fraction=1.0)
+    >>> task = task_of(config)
+    >>> public_setting(config, task, build_plan(config, task.make_model(0))).cohort
     2
     """
     return Setting(
@@ -165,7 +169,7 @@ def public_setting(config: RunConfig, task: Task) -> Setting:
         optimizer=config.server_optimizer,
         momentum=config.server_momentum if config.server_optimizer == "momentum" else 0.0,
         server_lr=config.server_rate,
-        veil=config.veil,
+        veil=max((tensor.veil for tensor in plan.tensors), default=config.veil),
         grouped=config.buckets == "grouped",
     )
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dbcl.errors import ConfigError, ProtocolError
-from dbcl.privacy import Ledger, PrivacyPlan
+from dbcl import data
+from dbcl.errors import ConfigError, DataError, ProtocolError
+from dbcl.privacy import Ledger, PrivacyPlan, plan_blt
 from dbcl.privacy.accounting import Spent, mu_of
 from dbcl.protocol import checkpoint
 from dbcl.run.config import RunConfig
@@ -29,6 +30,24 @@ class Choice(NamedTuple):
     relative: float
 
 
+def units_in(config: RunConfig, data_dir: str | None = None) -> int:
+    """How many training examples the dataset of these settings has, where one of them is the unit; else 0.
+
+    >>> units_in(RunConfig(epsilon=8, clip=1, unit="example", algorithm="sgd", fraction=1.0)), units_in(RunConfig())
+    (4000, 0)
+    """
+    if config.epsilon is None or config.unit == "client":
+        return 0
+    if config.data not in data.LOADERS:
+        raise ConfigError(
+            "with --unit example and data of your own give --examples, how many all clients have together"
+        )
+    try:
+        return len(data.load(config.data, data_dir).y_train)
+    except DataError as error:
+        raise ConfigError(f"{error}; or say by --examples how many there are") from None
+
+
 def plan_of(config: RunConfig, examples: int = 0) -> PrivacyPlan:
     """The guarantee that settings ask for; settings that ask for none are refused.
 
@@ -39,12 +58,22 @@ def plan_of(config: RunConfig, examples: int = 0) -> PrivacyPlan:
         ...
     dbcl.errors.ConfigError: these settings promise nothing: give --epsilon and --clip, or --preset private
     """
-    if config.unit == "example" and examples < 1:
-        raise ConfigError("with --unit example give --examples, how many all clients have together")
     plan = config.privacy(examples)
     if plan is None:
         raise ConfigError("these settings promise nothing: give --epsilon and --clip, or --preset private")
     return plan
+
+
+def with_blt(config: RunConfig, examples: int = 0) -> RunConfig:
+    """The same settings with `mechanism` blt and its parameters, planned for them; needs the extra `privacy-planning`.
+
+    >>> config = RunConfig(epsilon=8, clip=0.2, clients=1000, rounds=150)
+    >>> round(with_blt(config).blt_decay, 4)  # doctest: +SKIP
+    0.8475
+    """
+    plan = plan_of(config, examples)
+    decay, scale = plan_blt(rounds=plan.rounds, separation=plan.separation, participations=plan.participations)
+    return replace(config, mechanism="blt", blt_decay=decay[0], blt_scale=scale[0])
 
 
 def choices(plan: PrivacyPlan, rms: float) -> list[Choice]:
@@ -54,19 +83,21 @@ def choices(plan: PrivacyPlan, rms: float) -> list[Choice]:
     >>> [(name, round(relative, 2)) for name, relative in choices(plan, rms=0.026)][:4]
     [('epsilon 1', 10.09), ('epsilon 2', 5.39), ('epsilon 4', 2.92), ('half the clip', 0.81)]
     """
-    size = "batch" if plan.unit == "example" else "cohort"
     others: dict[str, dict[str, Any]] = {
         f"epsilon {epsilon:g}": {"epsilon": epsilon} for epsilon in EPSILONS if epsilon != plan.epsilon
     }
+    bound = "clip or lr" if plan.unit == "example" else "clip"  # a client sends its gradients times its rate
     for word, factor in (("half", 0.5), ("twice", 2)):
-        others[f"{word} the clip"] = {"clip": plan.clip * factor}
+        others[f"{word} the {bound}"] = {"clip": plan.clip * factor}
+    size = "batch" if plan.unit == "example" else "cohort"
     for name, now, most in (("rounds", plan.rounds, None), (size, plan.per_round, plan.units)):
         for word, number in (("half", now // 2), ("twice", 2 * now)):
             if number >= 1 and (most is None or number <= most):
-                others[f"{word} the {name}, {number}"] = {name: number}
+                set_by = f"separation {plan.units // number}" if name == "batch" else number
+                others[f"{word} the {name}, {set_by}"] = {name: number}
     for kind in COMPARED:
         if kind != plan.kind:
-            others[f"{kind} noise"] = {"kind": kind}
+            others[f"{kind} noise"] = _of_kind(kind)
     # Other rounds, or more clients in them, are another rule of participation: that of turns.
     return [
         Choice(name, replace(plan, separation=0, participations=0, **changes).relative(rms))
@@ -75,7 +106,7 @@ def choices(plan: PrivacyPlan, rms: float) -> list[Choice]:
 
 
 def noise_by_epsilon(plan: PrivacyPlan, rms: float, epsilons: Sequence[float]) -> dict[str, list[float]]:
-    """The noise relative to the weights at each epsilon, correlated over rounds and independent.
+    """The noise relative to the weights at each epsilon, correlated over rounds and independent, and the plan's own.
 
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
     >>> found = noise_by_epsilon(plan, 0.026, [4.0, 8.0])
@@ -83,9 +114,13 @@ def noise_by_epsilon(plan: PrivacyPlan, rms: float, epsilons: Sequence[float]) -
     {'banded': [2.92, 1.62], 'independent': [7.45, 4.13]}
     """
     allowed = [mu_of(epsilon, plan.delta) for epsilon in epsilons]
-    kinds = {kind: replace(plan, kind=kind) for kind in COMPARED}
+    kinds = {kind: replace(plan, **_of_kind(kind)) for kind in COMPARED} | {plan.kind: plan}
     # All else the same, the noise is as the inverse of mu.
     return {kind: [each.relative(rms) * each.mu / mu for mu in allowed] for kind, each in kinds.items()}
+
+
+def _of_kind(kind: str) -> dict[str, Any]:
+    return {"kind": kind, "decay": (), "scale": ()}
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,25 @@ class RunConfig:
         "banded",
         "How the noise of --epsilon is correlated over rounds",
         PROMISE,
-        choices={"banded": "by a banded square root", "independent": "not at all, as in DP-FedAvg"},
+        choices={
+            "banded": "by a banded square root",
+            "blt": "by a buffer of one tensor, less to remember; needs --blt-decay and --blt-scale",
+            "independent": "not at all, as in DP-FedAvg",
+        },
+    )
+    blt_decay: float | None = described(
+        None,
+        "What --mechanism blt keeps of its buffer from round to round; dbcl privacy --mechanism blt plans it",
+        PROMISE,
+        unset="none",
+    )
+    blt_scale: float | None = described(
+        None, "How much of its buffer --mechanism blt adds; planned with --blt-decay", PROMISE, unset="none"
+    )
+    weight_cap: int = described(
+        0,
+        "With --epsilon clients count by their examples, those with so many and more for one; 0: all count alike",
+        PROMISE,
     )
 
     server_optimizer: str = described(
@@ -408,20 +426,30 @@ class RunConfig:
             raise ConfigError(
                 "epsilon and clip go together: noise is measured by how far one client can move the model"
             )
-        if self.epsilon is not None and (self.update_clip is not None or self.server_optimizer == "adam"):
-            raise ConfigError(
-                "with epsilon clients clip by clip, not update_clip, and the server's optimiser is linear"
-            )
-        if self.epsilon is not None and self.unit == "example":
-            steps = self.algorithm == "sgd" and self.share == 1 and self.separation >= 1
-            if not steps or _own(self.lr_schedule):
-                raise ConfigError(
-                    "with unit example clients take one step a round, all of them in every round (algorithm sgd, "
-                    "fraction 1), by a rate that only falls (no lr_schedule of your own), and separation is 1 or more"
-                )
+        if self.epsilon is not None:
+            self._check_promise()
         self.training()
         self.door()
         self.noise()
+
+    def _check_promise(self) -> None:
+        """Refuse what no guarantee goes with."""
+        if self.update_clip is not None:
+            raise ConfigError("with --epsilon clients clip by --clip, not by --update-clip")
+        given = [value is not None for value in (self.blt_decay, self.blt_scale)]
+        if any(given) if self.mechanism != "blt" else not all(given):
+            raise ConfigError(
+                "--mechanism blt goes with --blt-decay and --blt-scale: dbcl privacy --mechanism blt, with the other "
+                "options of this run, plans them"
+            )
+        if self.unit == "client":
+            return
+        steps = self.algorithm == "sgd" and self.share == 1 and self.separation >= 1
+        if not steps or _own(self.lr_schedule):
+            raise ConfigError(
+                "with --unit example clients take one step a round, all of them in every round (--algorithm sgd, "
+                "--fraction 1), by a rate that only falls (no --lr-schedule of your own), and --separation is 1 or more"
+            )
 
     @property
     def cohort(self) -> int:
@@ -482,7 +510,8 @@ class RunConfig:
     def privacy(self, examples: int = 0) -> PrivacyPlan | None:
         """The guarantee that the settings ask for; None where they ask for none.
 
-        `examples` is how many training examples there are, which counts where one of them is the unit.
+        `examples` is how many training examples there are, which counts where one of them is the unit. Adam is not
+        linear, so with it the noise goes into the average update and not on top of W.
 
         >>> plan = RunConfig(epsilon=8, clip=0.2, clients=1000, rounds=400).privacy()
         >>> plan.separation, plan.participations
@@ -490,11 +519,20 @@ class RunConfig:
         """
         if self.epsilon is None or self.clip is None:
             return None
-        of_examples: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         if self.unit == "example":
-            of_examples = {"unit": "example", "examples": examples, "batch": max(1, examples // self.separation)}
+            more |= {"unit": "example", "examples": examples, "batch": max(1, examples // self.separation)}
+        if self.mechanism == "blt":
+            more |= {"decay": (self.blt_decay,), "scale": (self.blt_scale,)}
+        if self.server_optimizer == "adam":
+            more |= {"before": True}
+        else:
+            more |= {
+                "momentum": self.server_momentum if self.server_optimizer == "momentum" else 0.0,
+                "lr": self.server_rate,
+            }
         return PrivacyPlan(
-            **of_examples,
+            **more,
             epsilon=self.epsilon,
             delta=self.delta,
             # What one gradient moves the sum by: clients send it times their learning rate.
@@ -502,8 +540,7 @@ class RunConfig:
             rounds=self.rounds,
             clients=self.clients,
             cohort=self.cohort,
-            momentum=self.server_momentum if self.server_optimizer == "momentum" else 0.0,
-            lr=self.server_rate,
+            most=float(self.weight_cap),
             kind=self.mechanism,
         )
 

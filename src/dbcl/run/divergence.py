@@ -18,9 +18,12 @@ def divergence(config: RunConfig, round: int, error: ProtocolError) -> ConfigErr
         lower.append(f"--momentum (now {config.momentum:g})")
     if round > 1 and (config.server_lr is not None or config.server_optimizer != "fedavg"):
         lower.append(f"--server-lr (now {config.server_rate:g})")
-    if config.veil > 1:
+    if config.clip is not None:
+        lower.append(f"--clip (now {config.clip:g}; the noise is in proportion)")
+    elif config.veil > 1:
         lower.append(f"--veil (now {config.veil:g})")
-    clip = ", or set --update-clip, which bounds every client's update" if round > 1 and not config.update_clip else ""
+    unclipped = config.clip is None and config.update_clip is None
+    clip = ", or set --update-clip, which bounds every client's update" if round > 1 and unclipped else ""
     return ConfigError(
         f"training diverged in round {round}: losses or updates grew beyond all bounds; "
         f"lower {' or '.join(lower)}{clip}\n{error}"

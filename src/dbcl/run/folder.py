@@ -236,7 +236,7 @@ class Run:
 
     def _record(self) -> None:
         if self.config.transcripts:
-            known = public_setting(self.config, self.task)
+            known = public_setting(self.config, self.task, self.session.plan)
             self.engine.observer = Recorder(self.folder / "transcripts", self.config.transcripts, self.session, known)
 
     def _write_metrics(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from dbcl.objective import CLASSIFICATION, Objective
 
 INK, MUTED, GRID = "#1c2733", "#5f6b78", "#e3e8ec"
-SERVER, CLIENTS = "#0b6e99", "#d08a2c"
+SERVER, CLIENTS, THIRD = "#0b6e99", "#d08a2c", "#7d4f9e"
 
 
 def curves(history: Sequence[Mapping[str, Any]], title: str, objective: Objective = CLASSIFICATION) -> bytes:
@@ -65,9 +65,11 @@ def noise_by_epsilon(
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    for (kind, values), color in zip(relative.items(), (SERVER, CLIENTS), strict=False):
+    for (kind, values), color in zip(relative.items(), (SERVER, CLIENTS, THIRD), strict=False):
         axes.plot(epsilons, values, color=color, lw=1.8, label=f"{kind} noise")
-    axes.plot(*chosen, color=INK, marker="o", linestyle="none", label=f"this plan: {chosen[1]:.3g} at {chosen[0]:g}")
+    axes.plot(
+        *chosen, color=INK, marker="o", linestyle="none", label=f"this plan: {chosen[1]:.3g} at epsilon {chosen[0]:g}"
+    )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):

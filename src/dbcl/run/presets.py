@@ -17,6 +17,7 @@ MEANINGS = {
     "blind": "sketch and secret noise",
     "veil": "secret noise, no sketch",
     "private": "differential privacy for each of 1000 clients",
+    "private-example": "the same for each example, of 10 clients",
     "paper": "a sketch that a client with a memory undoes",
     "plain": "nothing is hidden",
 }
