@@ -1,5 +1,6 @@
 """DoubleBlind with a guarantee: who is asked, what is refused, what leaves, and going on after a crash."""
 
+import dataclasses
 import logging
 import math
 from pathlib import Path
@@ -102,6 +103,21 @@ def test_it_is_the_local_engine(inner: Any, kind: dict[str, Any]) -> None:
     assert not torch.equal(flat(server.weights()), flat(dict(net().named_parameters())))
 
 
+@pytest.mark.parametrize("plan", [{"before": True}, {"most": 12.0}, {"kind": "blt", "decay": (0.8,), "scale": (0.5,)}])
+def test_other_plans_are_the_local_engine_too(plan: dict[str, Any]) -> None:
+    plan = dataclasses.replace(PLAN, **plan)
+    strategy = double_blind(privacy=plan)
+    strategy.start(LocalGrid(clients(), NODES), num_rounds=3)
+    server = dbcl.Server(net(), privacy=plan, insecure_seed=0)
+    own = [examples(client) for client in range(NODES)]
+    engine = LocalEngine(server, net(), own, TRAINING, fraction=1 / 3, seed=SEED, noise=UpdateNoise(PLAN.clip))
+    engine.in_turns = True
+    for _ in range(3):
+        engine.play_round()
+    torch.testing.assert_close(flat(strategy.server.weights()), flat(server.weights()), rtol=0, atol=1e-10)
+    torch.testing.assert_close(flat(strategy.server.shown()), flat(server.shown()), rtol=0, atol=plan.grid + 1e-10)
+
+
 def test_what_is_returned_and_evaluated_is_noisy_and_no_client_is_measured(caplog: pytest.LogCaptureFixture) -> None:
     seen: dict[int, Tensor] = {}
 
@@ -169,7 +185,10 @@ MORE: dict[str, tuple[Any, str]] = {
         lambda: flower.DifferentialPrivacyServerSideFixedClipping(fedavg(), 1.0, 1.0, 2),
         "DifferentialPrivacyServerSideFixedClipping makes more of the updates",
     ),
-    "weights": (lambda: fedavg(weighted_by_key="quality"), "all updates count alike"),
+    "weights": (
+        lambda: fedavg(weighted_by_key="quality"),
+        "all updates count alike, or by their examples up to the plan's `most`",
+    ),
     "evaluation": (flower.FedAvg, r"take FedAvg\(fraction_evaluate=0.0\), and evaluate_fn"),
     "a fraction": (lambda: fedavg(fraction_train=0.5), "planned for 2 clients in a round.*leave out fraction_train"),
     "more nodes": (lambda: fedavg(min_available_nodes=6), "planned for 2 clients in a round, and FedAvg waits for 6"),

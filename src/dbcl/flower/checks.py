@@ -29,7 +29,10 @@ def refuse_beside_guarantee(strategy: Strategy, privacy: PrivacyPlan) -> None:
             "FedAvg or FedProx"
         )
     if settings.get("weighted_by_key", EXAMPLES) != EXAMPLES:
-        raise ConfigError(f"with a guarantee all updates count alike; leave out {name}(weighted_by_key=...)")
+        raise ConfigError(
+            "with a guarantee all updates count alike, or by their examples up to the plan's `most`; leave out "
+            f"{name}(weighted_by_key=...)"
+        )
     if settings.get("fraction_evaluate"):
         raise ConfigError(
             "what clients measure would leave without noise, and the guarantee does not cover it; take "
