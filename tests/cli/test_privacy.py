@@ -240,6 +240,7 @@ def test_with_adam_the_noise_is_in_the_updates_and_the_command_says_what_that_co
     out = words(invoke(*TRAIN, *adam, "--out", "run"))
     assert "on every number of an average update, before the server's optimiser" in out
     assert "checkpoints/ hold the noise of the last rounds, which it does not: keep them secret" in out
+    assert "in clear W, which carries the noise" in out
     assert "times the initial weights" not in out
     spent = words(invoke("privacy", "run"))
     assert "spent epsilon 50 at delta 0.001" in spent

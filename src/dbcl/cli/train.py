@@ -248,10 +248,12 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     refused = sum(len(m.refused) for m in run.history)
     best, shown = run.best, run.task.objective.shown
     what, account = "the mean of W" if config.ema_decay else "W", account_of(run)
-    hidden = "veil", _veil(plan)
+    hidden, clear = ("veil", _veil(plan)), ", ".join(plan.in_clear) or "nothing"
     if account is not None:
         what = "the mean of noisy models" if config.ema_decay else "the noisy model"
         hidden = "the guarantee", guarantee_text(account, max(tensor.veil for tensor in plan.tensors), run.stopped_by)
+        if account.plan.before and plan.in_clear:
+            clear = "W, which carries the noise"
     scores = [metrics.score for metrics in run.history]
     return [
         (
@@ -262,7 +264,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("bytes", f"{up / 1e6:.1f} MB up, {down / 1e6:.1f} MB down; a message is {share:.3f} of a plain one"),
         ("a client saw", _seen(plan)),
         hidden,
-        ("in clear", ", ".join(plan.in_clear) or "nothing"),
+        ("in clear", clear),
         ("the door", str(run.session.server.door)),
         ("secrets", "fixed by --seed, for experiments" if config.insecure else "fresh in every round"),
         (f"{last.metric} by round", sparkline(scores, lambda score: shown(score, 1))),
