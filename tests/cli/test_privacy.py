@@ -199,6 +199,8 @@ def test_examples_are_those_of_the_data_and_the_rate_counts(invoke: Invoke) -> N
     assert f"clip {config.clip:g}: the gradient of one example is no longer, and is sent times the lr, " in out
     assert "half the batch, separation 20" in out
     assert "train dbcl train --preset private-example" in out
+    out = invoke("privacy", "--preset", "private-example", "--data", "digits", "--data-dir", "here")
+    assert "train    dbcl train --preset private-example --data digits --data-dir here\n" in out
     facts = json.loads(invoke("privacy", "--preset", "private-example", "--examples", "60000", "--lr", "2", "--json"))
     assert (facts["examples"], facts["batch"], facts["clip"]) == (60_000, 6000, config.clip)
     assert facts["noise"] == preset("private-example", lr=2.0).privacy(60_000).noise  # type: ignore[union-attr]

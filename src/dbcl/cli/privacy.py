@@ -107,7 +107,8 @@ def privacy(
             print_path("picture", out)
     if not as_json and plan.relative(size) <= USEFUL:
         blt = {"blt_decay": config.blt_decay, "blt_scale": config.blt_scale} if config.mechanism == "blt" else {}
-        print_path("train", _command(preset or DEFAULT, settings | blt))
+        place = {} if data_dir is None else {"data_dir": data_dir}
+        print_path("train", _command(preset or DEFAULT, settings | blt | place))
 
 
 def _settings(preset: str, given: Mapping[str, Any], examples: int, data_dir: str | None) -> tuple[RunConfig, int]:

@@ -448,7 +448,8 @@ class RunConfig:
         if not steps or _own(self.lr_schedule):
             raise ConfigError(
                 "with --unit example clients take one step a round, all of them in every round (--algorithm sgd, "
-                "--fraction 1), by a rate that only falls (no --lr-schedule of your own), and --separation is 1 or more"
+                "--fraction 1; --preset private-example has both), by a rate that only falls (no --lr-schedule of your "
+                "own), and --separation is 1 or more"
             )
 
     @property
