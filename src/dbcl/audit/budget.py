@@ -37,6 +37,8 @@ class Budget:
     """Steps of solving a dense first layer, for each weight of the total variation."""
     min_lag: int = MIN_LAG
     """Seen rounds that must follow a round for its estimate to count."""
+    canary_rounds: int | None = None
+    """Rounds of the rehearsal that measures a guarantee; None: all of the run's."""
 
 
 QUICK = Budget(
@@ -50,6 +52,7 @@ QUICK = Budget(
     restarts=1,
     inverting=False,
     shadow_models=4,
+    canary_rounds=60,
 )
 FULL = Budget(
     estimators=("option I", "option II", "rewind", "smoother", "smoother, sizes fitted", "shaped smoother"),

@@ -9,13 +9,13 @@ from typing import Any
 SEATS = ("client", "colluders", "server", "anyone")
 """A client alone, clients of all lanes that pool what they saw, the server, and anyone with the finished model."""
 ATTACKERS = ("naive", "adaptive")
-CASES = ("pictures", "tested rounds", "scored rounds", "members", "rounds")
+CASES = ("canaries", "pictures", "tested rounds", "scored rounds", "members", "rounds")
 """The entries of a finding's budget that say how many cases its value rests on; the first that is there counts."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a plot.
+    """One line of a plot; what was not measured but follows from a formula is dashed.
 
     >>> Curve("rewind", (1.0, 2.0), (0.1, 0.9)).label
     'rewind'
@@ -24,6 +24,7 @@ class Curve:
     label: str
     x: tuple[float, ...]
     y: tuple[float, ...]
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Finding:
     attack: str
     seat: str
     attacker: str
-    target: str  # update, image, label, property or membership
-    measure: str  # cosine, error, psnr, ssim, share above 20 dB, accuracy, auc, tpr at 1 % fpr ...
+    target: str  # update, image, label, property, membership or guarantee
+    measure: str  # cosine, error, psnr, ssim, share above 20 dB, accuracy, auc, tpr at 1 % fpr, epsilon ...
     value: float
     low: float | None = None
     high: float | None = None
@@ -97,7 +98,7 @@ class Audit:
                     "failures": tuple(entry["failures"]),
                     "axes": tuple(entry["axes"]),
                     "images": tuple((caption, png) for caption, png in entry["images"]),
-                    "curves": tuple(Curve(c["label"], tuple(c["x"]), tuple(c["y"])) for c in entry["curves"]),
+                    "curves": tuple(Curve(**{**c, "x": tuple(c["x"]), "y": tuple(c["y"])}) for c in entry["curves"]),
                 }
             )
             for entry in read["findings"]

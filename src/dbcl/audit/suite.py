@@ -25,6 +25,7 @@ from dbcl.audit.attacks.updates import estimates, update_findings
 from dbcl.audit.attacks.victim import Changes
 from dbcl.audit.budget import FULL, Budget
 from dbcl.audit.findings import Audit, Finding, with_interval
+from dbcl.audit.guarantee import MEASURE, TARGET, guarantee_finding, measure_guarantee
 from dbcl.audit.rehearsal import ATTACKER, VICTIM, Rehearsal, Script, colluders_of, draw_batches, rehearse
 from dbcl.data.examples import Rows
 from dbcl.errors import AuditError, DataError, DbclError
@@ -36,6 +37,12 @@ from dbcl.run.folder import read_config
 from dbcl.run.metrics import read_metrics
 from dbcl.run.task import Task, task_of
 from dbcl.transcripts import Transcript, Truth
+
+NO_OTHERS = (
+    "these attacks take noise for independent from round to round, and on this run they would find too little; the "
+    "guarantee bounds them all"
+)
+"""Why a run with a guarantee is attacked by canaries alone."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,8 @@ def audit(
     every round, tensor, picture and shadow model is one. A part that fails becomes a finding that says why, and the
     others go on.
 
+    Of a run with a guarantee that is measured instead, by canaries in a rehearsal of all its clients.
+
     >>> audit(Path("nowhere"))
     Traceback (most recent call last):
         ...
@@ -121,22 +130,10 @@ def audit(
     """
     began = perf_counter()
     config = read_config(folder)
-    if config.epsilon is not None:
-        raise AuditError(
-            "this run has a guarantee, with noise that is correlated over rounds: the attackers here take noise for "
-            "independent and would say too little; dbcl privacy states what is promised"
-        )
     task = task or task_of(config, data_dir, trust=trust)
-    parts: dict[str, Callable[[Job], list[Finding]]] = {
-        f"updates from {transcript.name}": partial(_recorded, transcript)
-        for transcript in sorted((folder / "transcripts").glob("client-*"))
-    }
-    parts |= {"properties": _properties, "pictures": _pictures, "membership": _membership}
-    plan = build_plan(config, task.make_model(0), task.layers)
-    recordings = len(parts) - 3
-    if plan.lanes > 1:
-        parts["colluders"] = partial(_colluders, plan.lanes)
-    steps = Steps(_expected(budget, len(plan.tensors), recordings, plan.lanes), progress)
+    plan = build_plan(config, task.make_model(0), task.layers, examples=len(task.train))
+    parts, expected = _parts(config, folder, plan, budget)
+    steps = Steps(expected, progress)
     progress(0, steps.ends[-1])
 
     def tell_and_step(text: str) -> None:
@@ -152,7 +149,9 @@ def audit(
             except DbclError as error:
                 findings.append(_failed(name, error))
             steps.end_part()
-    settings = {**asdict(config), "clear": plan.in_clear, "rehearsal": f"{clients} parties, one SGD step a round"}
+    promised = config.epsilon is not None
+    rehearsal = "all clients of the run, and canaries" if promised else f"{clients} parties, one SGD step a round"
+    settings = {**asdict(config), "clear": plan.in_clear, "rehearsal": rehearsal}
     return Audit(
         folder.name,
         settings,
@@ -162,11 +161,36 @@ def audit(
         perf_counter() - began,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         version=__version__,
-        parties=clients,
+        parties=None if promised else clients,
         property_name=task.property_name,
         budget={**asdict(budget), "seed": seed},
         not_attacked=job.not_attacked,
     )
+
+
+def _parts(
+    config: RunConfig, folder: Path, plan: SketchPlan, budget: Budget
+) -> tuple[dict[str, Callable[[Job], list[Finding]]], list[int]]:
+    """What an audit does, by name, and about how many steps each part takes."""
+    if config.epsilon is not None:
+        return {TARGET: _guarantee}, [min(budget.canary_rounds or config.rounds, config.rounds) + 2]
+    parts: dict[str, Callable[[Job], list[Finding]]] = {
+        f"updates from {transcript.name}": partial(_recorded, transcript)
+        for transcript in sorted((folder / "transcripts").glob("client-*"))
+    }
+    recordings = len(parts)
+    parts |= {"properties": _properties, "pictures": _pictures, "membership": _membership}
+    if plan.lanes > 1:
+        parts["colluders"] = partial(_colluders, plan.lanes)
+    return parts, _expected(budget, len(plan.tensors), recordings, plan.lanes)
+
+
+def _guarantee(job: Job) -> list[Finding]:
+    """The epsilon of a run with a guarantee, from a rehearsal in which canaries take part."""
+    job.not_attacked["updates, pictures, labels, properties and membership"] = NO_OTHERS
+    job.tell("rehearsal: canaries among the run's clients")
+    found = measure_guarantee(job.config, job.task, rounds=job.budget.canary_rounds, seed=job.seed, step=job.step)
+    return [guarantee_finding(found)]
 
 
 def _expected(budget: Budget, tensors: int, recordings: int, lanes: int) -> list[int]:
@@ -352,9 +376,14 @@ def seats(plan: SketchPlan, config: RunConfig) -> tuple[tuple[str, str, str], ..
     """
     sketched = [tensor.name for tensor in plan.tensors if tensor.sketched]
     noise = f" with secret noise of {config.veil:g} times their size" if config.veil else " without noise"
+    if config.epsilon is not None:
+        noise = f" with the noise of the guarantee, for one {config.unit}"
     clear = f"; in clear: {', '.join(plan.in_clear)}" if plan.in_clear else ""
     lane = f" in one of {plan.lanes} lanes" if plan.lanes > 1 else ""
-    client = f"the sketches' seeds; sketches of {', '.join(sketched) or 'nothing'}{lane}{noise}{clear}; its own data"
+    sent = f"the sketches' seeds; sketches of {', '.join(sketched) or 'nothing'}{lane}"
+    if config.epsilon is not None and not sketched:
+        sent = "the weights"
+    client = f"{sent}{noise}{clear}; its own data"
     together = (
         ("colluders", f"sketches in all {plan.lanes} lanes together, which are the weights{noise}; their own data",
          "other clients' updates one by one"),
@@ -379,6 +408,8 @@ def _run_facts(folder: Path) -> dict[str, Any]:
 
 
 def _failed(what: str, error: Exception) -> Finding:
+    if what == TARGET:
+        return Finding("matched filter", "client", "adaptive", TARGET, MEASURE, float("nan"), failures=(str(error),))
     target = {"pictures": "image", "properties": "property", "membership": "membership"}.get(what, "update")
     seat = "colluders" if what == "colluders" else "client"
     return Finding(what, seat, "adaptive", target, "cosine", float("nan"), failures=(str(error),))

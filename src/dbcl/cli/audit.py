@@ -18,7 +18,7 @@ from dbcl.run.own_code import own_code
 if TYPE_CHECKING:
     from dbcl.audit.findings import Audit, Finding
 
-SHOWN = ("cosine", "psnr", "accuracy", "auc", "tpr at 1 % fpr")
+SHOWN = ("cosine", "psnr", "accuracy", "auc", "tpr at 1 % fpr", "epsilon")
 """The measures that the terminal shows; the page shows all."""
 MANY = 1000
 """More parties than that would only take longer."""
@@ -34,7 +34,7 @@ def audit(
         str | None,
         typer.Option(
             help="Exit with status 1 where an attack got more: client.psnr=15,server.auc=0.8. Seats are client, server "
-            "and anyone; a limit without one, as in psnr=15, counts for all."
+            "and anyone; a limit without one, as in psnr=15, counts for all. Of a run with a guarantee: epsilon=8."
         ),
     ] = None,
     out: Annotated[
@@ -50,10 +50,13 @@ def audit(
     in which it knows what the victim trained on. Writes one page that opens in any browser, and JSON beside it. RUN is
     the folder of a finished run.
 
+    Of a run with a guarantee it measures the epsilon: canaries take part in a rehearsal of it, with fresh secrets.
+
     Examples:
 
       dbcl audit runs/001-blind-digits --quick
       dbcl audit runs/001-blind-digits --parties 10 --fail-above client.cosine=0.5,client.psnr=15
+      dbcl audit runs/002-private-digits --fail-above epsilon=10
     """
     try:
         from dbcl.audit import budget, suite
@@ -94,7 +97,10 @@ def audit(
     console.print(table(title, ("what", "who", "guessing", "naive", "adaptive"), worst_rows(found)))
     for what, why in found.not_attacked.items():
         console.print(f"not attacked: {what}: {why}", highlight=False, markup=False)
-    console.print("An attack that failed proves nothing: a better one may not.")
+    if wording.promised(found):
+        console.print(wording.NO_PROMISE, highlight=False)
+    else:
+        console.print("An attack that failed proves nothing: a better one may not.")
     print_path("page", page)
     broken = rating.exceeded(found, limits)
     for sentence in broken:

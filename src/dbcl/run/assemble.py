@@ -12,7 +12,7 @@ from dbcl import data, seeds
 from dbcl.cover import Layers
 from dbcl.data import TensorExamples
 from dbcl.data.examples import Rows
-from dbcl.engines import Engine, ServerSession, StackedEngine
+from dbcl.engines import Engine, ServerSession, Session, StackedEngine
 from dbcl.errors import ConfigError
 from dbcl.plan import SketchPlan
 from dbcl.protocol import Server
@@ -130,7 +130,7 @@ def build_session(config: RunConfig, task: Task, *, seed: bytes) -> ServerSessio
     return ServerSession(server, ema_decay=config.ema_decay)
 
 
-def build_engine(config: RunConfig, task: Task, session: ServerSession, *, seed: bytes) -> Engine:
+def build_engine(config: RunConfig, task: Task, session: Session, *, seed: bytes) -> Engine:
     """The engine that plays the rounds of a configuration."""
     device = _device(config)
     engine = ENGINES[config.engine](

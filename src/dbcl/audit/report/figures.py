@@ -56,7 +56,8 @@ def _plot(name: str, target: str, labels: tuple[str, str], group: Sequence[Findi
     log = roc and target == "membership"
     lines = [(finding, curve) for finding in group for curve in finding.curves]
     for index, (finding, curve) in enumerate(lines):
-        colour, style = COLOURS[index % len(COLOURS)], "solid" if finding.attacker == "adaptive" else "dashed"
+        solid = finding.attacker == "adaptive" and not curve.dashed
+        colour, style = COLOURS[index % len(COLOURS)], "solid" if solid else "dashed"
         points = _points(curve, 1e-4 if log else -math.inf)
         axes.plot(*points, color=colour, linestyle=style, linewidth=1.7, marker="o" if len(points[0]) == 1 else None)
         sign = f"<i style='border-top-color:var(--{VARIABLES[colour]});border-top-style:{style}'></i>"

@@ -7,8 +7,17 @@ from typing import Any
 
 from dbcl.audit.findings import Audit, Finding, cases
 
-KINDS = ("share", "tpr", "auc", "accuracy", "cosine", "psnr", "ssim", "error")
-CHANCE = {"share": 0.0, "auc": 0.5, "accuracy": 0.0, "cosine": 0.0, "psnr": 13.0, "ssim": 0.0, "error": 1.0}
+KINDS = ("share", "tpr", "auc", "accuracy", "cosine", "psnr", "ssim", "error", "epsilon")
+CHANCE = {
+    "share": 0.0,
+    "auc": 0.5,
+    "accuracy": 0.0,
+    "cosine": 0.0,
+    "psnr": 13.0,
+    "ssim": 0.0,
+    "error": 1.0,
+    "epsilon": 0.0,
+}
 """What guessing gives, where a finding does not say."""
 
 
@@ -23,6 +32,7 @@ def kind(measure: str) -> str:
 
 MEASURES = {
     "cosine": "closeness to the update (cosine)",
+    "epsilon": "measured epsilon",
     "relative error": "error, relative to the update",
     "psnr": "likeness (PSNR)",
     "ssim": "likeness to the eye (SSIM)",
@@ -94,6 +104,8 @@ def number_text(value: float, measure: str) -> str:
         return "exact" if family == "psnr" else str(value)
     if family in ("share", "tpr", "accuracy"):
         return f"{100 * value:.1f} %"
+    if family == "epsilon":
+        return f"{value:.2f}"
     return f"{value:.1f} dB" if family == "psnr" else f"{value:.3g} ×" if family == "error" else f"{value:.3f}"
 
 

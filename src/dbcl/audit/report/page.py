@@ -20,7 +20,16 @@ from dbcl.audit.report.measures import (
 )
 from dbcl.audit.report.rating import FAILED, RANK, RULES, risks, severity, word
 from dbcl.audit.report.style import CSP, STYLE
-from dbcl.audit.report.wording import GLOSSARY, NO_PROOF, advice, rehearsal_text, sentence, target_text, verdicts
+from dbcl.audit.report.wording import (
+    GLOSSARY,
+    NO_PROOF,
+    advice,
+    promised,
+    rehearsal_text,
+    sentence,
+    target_text,
+    verdicts,
+)
 
 
 def page(audit: Audit) -> str:
@@ -30,8 +39,8 @@ def page(audit: Audit) -> str:
     0
     """
     sections = [
-        ("Verdict for each seat", _verdicts(audit)),
-        ("What was found", _found(audit)),
+        ("Verdict" if promised(audit) else "Verdict for each seat", _verdicts(audit)),
+        ("What was found", "" if promised(audit) else _found(audit)),
         ("Who sees what", _table("Who sees what", ("party", "receives or holds", "does not receive"), audit.seats)),
         ("Risks", _risks(audit)),
         ("What it means, and what to change", _list(advice(audit))),
@@ -47,9 +56,13 @@ def page(audit: Audit) -> str:
     ]
     body = "".join(f"<section><h2>{title}</h2>{content}</section>" for title, content in sections if content)
     when = f"{audit.date or 'Date unknown'}, dbcl {audit.version or 'of an unknown version'}"
-    made = f"<p class='muted'>{escape(when)}; {len(audit.findings)} findings in {audit.seconds:.0f} s.</p>"
+    made = f"<p class='muted'>{escape(when)}; {_counted(audit.findings)} in {audit.seconds:.0f} s.</p>"
     first, *more = (f"<p>{escape(each)}</p>" for each in rehearsal_text(audit))
     return _document(f"Leakage audit of {audit.name}", f"{made}<div class='warn'>{first}{''.join(more)}</div>{body}")
+
+
+def _counted(findings: Sequence[Finding]) -> str:
+    return f"{len(findings)} finding{'s' * (len(findings) != 1)}"
 
 
 def _made(audit: Audit) -> dict[str, Any]:
@@ -183,8 +196,9 @@ def _verdicts(audit: Audit) -> str:
     )
     if audit.not_attacked:
         why = _list(f"{what}: {reason}" for what, reason in audit.not_attacked.items())
-        gaps += f"<p>Not attacked, since it makes no sense here:</p>{why}"
-    return f"<ul class='verdicts'>{''.join(lines)}</ul>{gaps}<p class='warn'>{escape(NO_PROOF)}</p>"
+        gaps += f"<p>Not attacked:</p>{why}"
+    proof = "" if promised(audit) else f"<p class='warn'>{escape(NO_PROOF)}</p>"  # the verdict says what it proves
+    return f"<ul class='verdicts'>{''.join(lines)}</ul>{gaps}{proof}"
 
 
 def _found(audit: Audit) -> str:

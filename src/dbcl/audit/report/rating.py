@@ -11,7 +11,8 @@ from dbcl.errors import ConfigError
 BAD, LEAKS, GUESS, FAILED, UNRATED = "as bad as no defence", "leaks", "close to guessing", "could not run", "not rated"
 WIDE = f"{GUESS}, but the interval is wide"
 UNSURE = "may leak, but the interval includes guessing"
-RANK = {BAD: 4, LEAKS: 3, UNSURE: 2, WIDE: 2, GUESS: 1, UNRATED: 0, FAILED: 0}
+BROKEN, DOUBTFUL, KEPT = "above what is stated", "above what is stated, perhaps by chance", "within what is stated"
+RANK = {BAD: 4, BROKEN: 4, LEAKS: 3, UNSURE: 2, WIDE: 2, DOUBTFUL: 2, GUESS: 1, KEPT: 1, UNRATED: 0, FAILED: 0}
 CONFIDENT = ("share", "tpr", "auc", "accuracy")
 """Families whose intervals are of confidence; those of cosines and pictures are the spread over rounds and pictures."""
 LIMITS = tuple(kind for kind in KINDS if kind != "error")
@@ -25,6 +26,8 @@ RULES = {
     "share above 20 dB": "one in a hundred more than by guessing is a leak, nine in ten are as bad as no defence.",
     "members found": "twice the rate of false alarms is a leak; half of all members, or four times that rate "
     "if that is more, is as bad as no defence.",
+    "epsilon": "within what is stated where its interval reaches down to that. One audit in forty of a sound run is "
+    "above by chance; one in a thousand is so far above that it is called a fault.",
     "interval": "a share or an AUC that would be a leak may be luck where its 95 % interval includes guessing; and one "
     "that is close to guessing is no relief where its interval reaches a leak. Both are marked.",
     "guessing": "as the audit measured it; where it did not: cosine 0, AUC 0.5, accuracy 0, SSIM 0, share 0, error 1, "
@@ -61,6 +64,8 @@ def word(finding: Finding) -> str:
         return FAILED
     if not family:
         return UNRATED
+    if family == "epsilon":
+        return _against_stated(finding)
     leaks, bad = _levels(family, chance_of(finding))
     if _strength(finding) >= leaks:
         if family in CONFIDENT and includes_guessing(finding):
@@ -68,6 +73,16 @@ def word(finding: Finding) -> str:
         return BAD if _strength(finding) >= bad else LEAKS
     ends = [end for end in (finding.low, finding.high) if end is not None]
     return WIDE if any(_as_strength(family, end) >= leaks for end in ends) else GUESS
+
+
+def _against_stated(finding: Finding) -> str:
+    """A measured epsilon against the stated one."""
+    if finding.budget.get("holds") is False:
+        return BROKEN
+    low, stated = finding.low, finding.budget.get("stated epsilon")
+    if low is None or stated is None:
+        return UNRATED
+    return DOUBTFUL if low > stated else KEPT
 
 
 def risks(audit: Audit) -> list[Risk]:
@@ -203,6 +218,8 @@ def severity(finding: Finding) -> tuple[int, float]:
     rank = RANK[word(finding)]
     if rank == 0:
         return 0, -math.inf
+    if kind(finding.measure) == "epsilon":
+        return rank, finding.value
     family, chance = kind(finding.measure), chance_of(finding)
     leaks, bad = _levels(family, chance)
     step = bad - leaks if rank >= RANK[LEAKS] else leaks - _as_strength(family, chance)

@@ -12,8 +12,12 @@ from dbcl.engines import cohort_size
 GLOSSARY = {
     "adaptive attacker": "knows how the defence works and uses it. Judge by this one.",
     "AUC": "chance that a true case is ranked above a false one: 0.5 is a coin, 1 is certain.",
+    "canary": "a made-up client or example that contributes as much as the settings allow, in a direction of its own: "
+    "its trace can be looked for.",
     "colluders": "clients, one of each lane, that put together what they received.",
     "cosine": "angle between an estimated update and the true one: 1 is the exact direction, 0 is nothing.",
+    "epsilon": "any conclusion is at most e^epsilon times more probable with one client (or example) than without it, "
+    "but for an event of probability delta. Measured: the epsilon of noise in which canaries are told as well.",
     "error": "length of the mistake divided by the length of the truth; guessing zero gives 1.",
     "in clear": "sent to every client without sketch and without noise.",
     "interval": "the range in which the value would fall with other examples: 95 % of the rounds for updates, the "
@@ -48,6 +52,7 @@ PHRASES = {
     "psnr": "rebuilt the {0} at {1}, where 20 dB is recognisable",
     "ssim": "rebuilt the {0} with likeness {1}, where 1 is equal",
     "error": "recovered the {0} with an error of {1} its size",
+    "epsilon": "told canaries as well as an epsilon of {1} allows",
 }
 TARGETS = {"update": "others' update", "image": "pictures", "label": "labels"}
 VERDICTS = {
@@ -57,6 +62,21 @@ VERDICTS = {
     1: "did no better than guessing in any attack of this audit",
     0: "got nothing that can be rated, so this audit says nothing about this seat",
 }
+PROMISES = {
+    4: "The guarantee does not hold: there is a fault in the code or in the setting.",
+    2: "More was measured than is stated. Of forty audits of a sound run one says so by chance: repeat it.",
+    1: "The guarantee was kept in this rehearsal: what was measured is within what is stated.",
+    0: "The guarantee was not measured.",
+}
+NO_PROMISE = (
+    "A measurement finds faults and proves nothing: the promise is a theorem with its conditions, against clients and "
+    "the public, with a trusted server."
+)
+PROMISED_REHEARSAL = (
+    "This run has a guarantee, and this is a rehearsal of its settings with fresh secrets: the same clients, and "
+    "canaries that contribute as much and as often as the guarantee allows. How well they can be told is measured, and "
+    "set beside what is stated. What the run itself has shown is not looked at."
+)
 SEAT_NOTES = {
     "client": "The veil is there to stop clients.",
     "colluders": "Together they see through the sketch in every round; all lanes show the same veil, which stays.",
@@ -65,6 +85,10 @@ SEAT_NOTES = {
 }
 NO_VEIL = "There is no veil here, and a sketch alone does not stop a client that remembers what it received."
 NO_VEIL_TOGETHER = "There is no veil here, and clients of all lanes together receive the weights themselves."
+TRUSTED = (
+    "The server is trusted: it sees each client's update and knows sketch and veil, so neither protects from it. "
+    "Secure aggregation over many clients would, and it does nothing about the clients themselves."
+)
 NO_PROOF = (
     "Nothing is safe because an attack failed. Every figure on this page is what these attacks got with this budget, "
     "so it is a lower bound: a better attacker gets as much or more."
@@ -91,9 +115,24 @@ def sentence(finding: Finding, property_name: str = "", *, subject: str = "") ->
     got = phrase.format(what, range_text(finding), measure)
     chance = chance_of(finding)
     guess = "" if math.isnan(chance) else f"; guessing gives {number_text(chance, finding.measure)}"
+    if kind(finding.measure) == "epsilon":
+        guess = _stated_text(finding)
     count = cases_text(finding)
     by = f"{f'From {count}, by' if count else 'By'} {finding.attack} ({finding.attacker})"
     return f"{subject or WHO.get(finding.seat, finding.seat)} {got}{guess}. {by}: {word(finding)}."
+
+
+def _stated_text(finding: Finding) -> str:
+    """What is stated beside a measured epsilon, and the AUC beside its bound; empty where the finding does not say."""
+    own = finding.budget
+    try:
+        return (
+            f"; {own['stated epsilon']:.2f} is stated for these {own['rounds']} rounds, at delta {own['delta']:g}. AUC "
+            f"{own['auc']:.3f} ({own['auc low']:.3f} to {own['auc high']:.3f}), and the stated epsilon allows "
+            f"{own['auc bound']:.3f}"
+        )
+    except (KeyError, TypeError, ValueError):
+        return ""
 
 
 def target_text(target: str, property_name: str = "") -> str:
@@ -112,6 +151,11 @@ def verdicts(audit: Audit) -> list[tuple[int, str, str, str]]:
     >>> [(rank, verdict) for rank, verdict, _, _ in verdicts(Audit("a", {}, {}, (), (finding,), 1.0))][0]
     (4, 'A client got as much as if there were no defence.')
     """
+    measured = [finding for finding in audit.findings if kind(finding.measure) == "epsilon"]
+    if measured:
+        knowing = "A client that knows all others' updates"
+        texts = [(RANK[word(each)], sentence(each, subject=knowing)) for each in measured]
+        return [(rank, PROMISES[rank], text if rank else "", NO_PROMISE) for rank, text in texts]
     who = {**WHO, "client": "A client"}
     no_veil = {"client": NO_VEIL, "colluders": NO_VEIL_TOGETHER}
     notes = {**SEAT_NOTES, **no_veil} if audit.settings.get("veil") == 0 else SEAT_NOTES
@@ -123,12 +167,23 @@ def verdicts(audit: Audit) -> list[tuple[int, str, str, str]]:
     return lines
 
 
+def promised(audit: Audit) -> bool:
+    """Whether the audit is of a run with a guarantee.
+
+    >>> promised(Audit("a", {"epsilon": 8.0}, {}, (), (), 1.0))
+    True
+    """
+    return audit.settings.get("epsilon") is not None
+
+
 def rehearsal_text(audit: Audit) -> list[str]:
     """What kind of evidence the page holds, and what it means for a run with more clients, as paragraphs.
 
     >>> rehearsal_text(Audit("a", {"clients": 100, "fraction": 0.1}, {}, (), (), 1.0, parties=2))[0][:62]
     'This is a worst-case rehearsal of 2 parties, in which everybod'
     """
+    if promised(audit):
+        return [PROMISED_REHEARSAL]
     parties, cohort = audit.parties, _cohort(audit.settings)
     others = "a single victim" if parties == 2 else "a victim among the others"
     first = (
@@ -157,7 +212,37 @@ def advice(audit: Audit) -> list[str]:
     >>> advice(Audit("a", {"veil": 0.0, "sketch": "count-v1"}, {}, (), (), 1.0))[0][:41]
     'There is no veil, and the sketch is publi'
     """
+    if promised(audit):
+        return _about_promise(audit)
     return [*_about_settings(audit.settings), *_about_findings(audit.findings)]
+
+
+def _about_promise(audit: Audit) -> list[str]:
+    """What a measured guarantee means."""
+    settings = audit.settings
+    rank = max((RANK[word(finding)] for finding in audit.findings), default=0)
+    notes = []
+    if rank == 4:
+        notes.append(
+            "Do not release this model nor go on with the run: more can be told of one client than is promised."
+        )
+    if settings.get("seed") is not None:
+        notes.append(
+            "The secrets of this run follow from its seed, so it promises nothing itself: fit for an experiment, never "
+            "for real data. The rehearsal has fresh secrets."
+        )
+    if settings.get("unit") == "example":
+        notes.append(
+            "Each client must clip the gradients of its own examples; the canaries are clipped already, so that is not "
+            "measured here."
+        )
+    if str(settings.get("sketch", "")).startswith("identity"):
+        return [*notes, TRUSTED]
+    return [
+        *notes,
+        "The canaries are in tensors that are not sketched: noise on the others is not measured here.",
+        TRUSTED,
+    ]
 
 
 def _about_settings(settings: Mapping[str, Any]) -> list[str]:
@@ -193,8 +278,7 @@ def _about_settings(settings: Mapping[str, Any]) -> list[str]:
         notes.append("The secrets of this run follow from its seed: fit for an experiment, never for real data.")
     return [
         *notes,
-        "The server is trusted: it sees each client's update and knows sketch and veil, so neither protects from it. "
-        "Secure aggregation over many clients would, and it does nothing about the clients themselves.",
+        TRUSTED,
         "No formal guarantee (differential privacy) follows from these settings or from this audit.",
     ]
 

@@ -1,0 +1,116 @@
+"""The guarantee of a run, measured: a rehearsal of its settings in which canaries take part, as a finding."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dbcl import seeds
+from dbcl.audit.canaries import Canaries, CanaryEstimate
+from dbcl.audit.findings import Curve, Finding
+from dbcl.run.assemble import build_engine, build_session
+from dbcl.run.config import RunConfig
+from dbcl.run.task import Task
+
+TARGET, MEASURE = "guarantee", "epsilon"
+BINS = 14
+
+
+def measure_guarantee(
+    config: RunConfig,
+    task: Task,
+    *,
+    rounds: int | None = None,
+    seed: int = 0,
+    step: Callable[[], None] = lambda: None,
+) -> CanaryEstimate:
+    """Play a run's settings with canaries among its clients, and measure what these show.
+
+    All secrets are fresh, those of a run with a seed as well; `seed` draws the canaries' directions. `rounds` is how
+    many of the run's rounds are played, all where it is None, and `step` is called after each.
+
+    >>> from dbcl.run import task_of
+    >>> config = RunConfig(
+    ...     sketch="identity-v1", veil=0.0, clients=40, fraction=0.25, rounds=8, epsilon=8, delta=1e-3, clip=0.1,
+    ...     server_optimizer="fedavg", lr=0.1, ema_decay=0.0,
+    ... )
+    >>> found = measure_guarantee(config, task_of(config), rounds=4)
+    >>> found.rounds, found.turns, found.stated.epsilon < 8
+    (4, 1, True)
+    """
+    config = replace(config, seed=None, engine="stacked", device="auto")
+    drawn = seeds.fresh()
+    session = build_session(config, task, seed=drawn)
+    assert session.server.privacy is not None
+    canaries = Canaries(session, session.server.privacy, seed=seed)
+    engine = build_engine(config, task, canaries, seed=drawn)
+    for _ in range(config.rounds if rounds is None else min(rounds, config.rounds)):
+        engine.play_round()
+        step()
+    engine.close()
+    return canaries.estimate()
+
+
+def guarantee_finding(found: CanaryEstimate) -> Finding:
+    """What was measured as a finding: epsilon with its interval, and what is stated in its budget.
+
+    >>> from dbcl.privacy import Spent
+    >>> stated = Spent(mu=1.0, epsilon=4.38, delta=1e-5)
+    >>> found = CanaryEstimate(seen=(0.0, 1.0, 2.0), unseen=(-1.0, 0.0, 1.0), stated=stated, rounds=9, turns=3)
+    >>> made = guarantee_finding(found)
+    >>> made.measure, round(made.value, 2), made.budget["stated epsilon"], made.budget["holds"]
+    ('epsilon', 4.38, 4.38, True)
+    """
+    low, high = found.epsilon_interval
+    budget = {
+        "canaries": len(found.seen),
+        "unused directions": len(found.unseen),
+        "rounds": found.rounds,
+        "turns": found.turns,
+        "stated epsilon": found.stated.epsilon,
+        "delta": found.stated.delta,
+        "stated mu": found.stated.mu,
+        "mu": found.mu,
+        "mu low": found.mu_interval[0],
+        "mu high": found.mu_interval[1],
+        "auc": found.auc,
+        "auc low": found.auc_interval[0],
+        "auc high": found.auc_interval[1],
+        "auc bound": found.auc_bound,
+        "holds": found.holds,
+    }
+    curves = (
+        _histogram("canaries that took part", found.seen),
+        _histogram("directions that nobody used", found.unseen),
+        _normal("took part, as stated", found.stated.mu),
+        _normal("nobody used, as stated", 0.0),
+    )
+    return Finding(
+        "matched filter",
+        "client",
+        "adaptive",
+        TARGET,
+        MEASURE,
+        found.epsilon,
+        low,
+        high,
+        chance=0.0,
+        budget=budget,
+        note="the attacker sees every broadcast and knows all updates but the canaries'",
+        curves=curves,
+        axes=("score", "density"),
+    )
+
+
+def _histogram(label: str, scores: Sequence[float]) -> Curve:
+    """The density of scores as the outline of a histogram."""
+    heights, edges = np.histogram(scores, bins=min(BINS, max(4, len(scores) // 5)), density=True)
+    outline = [0.0, *np.repeat(heights, 2).tolist(), 0.0]
+    return Curve(label, tuple(np.repeat(edges, 2).tolist()), tuple(outline))
+
+
+def _normal(label: str, mean: float) -> Curve:
+    x = np.linspace(mean - 4, mean + 4, 81)
+    y = np.exp(-((x - mean) ** 2) / 2) / math.sqrt(2 * math.pi)
+    return Curve(label, tuple(x.tolist()), tuple(y.tolist()), dashed=True)
