@@ -4,6 +4,7 @@
     python results/privacy/privacy.py clients --device cuda     one client as the unit: 1,000 clients, 2,000 clients
     python results/privacy/privacy.py examples --device cuda    one example as the unit: 10 clients, 2 clients
     python results/privacy/privacy.py sketches --device cuda    the same with sketch and lanes
+    python results/privacy/privacy.py frontier --device cuda    two parties: accuracy against the strongest attack
     python results/privacy/privacy.py report                    the tables and the picture of what lies here
 
 A row for each run goes to rows.jsonl beside this file; a row that is there is not made again. DBCL_DATA says where the
@@ -18,11 +19,20 @@ import statistics
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rounds"))
-from rounds import Job, key, play, rows
+import rounds as runs
+import torch
+from rounds import Job, key, rows, task_on
+
+from dbcl.audit.canaries import Canaries
+from dbcl.engines import ServerSession, evaluate
+from dbcl.protocol import Server
+from dbcl.run import preset
+from dbcl.run.assemble import build_engine, build_session, new_seed
 
 HERE = Path(__file__).parent
 ROWS = HERE / "rows.jsonl"
@@ -93,7 +103,39 @@ def sketches(seeds: int) -> Iterator[Job]:
             yield part, "blind", settings, target, rounds
 
 
-JOBS = {"scan": scan, "clients": clients, "examples": examples, "sketches": sketches}
+def frontier(seeds: int) -> Iterator[Job]:
+    """White noise on every W_t wants much smaller steps: three rates for it, one for banded noise."""
+    for seed, epsilon in itertools.product(range(seeds), (1.0, 2.0, 4.0, 8.0, 16.0)):
+        for kind, lr in (("banded", 2.0), ("white", 0.1), ("white", 0.3), ("white", 1.0)):
+            yield example_job("frontier", 2, epsilon, 200, lr, seed, kind=kind)
+
+
+def play(job: Job, device: str) -> dict[str, Any]:
+    """One run; of the frontier with canaries in it, and with the kind of noise that its settings name."""
+    part, name, settings, _, most = job
+    if part != "frontier":
+        return runs.play(job, device)
+    kind = settings["kind"]
+    config = preset(name, data="mnist", device=device, **{key: own for key, own in settings.items() if key != "kind"})
+    task, seed = task_on(device, config.data, config.model), new_seed(config)
+    planned, privacy = build_session(config, task, seed=seed), config.privacy(len(task.train))
+    assert privacy is not None
+    privacy = replace(privacy, kind=kind)
+    server = Server(planned.model, planned.plan, privacy=privacy, insecure_seed=config.seed)
+    session = Canaries(ServerSession(server, ema_decay=config.ema_decay), privacy, seed=settings["seed"])
+    engine = build_engine(config, task, session, seed=seed)
+    for number in range(1, most + 1):
+        engine.play_round()
+        print(f"\r{settings}: round {number}  ", end="", file=sys.stderr, flush=True)
+    found = session.estimate()
+    row = {"part": part, "preset": name, "settings": settings, "rounds": most, "noise": privacy.noise}
+    row |= {"accuracy": evaluate(session.released, task.held_out).score, "error": "", "curve": []}
+    row |= {"canaries": len(found.seen), "auc": found.auc, "auc_interval": found.auc_interval}
+    row |= {"auc_bound": found.auc_bound, "mu": found.mu, "mu_interval": found.mu_interval}
+    return {**row, "epsilon": found.epsilon, "device": device, "torch": torch.__version__}
+
+
+JOBS = {"scan": scan, "clients": clients, "examples": examples, "sketches": sketches, "frontier": frontier}
 
 
 def main() -> None:
