@@ -38,6 +38,8 @@ MAGIC = b"DBCL"
 VERSION = 1
 BROADCAST, UPDATE, CHECKPOINT, BASE = 1, 2, 3, 4
 KINDS = {BROADCAST: "broadcast", UPDATE: "update", CHECKPOINT: "checkpoint", BASE: "base"}
+SECAGG = ("advert", "roster", "shares", "delivery", "masked", "survivors", "agreement", "agreed", "reveal")
+KINDS |= dict(enumerate(SECAGG, start=16))
 MAX_METRICS, MAX_METRIC_NAME, MAX_METRIC = 100, 100, 1e100
 """How many metrics an update may report, how long their names and how large their values may be."""
 WIRE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -90,7 +92,7 @@ def decode_broadcast(data: bytes) -> Broadcast:
     """
     header, tensors = unpack(BROADCAST, data)
     _require_floats("broadcast", tensors)
-    take = _Fields("broadcast", header)
+    take = Fields("broadcast", header)
     round = take("round", is_count)
     seed = take("seed", lambda value: isinstance(value, str) and len(value) == 2 * SEED_BYTES and _is_hex(value))
     parts = take("parts", lambda value: isinstance(value, list) and all(map(_is_part, value)))
@@ -121,7 +123,7 @@ def decode_base(data: bytes) -> Base:
     """
     header, tensors = unpack(BASE, data)
     _require_floats("base", tensors)
-    _Fields("base", header).end()
+    Fields("base", header).end()
     return Base(tensors)
 
 
@@ -134,7 +136,7 @@ def decode_update(data: bytes) -> Update:
     dbcl.errors.ProtocolError: update: does not begin with DBCL, so it is no dbcl message
     """
     header, tensors = unpack(UPDATE, data)
-    take = _Fields("update", header)
+    take = Fields("update", header)
     update = Update(
         round=take("round", is_count),
         plan=take("plan", lambda value: isinstance(value, str)),
@@ -229,7 +231,7 @@ def _require_floats(what: str, tensors: Mapping[str, Tensor]) -> None:
             raise ProtocolError(f"{what}: {plain(name, 100)} is {tensor.dtype}, and weights are floating-point numbers")
 
 
-class _Fields:
+class Fields:
     """Takes the fields out of a header, each with its check, and complains about any that are left."""
 
     def __init__(self, what: str, header: dict[str, Any]) -> None:

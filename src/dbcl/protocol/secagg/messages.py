@@ -1,0 +1,292 @@
+"""The nine messages of secure aggregation, and how they are written: in the container of all messages of dbcl.
+
+A round goes: `Advert` up, `Roster` down, `Shares` up, `Delivery` down, `Masked` up, `Survivors` down, `Agreement` up,
+`Agreed` down, `Reveal` up. `docs/secure-aggregation.md` tells what each is for.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from dbcl.errors import ProtocolError, shown
+from dbcl.protocol.codec import KINDS, Fields, pack, unpack
+from dbcl.protocol.inspection import is_count, is_name
+from dbcl.protocol.secagg.keys import KEY, SEED, SIGNATURE, digest
+
+MAX_GROUP = 64
+"""Clients that mask their updates with each other: more than these are divided into groups, whose sums are added."""
+SEALED = 2 * SEED + 16
+"""Bytes of two shares, encrypted: with the tag that shows whether somebody changed them."""
+
+
+class Member(NamedTuple):
+    """A client in a roster: who it is, its two keys of the round, and its word that they are its own."""
+
+    name: str
+    identity: bytes
+    share_key: bytes
+    mask_key: bytes
+    signature: bytes
+
+
+@dataclass(frozen=True)
+class Advert:
+    """A client's keys of one round, signed for the broadcast that it received."""
+
+    round: int
+    broadcast: bytes
+    name: str
+    identity: bytes
+    share_key: bytes
+    mask_key: bytes
+    signature: bytes
+
+    @property
+    def member(self) -> Member:
+        """The same as it stands in a roster."""
+        return Member(self.name, self.identity, self.share_key, self.mask_key, self.signature)
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who adds up, and under which terms: all that follows is bound to every word of it.
+
+    `broadcast` is the digest of what this group was sent, `plan` that of its round plan, `threshold` how many clients
+    must help to take the masks off, `colluders` how many may tell the server all they know. Values and lengths are at
+    most `bound`, a client weighs at most `most` examples, and a vector has `length` values.
+    """
+
+    round: int
+    broadcast: bytes
+    plan: bytes
+    threshold: int
+    colluders: int
+    bound: float
+    most: int
+    length: int
+    members: tuple[Member, ...]
+
+    @property
+    def binding(self) -> bytes:
+        """What every mask and every share is derived for: with another word in the roster they would be others."""
+        return digest(b"binding", json.dumps(_fields_of(self), sort_keys=True).encode())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(member.name for member in self.members)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A client's shares of its two secrets, sealed for each other client, and what it commits itself to."""
+
+    round: int
+    binding: bytes
+    commitment: bytes
+    sealed: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """The sealed shares that are for one client, by who made them: all who go on."""
+
+    round: int
+    binding: bytes
+    sealed: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A client's rounded update and its weight, under all masks: packed words of the ring."""
+
+    round: int
+    binding: bytes
+    packed: bytes
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """Whose masked updates have arrived, of those who had sent shares."""
+
+    round: int
+    binding: bytes
+    sharers: tuple[str, ...]
+    survivors: tuple[str, ...]
+
+    @property
+    def statement(self) -> tuple[bytes, ...]:
+        """What a client signs."""
+        return b"survivors", self.binding, names_digest(self.sharers), names_digest(self.survivors)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A client's signature under the list of survivors: it gives one in a round."""
+
+    round: int
+    binding: bytes
+    signature: bytes
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The signatures of clients that were shown the same list."""
+
+    round: int
+    binding: bytes
+    signatures: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Reveal:
+    """A client's share of one secret of each other client: for a survivor its own mask's, else its key's."""
+
+    round: int
+    binding: bytes
+    shares: Mapping[str, bytes]
+
+
+Message = Advert | Roster | Shares | Delivery | Masked | Survivors | Agreement | Agreed | Reveal
+M = TypeVar("M", bound=Message)
+_NUMBERS = {name: number for number, name in KINDS.items()}
+
+
+def names_digest(names: tuple[str, ...]) -> bytes:
+    """A digest of a list of names.
+
+    >>> names_digest(("ann", "bob")) == names_digest(("annbob",))
+    False
+    """
+    return digest(b"names", *(name.encode() for name in names))
+
+
+def encode_message(message: Message) -> bytes:
+    """A message of secure aggregation as bytes.
+
+    >>> agreement = Agreement(3, bytes(32), bytes(64))
+    >>> decode_message(Agreement, encode_message(agreement)) == agreement
+    True
+    """
+    tensors = {}
+    if isinstance(message, Masked):
+        tensors["packed"] = torch.from_numpy(np.frombuffer(message.packed, dtype=np.uint8).copy())
+    return pack(_NUMBERS[_word(type(message))], _fields_of(message), tensors)
+
+
+def decode_message(kind: type[M], data: bytes) -> M:
+    """Read a message of one kind; whatever is wrong with the bytes is a `ProtocolError`.
+
+    >>> decode_message(Agreement, b"nothing")
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ProtocolError: agreement: does not begin with DBCL, so it is no dbcl message
+    """
+    what = _word(kind)
+    header, tensors = unpack(_NUMBERS[what], data)
+    take = Fields(what, header)
+    read: dict[str, Any] = {}
+    for each in fields(kind):
+        if each.name != "packed":
+            spec = _SPECS[each.name]
+            read[each.name] = spec.read(take(each.name, spec.valid))
+    take.end()
+    if kind is Masked:
+        packed = tensors.pop("packed", torch.zeros(0))
+        if packed.dtype != torch.uint8 or packed.ndim != 1:
+            raise ProtocolError(f"{what}: packed words are bytes in a row, got {shown(packed.dtype)}")
+        read["packed"] = packed.numpy().tobytes()
+    if tensors:
+        raise ProtocolError(f"{what}: unknown tensors {shown(', '.join(sorted(tensors)))}")
+    return kind(**read)
+
+
+def _word(kind: type[Any]) -> str:
+    return kind.__name__.lower()
+
+
+class _Spec(NamedTuple):
+    valid: Callable[[Any], bool]
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+def _is_bytes(length: int) -> Callable[[Any], bool]:
+    def valid(value: Any) -> bool:
+        return isinstance(value, str) and len(value) == 2 * length and not set(value) - set("0123456789abcdef")
+
+    return valid
+
+
+def _bytes(length: int) -> _Spec:
+    return _Spec(_is_bytes(length), bytes.hex, bytes.fromhex)
+
+
+def _by_name(length: int) -> _Spec:
+    inner = _is_bytes(length)
+    return _Spec(
+        lambda value: (
+            isinstance(value, dict)
+            and len(value) <= MAX_GROUP
+            and all(map(is_name, value))
+            and all(map(inner, value.values()))
+        ),
+        lambda own: {name: each.hex() for name, each in own.items()},
+        lambda own: {name: bytes.fromhex(each) for name, each in own.items()},
+    )
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_GROUP and all(map(is_name, value))
+
+
+def _are_members(value: Any) -> bool:
+    def one(own: Any) -> bool:
+        checks = (is_name, _is_bytes(KEY), _is_bytes(KEY), _is_bytes(KEY), _is_bytes(SIGNATURE))
+        return (
+            isinstance(own, list)
+            and len(own) == len(checks)
+            and all(check(each) for check, each in zip(checks, own, strict=True))
+        )
+
+    return isinstance(value, list) and len(value) <= MAX_GROUP and all(map(one, value))
+
+
+def _plain(value: Any) -> Any:
+    return value
+
+
+_COUNT = _Spec(is_count, _plain, _plain)
+_NAMES = _Spec(_are_names, list, tuple)
+_SPECS: dict[str, _Spec] = {
+    "round": _COUNT,
+    "threshold": _COUNT,
+    "colluders": _COUNT,
+    "most": _COUNT,
+    "length": _COUNT,
+    "bound": _Spec(lambda value: isinstance(value, float) and 0 < value < 1e100, _plain, _plain),
+    "name": _Spec(is_name, _plain, _plain),
+    **dict.fromkeys(("broadcast", "plan", "identity", "share_key", "mask_key", "binding", "commitment"), _bytes(KEY)),
+    "signature": _bytes(SIGNATURE),
+    "sealed": _by_name(SEALED),
+    "signatures": _by_name(SIGNATURE),
+    "shares": _by_name(SEED),
+    "sharers": _NAMES,
+    "survivors": _NAMES,
+    "members": _Spec(
+        _are_members,
+        lambda own: [[member.name, *(each.hex() for each in member[1:])] for member in own],
+        lambda own: tuple(Member(name, *map(bytes.fromhex, rest)) for name, *rest in own),
+    ),
+}
+
+
+def _fields_of(message: Message) -> dict[str, Any]:
+    return {
+        each.name: _SPECS[each.name].write(getattr(message, each.name))
+        for each in fields(message)
+        if each.name != "packed"
+    }

@@ -1,0 +1,231 @@
+"""The server's side of one group in one round: what it relays, and how it comes to the sum and to nothing else.
+
+Whatever a client sends that cannot be used is as good as no answer: the client is left out from then on, with a reason.
+Where too few are left, that is a `ProtocolError`, and the round can begin anew with new keys.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dbcl.errors import ProtocolError, plain
+from dbcl.protocol.secagg.client import advertised, committed, pairwise
+from dbcl.protocol.secagg.keys import Identity, KeyPair, derive
+from dbcl.protocol.secagg.masks import add_masks
+from dbcl.protocol.secagg.messages import (
+    MAX_GROUP,
+    Advert,
+    Agreed,
+    Agreement,
+    Delivery,
+    Masked,
+    Message,
+    Reveal,
+    Roster,
+    Shares,
+    Survivors,
+    decode_message,
+)
+from dbcl.protocol.secagg.ring import LEVELS, Ring, Words, unpacked
+from dbcl.protocol.secagg.shares import recovered
+from dbcl.protocol.secagg.terms import Terms
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class Total:
+    """What a group's server learns: the weighted sum, the sum of the weights, and whose updates are in it."""
+
+    values: NDArray[np.float64]
+    weight: float
+    members: tuple[str, ...]
+
+
+@dataclass
+class GroupRound:
+    """The server of one group: `roster`, `deliver`, `survivors`, `agreed` and `total` are called in this order, once.
+
+    `broadcast` and `plan` are the digests of what the group was sent, `length` the number of values in an update.
+    """
+
+    round: int
+    broadcast: bytes
+    plan: bytes
+    length: int
+    terms: Terms
+    refused: dict[str, str] = field(default_factory=dict)
+    """Who is left out, and why."""
+    _adverts: dict[str, Advert] = field(default_factory=dict)
+    _roster: Roster | None = None
+    _shares: dict[str, Shares] = field(default_factory=dict)
+    _sum: Words | None = None
+    _survivors: Survivors | None = None
+    _masked: tuple[str, ...] = ()
+
+    def roster(self, answers: Mapping[str, Advert | bytes]) -> Roster:
+        """Who takes part, and under which terms."""
+
+        def check(name: str, advert: Advert) -> None:
+            signed = advertised(self.round, self.broadcast, advert.name, advert.share_key, advert.mask_key)
+            if advert.broadcast != self.broadcast:
+                raise ProtocolError("answers another broadcast")
+            if advert.name != name or not Identity.signed_by(advert.identity, advert.signature, *signed):
+                raise ProtocolError("has not signed its keys")
+
+        self._adverts = self._read(Advert, answers, check)
+        count = len(self._adverts)
+        self._require(count, self.terms.min_cohort, "clients have given their keys")
+        if count > MAX_GROUP:
+            raise ProtocolError(f"round {self.round}: {count} clients in a group, and {MAX_GROUP} are the most")
+        self._roster = Roster(
+            round=self.round,
+            broadcast=self.broadcast,
+            plan=self.plan,
+            threshold=self.terms.threshold(count),
+            colluders=self.terms.colluders(count),
+            bound=self.terms.bound,
+            most=self.terms.most,
+            length=self.length,
+            members=tuple(self._adverts[name].member for name in sorted(self._adverts)),
+        )
+        return self._roster
+
+    def deliver(self, answers: Mapping[str, Shares | bytes]) -> dict[str, Delivery]:
+        """For each client that sent its shares, those that others made for it."""
+        roster = self._given()
+
+        def check(name: str, shares: Shares) -> None:
+            if set(shares.sealed) != set(roster.names) - {name}:
+                raise ProtocolError("has not made a share for every other client")
+
+        self._shares = self._read(Shares, self._of(roster.names, answers), check)
+        self._require(len(self._shares), self._fewest, "clients have sent shares")
+        return {
+            name: Delivery(
+                self.round,
+                roster.binding,
+                {other: shares.sealed[name] for other, shares in self._shares.items() if other != name},
+            )
+            for name in self._shares
+        }
+
+    def survivors(self, answers: Mapping[str, Masked | bytes]) -> Survivors:
+        """Add up the masked updates, and say whose they are."""
+        roster = self._given()
+        ring = Ring(roster.bound, len(roster.members))
+        total = np.zeros(roster.length + 1, dtype=np.uint32)
+
+        def check(name: str, masked: Masked) -> None:
+            total.__iadd__(unpacked(masked.packed, ring.bits, roster.length + 1))
+
+        arrived = self._read(Masked, self._of(self._shares, answers), check)
+        self._require(len(arrived), self._fewest, "masked updates have arrived")
+        sharers = tuple(sorted(self._shares))
+        self._sum, self._survivors = total, Survivors(self.round, roster.binding, sharers, tuple(sorted(arrived)))
+        return self._survivors
+
+    def agreed(self, answers: Mapping[str, Agreement | bytes]) -> Agreed:
+        """The signatures under the list of survivors."""
+        roster, survivors = self._given(), self._survivors
+        assert survivors is not None
+        identities = {member.name: member.identity for member in roster.members}
+
+        def check(name: str, agreement: Agreement) -> None:
+            if not Identity.signed_by(identities[name], agreement.signature, *survivors.statement):
+                raise ProtocolError("has signed something else")
+
+        signed = self._read(Agreement, self._of(survivors.survivors, answers), check)
+        self._require(len(signed), roster.threshold, "clients have signed who is in the sum")
+        return Agreed(self.round, roster.binding, {name: each.signature for name, each in signed.items()})
+
+    def total(self, answers: Mapping[str, Reveal | bytes]) -> Total:
+        """Put the secrets together that take the masks off the sum."""
+        roster, survivors = self._given(), self._survivors
+        assert survivors is not None
+        assert self._sum is not None
+        reveals = self._read(Reveal, self._of(survivors.survivors, answers), lambda name, reveal: None)
+        self._require(len(reveals), roster.threshold, "clients have helped to take the masks off")
+        number = {name: place for place, name in enumerate(roster.names, start=1)}
+        plus: list[bytes] = []
+        minus: list[bytes] = []
+        for name in survivors.sharers:
+            shares = {number[who]: each.shares[name] for who, each in reveals.items() if name in each.shares}
+            if name in survivors.survivors:
+                fits = self._commitment_fits(roster, name)
+                secret = self._together(name, shares, fits)
+                minus.append(derive(secret, b"own mask", roster.binding, name.encode()))
+                continue
+            keys = KeyPair(self._together(name, shares, self._key_fits(name)))
+            for other in survivors.survivors:
+                pair = derive(
+                    keys.agree(self._adverts[other].mask_key), *pairwise(roster, survivors.sharers, name, other)
+                )
+                # The other one has added it where its partner's name is later, and taken it away where it is earlier.
+                (minus if name > other else plus).append(pair)
+        add_masks(self._sum, plus, minus)
+        ring = Ring(roster.bound, len(roster.members))
+        weight = int(self._sum[-1] & ring.mask) / LEVELS
+        found = Total(ring.values(self._sum[:-1]), weight, survivors.survivors)
+        self._sum = None
+        if not 0 < found.weight <= len(found.members):
+            raise ProtocolError(f"round {self.round}: the sum is not one of {len(found.members)} updates")
+        return found
+
+    def _commitment_fits(self, roster: Roster, name: str) -> Callable[[bytes], bool]:
+        return lambda secret: committed(roster.binding, name, secret) == self._shares[name].commitment
+
+    def _key_fits(self, name: str) -> Callable[[bytes], bool]:
+        return lambda seed: KeyPair(seed).public == self._adverts[name].mask_key
+
+    def _together(self, name: str, shares: Mapping[int, bytes], fits: Callable[[bytes], bool]) -> bytes:
+        try:
+            return recovered(shares, self._given().threshold, fits)
+        except ProtocolError as error:
+            raise ProtocolError(f"round {self.round}: the mask of {name} stays on: {error}") from error
+
+    def _given(self) -> Roster:
+        if self._roster is None:
+            raise ProtocolError(f"round {self.round}: there is no roster yet")
+        return self._roster
+
+    @property
+    def _fewest(self) -> int:
+        return max(self._given().threshold, self.terms.min_cohort)
+
+    def _of(
+        self, names: Mapping[str, object] | tuple[str, ...], answers: Mapping[str, M | bytes]
+    ) -> dict[str, M | bytes]:
+        """The answers of those who were asked; who was and does not answer is out from now on."""
+        for name in names:
+            if name not in answers and name not in self.refused:
+                self.refused[name] = "did not answer"
+        return {name: answer for name, answer in answers.items() if name in names}
+
+    def _read(self, kind: type[M], answers: Mapping[str, M | bytes], check: Callable[[str, M], None]) -> dict[str, M]:
+        read: dict[str, M] = {}
+        for name, answer in answers.items():
+            try:
+                message = decode_message(kind, bytes(answer)) if isinstance(answer, bytes | bytearray) else answer
+                if not isinstance(message, kind):
+                    raise ProtocolError(f"sent no {kind.__name__.lower()}")
+                binding = getattr(message, "binding", None)
+                if message.round != self.round or (binding is not None and binding != self._given().binding):
+                    raise ProtocolError("answers another round or another roster")
+                check(name, message)
+                read[name] = message
+            except ProtocolError as error:
+                self.refused[name] = plain(str(error))
+        return read
+
+    def _require(self, count: int, least: int, what: str) -> None:
+        if count < least:
+            reasons = [f"{name}: {reason}" for name, reason in sorted(self.refused.items())]
+            raise ProtocolError(
+                "\n  - ".join(
+                    [f"round {self.round}: {count} {what}, and {least} are needed: nothing is added", *reasons]
+                )
+            )
