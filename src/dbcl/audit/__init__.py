@@ -2,6 +2,7 @@
 
 `suite.py` runs a whole audit: `rehearsal.py` plays short runs whose truth is known, `estimators/` and `attacks/` work
 from transcripts, `scoring.py` compares with the truth, and `report/` writes `findings.py`'s findings as a page.
+`guarantee.py` measures a guarantee, by `canaries.py`.
 """
 
 import importlib

@@ -34,8 +34,10 @@ from dbcl.state import State
 
 Vector = NDArray[np.float64]
 
-NUMBERS = 50_000_000
-"""So many float32 numbers all directions have together, at most: 200 MB."""
+NUMBERS = 100_000_000
+"""So many float32 numbers all directions have together, at most: 400 MB."""
+CHUNK = 2**16
+"""So many numbers of each direction are turned at once."""
 FEWEST, MOST = 20, 500
 """With fewer canaries nothing can be said; more are not needed."""
 TOO_LONG = 3.0
@@ -313,9 +315,10 @@ def _orthonormal(count: int, like: Tensor, seed: int) -> Tensor:
     """So many random directions where `like` lies, of length 1 and at right angles. (count, dim)"""
     generator = torch.Generator(like.device).manual_seed(seed)
     drawn = torch.randn(count, len(like), generator=generator, device=like.device)
-    root = torch.linalg.cholesky((drawn @ drawn.T).double())
-    directions: Tensor = torch.linalg.solve_triangular(root.to(drawn), drawn, upper=False)
-    return directions
+    root = torch.linalg.cholesky((drawn @ drawn.T).double()).to(drawn)
+    for part in torch.split(drawn, CHUNK, dim=1):
+        part.copy_(torch.linalg.solve_triangular(root, part, upper=False))
+    return drawn
 
 
 def _matched(signal: Vector, noise: Vector) -> Vector:
@@ -344,8 +347,8 @@ def _together(updates: Mapping[str, Any], canaries: Mapping[str, Update]) -> Map
     if not isinstance(updates, UpdateStack):
         return {**updates, **canaries}
     own = list(canaries.values())
-    kinds = {name: (tensor.shape[1:], tensor.dtype) for name, tensor in updates.tensors.items()}
-    if any((V.shape, V.dtype) != kinds[name] for each in own for name, V in each.tensors.items()):
+    kinds = {name: (tensor.shape[1:], tensor.dtype, tensor.device) for name, tensor in updates.tensors.items()}
+    if any((V.shape, V.dtype, V.device) != kinds[name] for each in own for name, V in each.tensors.items()):
         return {**updates, **canaries}
     return UpdateStack(
         updates.round,

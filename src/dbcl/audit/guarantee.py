@@ -32,8 +32,8 @@ def measure_guarantee(
 
     >>> from dbcl.run import task_of
     >>> config = RunConfig(
-    ...     sketch="identity-v1", veil=0.0, clients=40, fraction=0.25, rounds=8, epsilon=8, delta=1e-3, clip=0.1,
-    ...     server_optimizer="fedavg", lr=0.1, ema_decay=0.0,
+    ...     model="dlg-lenet", sketch="identity-v1", veil=0.0, clients=40, fraction=0.25, rounds=8, lr=0.1,
+    ...     epsilon=8, delta=1e-3, clip=0.1, server_optimizer="fedavg",
     ... )
     >>> found = measure_guarantee(config, task_of(config), rounds=4)
     >>> found.rounds, found.turns, found.stated.epsilon < 8

@@ -11,7 +11,11 @@ from dbcl.errors import ConfigError
 BAD, LEAKS, GUESS, FAILED, UNRATED = "as bad as no defence", "leaks", "close to guessing", "could not run", "not rated"
 WIDE = f"{GUESS}, but the interval is wide"
 UNSURE = "may leak, but the interval includes guessing"
-BROKEN, DOUBTFUL, KEPT = "above what is stated", "above what is stated, perhaps by chance", "within what is stated"
+BROKEN, DOUBTFUL, KEPT = (
+    "above what is stated",
+    "above what is stated, perhaps by chance",
+    "consistent with what is stated",
+)
 RANK = {BAD: 4, BROKEN: 4, LEAKS: 3, UNSURE: 2, WIDE: 2, DOUBTFUL: 2, GUESS: 1, KEPT: 1, UNRATED: 0, FAILED: 0}
 CONFIDENT = ("share", "tpr", "auc", "accuracy")
 """Families whose intervals are of confidence; those of cosines and pictures are the spread over rounds and pictures."""
@@ -26,8 +30,8 @@ RULES = {
     "share above 20 dB": "one in a hundred more than by guessing is a leak, nine in ten are as bad as no defence.",
     "members found": "twice the rate of false alarms is a leak; half of all members, or four times that rate "
     "if that is more, is as bad as no defence.",
-    "epsilon": "within what is stated where its interval reaches down to that. One audit in forty of a sound run is "
-    "above by chance; one in a thousand is so far above that it is called a fault.",
+    "epsilon": "consistent with what is stated where its interval reaches down to that. One audit in forty of a sound "
+    "run is above by chance; one in a thousand is so far above that it is called a fault.",
     "interval": "a share or an AUC that would be a leak may be luck where its 95 % interval includes guessing; and one "
     "that is close to guessing is no relief where its interval reaches a leak. Both are marked.",
     "guessing": "as the audit measured it; where it did not: cosine 0, AUC 0.5, accuracy 0, SSIM 0, share 0, error 1, "

@@ -65,7 +65,7 @@ VERDICTS = {
 PROMISES = {
     4: "The guarantee does not hold: there is a fault in the code or in the setting.",
     2: "More was measured than is stated. Of forty audits of a sound run one says so by chance: repeat it.",
-    1: "The guarantee was kept in this rehearsal: what was measured is within what is stated.",
+    1: "Nothing speaks against the guarantee: what was measured is consistent with what is stated.",
     0: "The guarantee was not measured.",
 }
 NO_PROMISE = (
