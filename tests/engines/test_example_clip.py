@@ -1,6 +1,7 @@
 """One example as the unit of a guarantee: every example's gradient is clipped by itself, in every engine."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -66,6 +67,28 @@ def test_a_step_is_the_sum_of_clipped_gradients(kind: type[Engine], clip: float,
         assert (one - other).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e300])
+@pytest.mark.parametrize("kind", [LocalEngine, StackedEngine])
+def test_an_example_without_a_gradient_counts_as_none(kind: type[Engine], bad: float) -> None:
+    """Else one example would decide over all others of its client."""
+    torch.manual_seed(1)
+    start, others = net(), clients()[1:]
+    x, y = (tensor.clone() for tensor in clients()[0])
+    x[4, 2] = bad  # of a batch of 20 examples
+    whole = PrivacyPlan(
+        epsilon=8, delta=1e-4, clip=0.07, rounds=4, clients=4, cohort=4, unit="example", examples=50, batch=50
+    )
+    ends, kept = [], [row for row in range(20) if row != 4]
+    for first in ((x, y), (x[kept], y[kept])):
+        server = dbcl.Server(copy.deepcopy(start), privacy=whole, insecure_seed=0, lanes=1)
+        training = LocalTraining(lr=0.1, steps=1, example_clip=0.7, separation=1)
+        report = kind(server, net(), [first, *others], training, seed=SEED).play_round().report
+        assert (report.accepted, report.refused) == (4, ())
+        ends.append(torch.cat([tensor.flatten() for tensor in server.weights().values()]))
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
+    assert not torch.equal(ends[0], torch.cat([parameter.flatten() for parameter in start.parameters()]))
+
+
 def test_other_networks_are_clipped_one_client_at_a_time() -> None:
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
     x = torch.randn(12, 1, 6, 6)
@@ -115,5 +138,5 @@ def test_settings_of_examples() -> None:
     assert (config.training().example_clip, config.training().separation) == (1.0, 10)
     assert config.noise() is None
     for wrong in ({"algorithm": "fedavg"}, {"fraction": 0.5}, {"lr_schedule": "mine:schedule"}):
-        with pytest.raises(ConfigError, match="with unit example clients take one step a round"):
+        with pytest.raises(ConfigError, match="with --unit example clients take one step a round"):
             RunConfig(**{"epsilon": 8, "clip": 1.0, "unit": "example", "algorithm": "sgd", "fraction": 1.0, **wrong})

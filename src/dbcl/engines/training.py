@@ -198,10 +198,11 @@ def clipped_step(model: nn.Module, batch: Batch, loss: Loss, rate: float, clip: 
         part = map_tensors(partial(_slice, begin, begin + size), tuple(batch))
         each, value = torch.func.vmap(gradient, in_dims=(None, 0), randomness="different")(start, part)
         squares = torch.stack([grad.flatten(1).square().sum(1) for grad in each.values()]).sum(0)
-        factor = (clip / squares.sqrt().clamp(min=1e-30)).clamp(max=1.0)
+        # An example without a finite gradient counts as none: it must not take the others' with it.
+        factor = (clip / squares.sqrt().clamp(min=1e-30)).clamp(max=1.0).nan_to_num(0.0)
         for name, grad in each.items():
-            total[name] += torch.einsum("n,n...->...", factor, grad)
-        losses.append(value.detach())
+            total[name] += torch.einsum("n,n...->...", factor, grad.nan_to_num(0.0, 0.0, 0.0))
+        losses.append(value.detach().nan_to_num(0.0, 0.0, 0.0))
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.sub_(total[name], alpha=rate)

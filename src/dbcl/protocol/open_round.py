@@ -24,7 +24,8 @@ class OpenRound:
 
     Of every `lanes` clients that ask, each gets another lane, in an order that follows from the round's key: so lanes
     differ by one client at most. `veiled` is W + N: all lanes show the same noise, or clients of different lanes could
-    average it away. `asked` are those who had asked before a checkpoint was written.
+    average it away. `asked` are those who had asked before a checkpoint was written. With `steady` clients that ask in
+    the same order are in a lane together in every round, whichever lane that is.
 
     >>> plan = SketchPlan.of(torch.nn.Linear(4, 2), cover="all")
     >>> draw = lambda group: plan.draw(bytes(32), 0)
@@ -42,8 +43,10 @@ class OpenRound:
         veiled: Mapping[str, Tensor],
         wire: Callable[[str], torch.dtype],
         asked: Iterable[str] = (),
+        steady: bool = False,
     ) -> None:
         self.plan, self._key, self._draw, self.veiled, self._wire = plan, key, draw, veiled, wire
+        self._steady = steady
         self._orders: list[list[int]] = []  # of the lanes, for as many clients in turn
         self._places: dict[str, Place] = {}  # of the clients, in the order in which they asked first
         self._broadcasts: dict[Place, Broadcast] = {}
@@ -90,7 +93,8 @@ class OpenRound:
             if block % DRAWN == 0 and number == 0:
                 words = seeds.words(self._key, "lanes", block, n=DRAWN * self.plan.lanes)
                 self._orders += words.reshape(DRAWN, -1).argsort(axis=1, kind="stable").tolist()
-            self._places[client] = (block if self.plan.grouped else 0), self._orders[block][number]
+            order = self._orders[0 if self._steady else block]
+            self._places[client] = (block if self.plan.grouped else 0), order[number]
         return self._places[client]
 
     def _made(self, place: Place) -> Broadcast:

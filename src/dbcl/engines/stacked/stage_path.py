@@ -162,7 +162,12 @@ class StageStack(Stack):
                 tape.append((stage, h, out))
                 h = out
         each, grad = models.losses_and_gradients(h, y)
-        factor = batch.weight if batch.example_clip is None else self._clipped(grad, tape, params, batch)
+        factor = batch.weight
+        if batch.example_clip is not None:
+            factor = self._clipped(grad, tape, params, batch)
+            # An example without a finite gradient counts as none: it must not take the others' with it.
+            each, grad = each.nan_to_num(0.0, 0.0, 0.0), grad.nan_to_num(0.0, 0.0, 0.0)
+            tape = [(stage, saved.nan_to_num(0.0, 0.0, 0.0), out) for stage, saved, out in tape]
         grad.mul_((factor * batch.rate).unsqueeze(-1))
         for stage, saved, out in reversed(tape):
             grad = stage.manual_backward(grad, saved, out, params)  # type: ignore[assignment]
@@ -170,7 +175,7 @@ class StageStack(Stack):
 
     @staticmethod
     def _clipped(grad: Tensor, tape: Sequence[tuple[Stage, Tensor, Tensor]], params: Params, batch: Batch) -> Tensor:
-        """What every example's gradient is multiplied by so that it is no longer than the clip; 0 for padding.
+        """What every example's gradient is multiplied by so that it is no longer than the clip; 0 where it has none.
 
         A dense layer's gradient for one example is the product of its input and its output's gradient, so its length
         follows from theirs and no gradient of an example is ever written out.
@@ -181,7 +186,8 @@ class StageStack(Stack):
                 squares += grad.square().sum(-1) * (saved.square().sum(-1) + stage.has_bias)
             grad = stage.input_gradient(grad, out, params)
         assert batch.example_clip is not None
-        return (batch.example_clip / squares.sqrt().clamp_(min=1e-30)).clamp_(max=1.0) * (batch.weight > 0)
+        factor = (batch.example_clip / squares.sqrt().clamp_(min=1e-30)).clamp_(max=1.0).nan_to_num_(0.0)
+        return factor * (batch.weight > 0)
 
     def changes(self, params: Params, steps: Tensor) -> Params:
         changed, sent = {}, self.start()
