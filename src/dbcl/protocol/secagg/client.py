@@ -5,7 +5,7 @@ the shares that take masks off are given out once in a round, and only for the r
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,14 +50,22 @@ class ClientRound:
     plan: bytes
     terms: Terms
     registry: Registry | None = None
+    rounding: np.random.Generator | None = None
+    """Fixes how values are rounded, for experiments that are to be repeated."""
     _step: int = 0
     _share_keys: KeyPair = field(default_factory=KeyPair, repr=False)
     _mask_keys: KeyPair = field(default_factory=KeyPair, repr=False)
     _own_mask: bytes = field(default_factory=lambda: KeyPair().seed, repr=False)
     _roster: Roster | None = field(default=None, repr=False)
+    _secrets: dict[str, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
     _held: dict[str, bytes] = field(default_factory=dict, repr=False)
     _sharers: tuple[str, ...] = ()
     _survivors: Survivors | None = field(default=None, repr=False)
+
+    @property
+    def next_step(self) -> str:
+        """What the client would do next."""
+        return STEPS[self._step]
 
     def advertise(self) -> Advert:
         """Two new keys, signed: the first step."""
@@ -73,42 +81,47 @@ class ClientRound:
         if problems:
             raise ProtocolError("\n  - ".join([f"round {self.round}: the roster is refused", *problems]))
         self._take("share")
-        self._roster = roster
+        # What follows is bound to what this client has received itself, whatever its checks of the roster may miss.
+        roster = self._roster = replace(roster, round=self.round, broadcast=self.broadcast, plan=self.plan)
         secrets = self._mask_keys.seed, self._own_mask
         pieces = zip(*(split(secret, roster.threshold, len(roster.members)) for secret in secrets), strict=True)
-        sealed = {}
-        for member, (key_share, mask_share) in zip(roster.members, pieces, strict=True):
-            if member.name == self.name:
-                self._held[self.name] = key_share + mask_share
-                continue
-            sealed[member.name] = seal(self._channel(member, self.name, member.name), key_share + mask_share)
-        return Shares(self.round, roster.binding, committed(roster.binding, self.name, self._own_mask), sealed)
+        sealed, digests = {}, {}
+        for name, (key_share, mask_share) in zip(roster.names, pieces, strict=True):
+            pair = key_share + mask_share
+            digests[name] = share_digests(roster.binding, self.name, name, pair)
+            if name == self.name:
+                self._held[name] = pair
+            else:
+                sealed[name] = seal(self._channel(name, self.name, name), pair)
+        commitment = committed(roster.binding, self.name, self._own_mask)
+        return Shares(self.round, roster.binding, commitment, sealed, digests)
 
     def mask(self, delivery: Delivery, values: NDArray[np.float64], examples: int) -> Masked:
         """The rounded update under the masks of all who sent shares, and one of its own: the third step.
 
-        A share that cannot be opened is as good as none; whoever made it harms its own recovery alone.
+        A share that cannot be opened, or is not the one that its owner has told the server of, is as good as none.
         """
         roster = self._bound("mask", delivery)
         strangers = set(delivery.sealed) - (set(roster.names) - {self.name})
         if strangers:
             raise ProtocolError(f"round {self.round}: shares of {shown(min(strangers))}, who is not in the roster")
+        if set(delivery.digests) != set(delivery.sealed):
+            raise ProtocolError(f"round {self.round}: shares without their digests")
         sharers = tuple(name for name in roster.names if name == self.name or name in delivery.sealed)
         if len(sharers) < max(roster.threshold, self.terms.min_cohort):
             raise ProtocolError(f"round {self.round}: only {len(sharers)} clients have sent shares")
-        if len(values) != roster.length:
-            raise ProtocolError(f"round {self.round}: {len(values)} values, and the roster says {roster.length}")
+        if values.shape != (roster.length,):
+            raise ProtocolError(f"round {self.round}: values {values.shape}, and the roster says {roster.length}")
         ring = Ring(roster.bound, len(roster.members))
-        words = weighted(ring, values, examples, roster.most)
+        words = weighted(ring, values, examples, roster.most, self.rounding)
         self._take("mask")
         self._sharers = sharers
-        members = {member.name: member for member in roster.members}
         for name, sealed in delivery.sealed.items():
-            plain = opened(self._channel(members[name], name, self.name), sealed)
-            if plain is not None and len(plain) == 2 * SEED:
-                self._held[name] = plain
+            pair = opened(self._channel(name, name, self.name), sealed)
+            if pair is not None and share_digests(roster.binding, name, self.name, pair) == delivery.digests[name]:
+                self._held[name] = pair
         pairs = {
-            name: derive(self._mask_keys.agree(members[name].mask_key), *pairwise(roster, sharers, self.name, name))
+            name: derive(self._secrets[name][1], *pairwise(roster, sharers, self.name, name))
             for name in sharers
             if name != self.name
         }
@@ -176,11 +189,10 @@ class ClientRound:
             raise ProtocolError(f"round {self.round}: a message for another roster")
         return self._roster
 
-    def _channel(self, member: Member, sender: str, receiver: str) -> bytes:
+    def _channel(self, other: str, sender: str, receiver: str) -> bytes:
         """The key for the shares that one of two clients makes for the other."""
         assert self._roster is not None
-        secret = self._share_keys.agree(member.share_key)
-        return derive(secret, b"shares", self._roster.binding, sender.encode(), receiver.encode())
+        return derive(self._secrets[other][0], b"shares", self._roster.binding, sender.encode(), receiver.encode())
 
     def _problems(self, roster: Roster) -> list[str]:
         """Everything for which a roster is refused."""
@@ -212,6 +224,12 @@ class ClientRound:
                 problems.append(f"{shown(member.name)} has not signed its keys for this round")
             elif self.registry is not None and (why := self.registry.problem(member.name, member.identity)):
                 problems.append(why)
+            elif member.name != self.name:
+                try:
+                    secrets = self._share_keys.agree(member.share_key), self._mask_keys.agree(member.mask_key)
+                    self._secrets[member.name] = secrets
+                except ProtocolError as error:
+                    problems.append(f"{shown(member.name)} has {error}")
         return problems
 
 
@@ -235,7 +253,19 @@ def committed(binding: bytes, name: str, own_mask: bytes) -> bytes:
     return digest(b"own mask", binding, name.encode(), own_mask)
 
 
-def weighted(ring: Ring, values: NDArray[np.float64], examples: int, most: int) -> NDArray[np.uint32]:
+def share_digests(binding: bytes, owner: str, holder: str, pair: bytes) -> bytes:
+    """What shows later that a client gives out the shares that another one made for it, and tells nothing before.
+
+    >>> len(share_digests(bytes(32), "ann", "bob", bytes(32)))
+    64
+    """
+    about = binding, owner.encode(), holder.encode()
+    return digest(b"key share", *about, pair[:SEED]) + digest(b"mask share", *about, pair[SEED:])
+
+
+def weighted(
+    ring: Ring, values: NDArray[np.float64], examples: int, most: int, rng: np.random.Generator | None = None
+) -> NDArray[np.uint32]:
     """The update times its weight, rounded, and the weight itself as one more number.
 
     The weight is `examples` / `most` in 2^15 - 1 steps, at most 1 and never 0; the update is multiplied by what it was
@@ -244,8 +274,8 @@ def weighted(ring: Ring, values: NDArray[np.float64], examples: int, most: int) 
     >>> weighted(Ring(bound=1.0, clients=2), np.zeros(3), examples=5, most=10)
     array([    0,     0,     0, 16384], dtype=uint32)
     """
-    if examples < 1:
+    if not examples >= 1:
         raise ProtocolError(f"an update of {examples} examples: nothing is sent")
     steps = max(1, math.ceil(LEVELS * min(1.0, examples / most)))
-    words = ring.quantized(values * (steps / LEVELS))
+    words = ring.quantized(values * (steps / LEVELS), rng)
     return np.append(words, np.uint32(steps))

@@ -17,11 +17,11 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from dbcl.errors import ProtocolError
+from dbcl.errors import ProtocolError, shown
 
 SCHEME = b"dbcl secagg-v1"
-SEED, KEY, SIGNATURE = 16, 32, 64
-"""Bytes of a shared secret, of a key and of a signature."""
+SEED, KEY, DIGEST, SIGNATURE = 16, 32, 32, 64
+"""Bytes of a shared secret, of a key, of a digest and of a signature."""
 
 
 def digest(*parts: bytes) -> bytes:
@@ -84,8 +84,8 @@ class Registry:
         """Why a client cannot be who it is said to be; None where it can."""
         own = self.known.get(name)
         if own is None:
-            return f"nobody knows {name!r}"
-        return None if own == public else f"{name!r} is known by another key"
+            return f"nobody knows {shown(name)}"
+        return None if own == public else f"{shown(name)} is known by another key"
 
 
 class KeyPair:

@@ -7,6 +7,7 @@ A round goes: `Advert` up, `Roster` down, `Shares` up, `Delivery` down, `Masked`
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from dbcl.errors import ProtocolError, shown
 from dbcl.protocol.codec import KINDS, Fields, pack, unpack
 from dbcl.protocol.inspection import is_count, is_name
-from dbcl.protocol.secagg.keys import KEY, SEED, SIGNATURE, digest
+from dbcl.protocol.secagg.keys import DIGEST, KEY, SEED, SIGNATURE, digest
 
 MAX_GROUP = 64
 """Clients that mask their updates with each other: more than these are divided into groups, whose sums are added."""
@@ -70,7 +71,7 @@ class Roster:
     length: int
     members: tuple[Member, ...]
 
-    @property
+    @cached_property
     def binding(self) -> bytes:
         """What every mask and every share is derived for: with another word in the roster they would be others."""
         return digest(b"binding", json.dumps(_fields_of(self), sort_keys=True).encode())
@@ -82,21 +83,27 @@ class Roster:
 
 @dataclass(frozen=True)
 class Shares:
-    """A client's shares of its two secrets, sealed for each other client, and what it commits itself to."""
+    """A client's shares of its two secrets, sealed for each other client, and what it commits itself to.
+
+    `commitment` is to the secret of its own mask, `digests` to the two shares of every client, its own included: so a
+    wrong share shows, and who is to blame for it.
+    """
 
     round: int
     binding: bytes
     commitment: bytes
     sealed: Mapping[str, bytes]
+    digests: Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """The sealed shares that are for one client, by who made them: all who go on."""
+    """The sealed shares that are for one client, by who made them: all who go on; and the digests of these shares."""
 
     round: int
     binding: bytes
     sealed: Mapping[str, bytes]
+    digests: Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -272,6 +279,7 @@ _SPECS: dict[str, _Spec] = {
     **dict.fromkeys(("broadcast", "plan", "identity", "share_key", "mask_key", "binding", "commitment"), _bytes(KEY)),
     "signature": _bytes(SIGNATURE),
     "sealed": _by_name(SEALED),
+    "digests": _by_name(2 * DIGEST),
     "signatures": _by_name(SIGNATURE),
     "shares": _by_name(SEED),
     "sharers": _NAMES,

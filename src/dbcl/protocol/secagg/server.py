@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dbcl.errors import ProtocolError, plain
-from dbcl.protocol.secagg.client import advertised, committed, pairwise
-from dbcl.protocol.secagg.keys import Identity, KeyPair, derive
+from dbcl.protocol.secagg.client import advertised, committed, pairwise, share_digests
+from dbcl.protocol.secagg.keys import DIGEST, Identity, KeyPair, Registry, derive
 from dbcl.protocol.secagg.masks import add_masks
 from dbcl.protocol.secagg.messages import (
     MAX_GROUP,
@@ -49,7 +49,12 @@ class Total:
 class GroupRound:
     """The server of one group: `roster`, `deliver`, `survivors`, `agreed` and `total` are called in this order, once.
 
-    `broadcast` and `plan` are the digests of what the group was sent, `length` the number of values in an update.
+    `broadcast` and `plan` are the digests of what the group was sent, `length` the number of values in an update. With
+    a `registry` it leaves out whom honest clients would refuse; they refuse a whole roster for one such member.
+
+    Any one client can make a round of its group fail; `refused` names it wherever that can be told: for bad keys, bad
+    shares, wrong shares of others, silence. It cannot be told who sent words that are no update, which make the sum too
+    long, nor whether a missing share is its maker's fault or its holder's: then the error names both.
     """
 
     round: int
@@ -58,13 +63,18 @@ class GroupRound:
     length: int
     terms: Terms
     refused: dict[str, str] = field(default_factory=dict)
-    """Who is left out, and why."""
+    """Who is left out, and why: of a group that failed, whom to leave out when it begins anew."""
+    registry: Registry | None = None
     _adverts: dict[str, Advert] = field(default_factory=dict)
     _roster: Roster | None = None
     _shares: dict[str, Shares] = field(default_factory=dict)
     _sum: Words | None = None
     _survivors: Survivors | None = None
-    _masked: tuple[str, ...] = ()
+
+    @property
+    def last(self) -> Survivors | None:
+        """Who is in the sum, once that is known."""
+        return self._survivors
 
     def roster(self, answers: Mapping[str, Advert | bytes]) -> Roster:
         """Who takes part, and under which terms."""
@@ -75,8 +85,13 @@ class GroupRound:
                 raise ProtocolError("answers another broadcast")
             if advert.name != name or not Identity.signed_by(advert.identity, advert.signature, *signed):
                 raise ProtocolError("has not signed its keys")
+            for key in (advert.share_key, advert.mask_key):
+                probe.agree(key)
+            if self.registry is not None and (why := self.registry.problem(name, advert.identity)):
+                raise ProtocolError(why)
 
-        self._adverts = self._read(Advert, answers, check)
+        probe = KeyPair()  # with a key of small order, every key gives the same
+        self._adverts = self._without_doubles(self._read(Advert, answers, check))
         count = len(self._adverts)
         self._require(count, self.terms.min_cohort, "clients have given their keys")
         if count > MAX_GROUP:
@@ -101,6 +116,8 @@ class GroupRound:
         def check(name: str, shares: Shares) -> None:
             if set(shares.sealed) != set(roster.names) - {name}:
                 raise ProtocolError("has not made a share for every other client")
+            if set(shares.digests) != set(roster.names):
+                raise ProtocolError("has not told the digests of all its shares")
 
         self._shares = self._read(Shares, self._of(roster.names, answers), check)
         self._require(len(self._shares), self._fewest, "clients have sent shares")
@@ -109,6 +126,7 @@ class GroupRound:
                 self.round,
                 roster.binding,
                 {other: shares.sealed[name] for other, shares in self._shares.items() if other != name},
+                {other: shares.digests[name] for other, shares in self._shares.items() if other != name},
             )
             for name in self._shares
         }
@@ -147,19 +165,16 @@ class GroupRound:
         roster, survivors = self._given(), self._survivors
         assert survivors is not None
         assert self._sum is not None
-        reveals = self._read(Reveal, self._of(survivors.survivors, answers), lambda name, reveal: None)
+        reveals = self._read(Reveal, self._of(survivors.survivors, answers), self._check_shares)
         self._require(len(reveals), roster.threshold, "clients have helped to take the masks off")
-        number = {name: place for place, name in enumerate(roster.names, start=1)}
+        secrets = self._secrets(roster, survivors, reveals)
         plus: list[bytes] = []
         minus: list[bytes] = []
-        for name in survivors.sharers:
-            shares = {number[who]: each.shares[name] for who, each in reveals.items() if name in each.shares}
+        for name, secret in secrets.items():
             if name in survivors.survivors:
-                fits = self._commitment_fits(roster, name)
-                secret = self._together(name, shares, fits)
                 minus.append(derive(secret, b"own mask", roster.binding, name.encode()))
                 continue
-            keys = KeyPair(self._together(name, shares, self._key_fits(name)))
+            keys = KeyPair(secret)
             for other in survivors.survivors:
                 pair = derive(
                     keys.agree(self._adverts[other].mask_key), *pairwise(roster, survivors.sharers, name, other)
@@ -167,25 +182,63 @@ class GroupRound:
                 # The other one has added it where its partner's name is later, and taken it away where it is earlier.
                 (minus if name > other else plus).append(pair)
         add_masks(self._sum, plus, minus)
-        ring = Ring(roster.bound, len(roster.members))
+        ring, count = Ring(roster.bound, len(roster.members)), len(survivors.survivors)
         weight = int(self._sum[-1] & ring.mask) / LEVELS
         found = Total(ring.values(self._sum[:-1]), weight, survivors.survivors)
         self._sum = None
-        if not 0 < found.weight <= len(found.members):
-            raise ProtocolError(f"round {self.round}: the sum is not one of {len(found.members)} updates")
+        # Where masks have not cancelled, or somebody has sent random words, the sum is longer than any sum can be.
+        length = float(np.linalg.norm(found.values))
+        if not (0 < found.weight <= count and length <= count * ring.longest(roster.length) * (1 + 1e-9)):
+            raise ProtocolError(f"round {self.round}: the sum is not one of {count} updates: somebody's is no update")
         return found
+
+    def _secrets(self, roster: Roster, survivors: Survivors, reveals: Mapping[str, Reveal]) -> dict[str, bytes]:
+        """The secret of each client that takes its masks off the sum; all who cannot be put together are named."""
+        number = {name: place for place, name in enumerate(roster.names, start=1)}
+        secrets: dict[str, bytes] = {}
+        problems = []
+        for name in survivors.sharers:
+            shares = {number[who]: each.shares[name] for who, each in reveals.items() if name in each.shares}
+            fits = self._commitment_fits(roster, name) if name in survivors.survivors else self._key_fits(name)
+            try:
+                secrets[name] = recovered(shares, roster.threshold, fits)
+            except ProtocolError as error:
+                without = [who for who, each in reveals.items() if name not in each.shares]
+                none_of = f" (none of {', '.join(without)})" if without else ""
+                problems.append(f"the mask of {name} stays on: {error}{none_of}")
+                # As many as may collude could have kept a share back; of more, one is honest and was given none.
+                if len(shares) >= roster.threshold or len(without) > roster.colluders:
+                    self.refused[name] = plain(f"gave out shares that are of no use: {error}")
+        if problems:
+            raise ProtocolError("\n  - ".join([f"round {self.round}: {problems[0]}", *problems[1:]]))
+        return secrets
+
+    def _check_shares(self, name: str, reveal: Reveal) -> None:
+        """Refuse a client with a share that is not the one it was given: nothing else it says is used."""
+        assert self._survivors is not None
+        for owner in self._survivors.sharers:
+            if owner in reveal.shares:
+                half = slice(DIGEST, None) if owner in self._survivors.survivors else slice(DIGEST)
+                digests = share_digests(self._given().binding, owner, name, 2 * reveal.shares[owner])
+                if digests[half] != self._shares[owner].digests[name][half]:
+                    raise ProtocolError(f"gave another share of {owner} than it was given")
+
+    def _without_doubles(self, adverts: dict[str, Advert]) -> dict[str, Advert]:
+        """Leave out all who have a key in common: one of them has copied it, and clients refuse a roster with both."""
+        owners: dict[bytes, list[str]] = {}
+        for name, advert in adverts.items():
+            for key in (advert.identity, advert.share_key, advert.mask_key):
+                owners.setdefault(key, []).append(name)
+        for names in owners.values():
+            if len(names) > 1:
+                self.refused |= dict.fromkeys(names, plain(f"has a key that stands twice: of {', '.join(names)}"))
+        return {name: advert for name, advert in adverts.items() if name not in self.refused}
 
     def _commitment_fits(self, roster: Roster, name: str) -> Callable[[bytes], bool]:
         return lambda secret: committed(roster.binding, name, secret) == self._shares[name].commitment
 
     def _key_fits(self, name: str) -> Callable[[bytes], bool]:
         return lambda seed: KeyPair(seed).public == self._adverts[name].mask_key
-
-    def _together(self, name: str, shares: Mapping[int, bytes], fits: Callable[[bytes], bool]) -> bytes:
-        try:
-            return recovered(shares, self._given().threshold, fits)
-        except ProtocolError as error:
-            raise ProtocolError(f"round {self.round}: the mask of {name} stays on: {error}") from error
 
     def _given(self) -> Roster:
         if self._roster is None:

@@ -29,7 +29,7 @@ class Terms:
 
     def __post_init__(self) -> None:
         problems = []
-        if not 0 < self.bound < float("inf"):
+        if not 0 < self.bound < 1e100:
             problems.append(f"bound must be above 0 and finite, got {self.bound}")
         if not 1 <= self.most < 1 << 40:
             problems.append(f"most must be 1 or more examples, got {self.most}")
@@ -39,6 +39,7 @@ class Terms:
             problems.append(f"colluding is a share of the clients, at least 0 and below 1, got {self.colluding}")
         if problems:
             raise ConfigError("; ".join(problems))
+        object.__setattr__(self, "bound", float(self.bound))  # as it is written: 4 and 4.0 would be two rosters
 
     def colluders(self, count: int) -> int:
         """How many of a group may collude with the server."""
