@@ -214,7 +214,9 @@ class Recorder:
                     own_lane = {"broadcast": _tensor(encode(broadcasts[int(party)]))}
                     self._save(folder, round, {**own_lane, f"update/{party}": _message(updates[party])})
                 continue
-            told = sums(list(updates.values())) if party == "server-sum" else updates
+            told: Mapping[str, Update | bytes] = updates
+            if party == "server-sum":
+                told = self.session.sums() or sums(list(updates.values()))
             received = {f"update/{who}": _message(update) for who, update in told.items()}
             own = {f"weights/{name}": tensor for name, tensor in self.before.items()}
             self._save(folder, round, {**sent, **received, **own})

@@ -194,6 +194,11 @@ class Canaries:
     def released(self) -> nn.Module:
         return self.session.released
 
+    @property
+    def traffic(self) -> tuple[int, int] | None:
+        """That of the session."""
+        return self.session.traffic
+
     def open(self, client: str) -> Broadcast:
         """A client's broadcast of the round."""
         return self.session.open(client)
@@ -201,6 +206,10 @@ class Canaries:
     def prepare(self) -> None:
         """Draw what the next round needs beside the weights."""
         self.session.prepare()
+
+    def sums(self) -> Mapping[str, Update]:
+        """Those of the session."""
+        return self.session.sums()
 
     def state(self) -> State:
         """The state of the session; what the canaries have measured is not in it."""

@@ -265,10 +265,19 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("a client saw", _seen(plan)),
         hidden,
         ("in clear", clear),
-        ("the door", str(run.session.server.door)),
+        _door(run),
         ("secrets", "fixed by --seed, for experiments" if config.insecure else "fresh in every round"),
         (f"{last.metric} by round", sparkline(scores, lambda score: shown(score, 1))),
     ]
+
+
+def _door(run: Run) -> tuple[str, str]:
+    """What the server could check on updates; under secure aggregation it sees none."""
+    if not run.config.secure_aggregation:
+        return "the door", str(run.session.server.door)
+    how = "masked and added over real bytes" if run.config.engine == "local" else "rounded and added as if masked"
+    bound = run.config.secure_bound if run.config.clip is None else run.config.clip
+    return "the server saw", f"sums of {run.config.min_cohort} clients or more, {how}; each clipped itself to {bound:g}"
 
 
 def _stopped(run: Run) -> str:

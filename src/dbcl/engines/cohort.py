@@ -15,6 +15,19 @@ def cohort_size(clients: int, fraction: float) -> int:
     return max(1, int(fraction * clients + 0.5))
 
 
+def fixed_batch(clients: int, fraction: float, *, seed: bytes, round: int) -> list[int]:
+    """Choose a round's clients as one of the batches into which all are divided once and for all, each as often.
+
+    >>> both = [fixed_batch(6, 0.5, seed=bytes(32), round=round) for round in range(2)]
+    >>> sorted(both[0] + both[1]), fixed_batch(6, 0.5, seed=bytes(32), round=2) in both
+    ([0, 1, 2, 3, 4, 5], True)
+    """
+    batches = max(1, clients // cohort_size(clients, fraction))
+    cycle, place = divmod(round, batches)
+    number = int(seeds.permutation(seed, "batches", cycle, n=batches)[place])
+    return sorted(seeds.permutation(seed, "members", n=clients)[number::batches].tolist())
+
+
 def draw_cohort(clients: int, fraction: float, *, seed: bytes, round: int) -> list[int]:
     """Choose a round's clients, uniformly and without replacement.
 

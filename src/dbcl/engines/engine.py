@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dbcl.data.examples import Examples, examples_of
 from dbcl.data.trees import call, tensors
-from dbcl.engines.cohort import cohort_size, draw_cohort
+from dbcl.engines.cohort import cohort_size, draw_cohort, fixed_batch
 from dbcl.engines.session import Session, session_of
 from dbcl.engines.training import LocalTraining
 from dbcl.errors import ConfigError, DbclError
@@ -43,6 +43,8 @@ class Engine(ABC):
     observer: RoundObserver | None = None
     in_turns: bool = False
     """Whether all clients take turns, as a guarantee needs it."""
+    in_batches: bool = False
+    """Whether clients take part in fixed batches, as secure aggregation needs it."""
 
     def __init__(
         self,
@@ -71,6 +73,9 @@ class Engine(ABC):
             self.observer(sent, {client: updates[client_name(client)] for client in cohort})
         down = sum(len(clients) * encoded_size(broadcast) for broadcast, clients in by_broadcast(sent))
         up = encoded_size(updates) if isinstance(updates, UpdateStack) else sum(map(encoded_size, updates.values()))
+        if self.session.traffic is not None:
+            more, up = self.session.traffic
+            down += more
         return RoundResult(report, down, up)
 
     def cohort(self, round: int) -> list[int]:
@@ -78,6 +83,8 @@ class Engine(ABC):
         count = len(self.clients)
         if self.in_turns:
             return sorted(cyclic_cohort(round, clients=count, cohort=cohort_size(count, self.fraction)))
+        if self.in_batches:
+            return fixed_batch(count, self.fraction, seed=self.seed, round=round)
         return draw_cohort(count, self.fraction, seed=self.seed, round=round)
 
     @abstractmethod

@@ -24,7 +24,9 @@ class Session(Protocol):
 
     `model` holds the true weights and `released` what is evaluated and kept as the result, which may be another.
     `open` gives what a client of the round receives, the same until `close` takes the updates and steps. `prepare` may
-    be called between the two, by an engine that has time to spare.
+    be called between the two, by an engine that has time to spare. `traffic` is what the last round took, in bytes down
+    beside the broadcasts and up, where that is not simply the updates; else None. `sums` is what a server that sees no
+    single update has seen of the last round; empty where it sees them all.
 
     >>> import dbcl
     >>> session: Session = ServerSession(dbcl.Server(nn.Linear(6, 2), cover="all"))
@@ -44,11 +46,16 @@ class Session(Protocol):
     @property
     def released(self) -> nn.Module: ...
 
+    @property
+    def traffic(self) -> tuple[int, int] | None: ...
+
     def open(self, client: str) -> Broadcast: ...
 
     def prepare(self) -> None: ...
 
     def close(self, updates: Updates) -> RoundReport: ...
+
+    def sums(self) -> Mapping[str, Update]: ...
 
     def state(self) -> State: ...
 
@@ -93,6 +100,11 @@ class ServerSession:
     def released(self) -> nn.Module:
         return self.server.model if self.ema_model is None else self.ema_model
 
+    @property
+    def traffic(self) -> tuple[int, int] | None:
+        """Nothing but the broadcasts and the updates."""
+        return None
+
     def open(self, client: str) -> Broadcast:
         """A client's broadcast of the round."""
         return self.server.open_round(client)
@@ -100,6 +112,10 @@ class ServerSession:
     def prepare(self) -> None:
         """Draw what the next round needs beside the weights."""
         self.server.prepare()
+
+    def sums(self) -> Mapping[str, Update]:
+        """Nothing: the server sees each update by itself."""
+        return {}
 
     def close(self, updates: Updates) -> RoundReport:
         """Step on the updates, and take the new weights into the average."""

@@ -126,8 +126,17 @@ def build_session(config: RunConfig, task: Task, *, seed: bytes) -> ServerSessio
         door=config.door(),
         privacy=privacy,
         calibration=task.held_out.to(_device(config)).first(CALIBRATION).inputs,
+        steady_lanes=config.secure_aggregation,
     )
-    return ServerSession(server, ema_decay=config.ema_decay)
+    length = sum(math.prod(tensor.shape) for tensor in server.plan.tensors)
+    most = max(map(len, divide(config, task, seed=seed)))
+    terms = config.terms(lanes=server.plan.lanes, most=most, length=length)
+    if terms is None:
+        return ServerSession(server, ema_decay=config.ema_decay)
+    from dbcl.engines.secure import SecureSession
+
+    rounding = None if config.seed is None else seed
+    return SecureSession(server, terms, config.ema_decay, masked=config.engine == "local", seed=rounding)
 
 
 def build_engine(config: RunConfig, task: Task, session: Session, *, seed: bytes) -> Engine:
@@ -145,6 +154,7 @@ def build_engine(config: RunConfig, task: Task, session: Session, *, seed: bytes
         noise=config.noise(),
     )
     engine.in_turns = config.epsilon is not None and config.unit == "client"
+    engine.in_batches = config.secure_aggregation
     if isinstance(engine, StackedEngine):
         engine.precision = config.precision
     return engine

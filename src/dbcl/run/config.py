@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from dbcl.protocol.codec import WIRE_DTYPES
 from dbcl.run.settings import about, described
 from dbcl.sketch import SCHEMES, LaneSketch
 from dbcl.trackers import PLACES, check_place
+
+if TYPE_CHECKING:
+    from dbcl.protocol.secagg import Terms
 
 CROSS_ENTROPY = "cross-entropy"
 IN_PYTHON = " (in Python)"
@@ -255,6 +258,17 @@ class RunConfig:
     )
     veil: float = described(0.2, "Secret noise on all that leaves the server, relative to the weights", HIDE)
 
+    secure_aggregation: bool = described(
+        False,
+        "The server sees only sums: clients mask their updates so that the masks cancel in the sum over a lane, and "
+        "take part in fixed batches",
+        HIDE,
+    )
+    secure_bound: float = described(
+        4.0, "With --secure-aggregation every update is clipped to this public length; with --epsilon by --clip", HIDE
+    )
+    min_cohort: int = described(8, "With --secure-aggregation no sum of fewer clients is ever made", HIDE)
+
     epsilon: float | None = described(
         None,
         "Promise differential privacy: the run's noise is correlated over rounds and large enough for this epsilon, in "
@@ -428,6 +442,8 @@ class RunConfig:
             )
         if self.epsilon is not None:
             self._check_promise()
+        if self.secure_aggregation:
+            self._check_secure()
         self.training()
         self.door()
         self.noise()
@@ -451,6 +467,49 @@ class RunConfig:
                 "--fraction 1; --preset private-example has both), by a rate that only falls (no --lr-schedule of your "
                 "own), and --separation is 1 or more"
             )
+
+    def _check_secure(self) -> None:
+        """Refuse what cannot be added securely."""
+        if self.engine == "flower":
+            raise ConfigError("--secure-aggregation is not built for --engine flower; take --engine local or stacked")
+        if self.buckets == "grouped":
+            raise ConfigError(
+                "--secure-aggregation adds up the clients of a lane: with --buckets grouped each is alone"
+            )
+        if self.epsilon is not None and self.unit == "example":
+            raise ConfigError("--secure-aggregation does not go with --unit example: an update has no public length")
+        if self.epsilon is not None and self.clients % self.cohort:
+            raise ConfigError(
+                f"with --secure-aggregation and --epsilon clients come in fixed batches: {self.clients} clients must "
+                f"be a multiple of the {self.cohort} in a round"
+            )
+
+    def terms(self, *, lanes: int, most: int, length: int) -> "Terms | None":
+        """What clients insist on under secure aggregation; None without it.
+
+        Each of the `lanes` must have enough clients. `most` is the number of examples above which a client weighs no
+        more, where `weight_cap` does not say, and `length` the number of values in W: rounding stretches updates, and a
+        guarantee counts that.
+
+        >>> RunConfig(secure_aggregation=True, fraction=0.2).terms(lanes=2, most=600, length=1000).bound
+        4.0
+        """
+        if not self.secure_aggregation:
+            return None
+        if self.cohort < lanes * self.min_cohort:
+            share = math.ceil(100 * lanes * self.min_cohort / self.clients) / 100
+            remedy = f"--fraction {share:g}" if share <= 1 else f"--clients {lanes * self.min_cohort} --fraction 1"
+            raise ConfigError(
+                f"--secure-aggregation adds up {self.min_cohort} clients or more (--min-cohort) in each of {lanes} "
+                f"lanes, and a round has {self.cohort} of {self.clients}: the remedy is {remedy}, or --lanes 1"
+            )
+        from dbcl.protocol.secagg import Terms
+        from dbcl.protocol.secagg.ring import Ring
+
+        if self.clip is None:
+            return Terms(bound=self.secure_bound, most=self.weight_cap or most, min_cohort=self.min_cohort)
+        stretch = Ring(bound=1.0, clients=2).longest(length)
+        return Terms(bound=self.clip / stretch, most=self.weight_cap or 1, min_cohort=self.min_cohort)
 
     @property
     def cohort(self) -> int:

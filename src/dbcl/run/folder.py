@@ -232,7 +232,10 @@ class Run:
     def _plan_text(self) -> str:
         server = self.session.server
         promise = "" if server.privacy is None else f"the guarantee: {server.guarantee}\n"
-        return f"{self.session.plan}\nthe door: {server.door}\n{promise}"
+        door = f"the door: {server.door}"
+        if self.config.secure_aggregation:
+            door = f"the server sees sums of {self.config.min_cohort} clients or more, and no update by itself"
+        return f"{self.session.plan}\n{door}\n{promise}"
 
     def _record(self) -> None:
         if self.config.transcripts:
