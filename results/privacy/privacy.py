@@ -104,9 +104,9 @@ def sketches(seeds: int) -> Iterator[Job]:
 
 
 def frontier(seeds: int) -> Iterator[Job]:
-    """White noise on every W_t wants much smaller steps: three rates for it, one for banded noise."""
+    """White noise on every W_t wants much smaller steps: four rates for it, one for banded noise."""
     for seed, epsilon in itertools.product(range(seeds), (1.0, 2.0, 4.0, 8.0, 16.0)):
-        for kind, lr in (("banded", 2.0), ("white", 0.1), ("white", 0.3), ("white", 1.0)):
+        for kind, lr in (("banded", 2.0), ("white", 0.1), ("white", 0.3), ("white", 1.0), ("white", 2.0)):
             yield example_job("frontier", 2, epsilon, 200, lr, seed, kind=kind)
 
 
