@@ -284,7 +284,7 @@ def draw_frontier(found: list[dict[str, Any]]) -> None:
     axes.set_ylabel("accuracy of the released model, %")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower right")
     figure.savefig(HERE / "frontier.png", dpi=120)
 
 
