@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -40,13 +41,15 @@ from dbcl.protocol.secagg.messages import (
     decode_message,
     encode_message,
 )
+from dbcl.protocol.secagg.pins import FirstUse
+from dbcl.protocol.secagg.resume import resumed_round, round_state
 from dbcl.protocol.secagg.ring import Ring
 from dbcl.protocol.secagg.rosters import Rosters
 from dbcl.protocol.secagg.server import GroupRound, Total
 from dbcl.protocol.secagg.terms import Terms, groups
 from dbcl.protocol.server import Server
 from dbcl.round_plan import RoundPlan
-from dbcl.state import State
+from dbcl.state import State, join
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +61,9 @@ Ask = Callable[[Mapping[str, bytes]], Mapping[str, bytes]]
 class SecureClient:
     """A client that answers a server's five messages: the broadcast with `begin`, all others with `answer`.
 
-    It keeps the keys of one round, in memory alone: a client that starts anew begins the round anew. `rosters` are the
-    sums that it has been in; it does not help with one that would single anybody out.
+    It keeps the keys of one round. `rosters` are the sums that it has been in; it does not help with one that would
+    single anybody out. A client that is another process at every message keeps its `state`, and writes it before an
+    answer leaves: two answers from one state could give the update away.
 
     >>> client = SecureClient("ann", Identity(), Terms(bound=4.0))
     >>> client.answer(b"")
@@ -100,10 +104,16 @@ class SecureClient:
             raise ProtocolError(f"{self.name} is in no round: it begins with a broadcast")
         match self._round.next_step:
             case "share":
-                return encode_message(self._round.share(decode_message(Roster, data)))
+                roster = decode_message(Roster, data)
+                shares = self._round.share(roster)
+                if isinstance(self.registry, FirstUse):
+                    self.registry.learn((member.name, member.identity) for member in roster.members)
+                return encode_message(shares)
             case "mask":
                 delivery = decode_message(Delivery, data)
-                return encode_message(self._round.mask(delivery, self._values, self._examples))
+                masked = self._round.mask(delivery, self._values, self._examples)
+                self._values = self._values[:0]  # it is not needed any more
+                return encode_message(masked)
             case "agree":
                 survivors = decode_message(Survivors, data)
                 refuse_singling(self.rosters, survivors.survivors)
@@ -116,16 +126,53 @@ class SecureClient:
                 return encode_message(reveal)
         raise ProtocolError(f"{self.name} has nothing more to say in this round")
 
+    def state(self) -> State:
+        """All that another process needs to answer the next message, the secrets too.
+
+        >>> client = SecureClient("ann", Identity(), Terms(bound=4.0))
+        >>> again = SecureClient("ann", Identity(), Terms(bound=4.0))
+        >>> again.load_state(client.state())
+        >>> again.identity.public == client.identity.public
+        True
+        """
+        values = {"name": self.name, "identity": self.identity._secret.hex(), "examples": self._examples}
+        tensors = {} if self._values is None else {"update": torch.from_numpy(self._values)}
+        parts = {"client": State(values, tensors), "rosters": self.rosters.state()}
+        if self._round is not None:
+            parts["round"] = round_state(self._round)
+        if isinstance(self.registry, FirstUse):
+            parts["registry"] = self.registry.state()
+        return join(**parts)
+
+    def load_state(self, state: State) -> None:
+        """Go on from what `state` gave: with its identity, in its round."""
+        try:
+            own = state.part("client")
+            name, identity = own.values["name"], Identity(bytes.fromhex(own.values["identity"]))
+            rosters, self._examples = state.part("rosters"), int(own.values["examples"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"the state of {self.name} cannot be read ({type(error).__name__})") from error
+        if name != self.name:
+            raise ProtocolError(f"the state is of {plain(str(name))}, and this is {self.name}")
+        self.identity = identity
+        self.rosters.load_state(rosters)
+        if isinstance(self.registry, FirstUse):
+            self.registry.load_state(state.part("registry") if "registry" in state.values else FirstUse().state())
+        self._round = self._values = None
+        if "round" in state.values:
+            self._round = resumed_round(state.part("round"), identity, self.terms, self.registry)
+            self._values = own.tensors.get("update", torch.zeros(0, dtype=torch.float64)).numpy()
+
 
 class SecureRounds:
     """Plays rounds of a server under secure aggregation: it learns a sum for each lane, and who is in it.
 
     The server must be made with `steady_lanes=True`. A group that loses too many clients, or whose sum would single
     somebody out, is left out of the round and named in the report; where no group is left, that is a `ProtocolError`,
-    and nothing has changed.
+    and nothing has changed. `registry` is whom the server itself knows: clients that these refuse would refuse all.
     """
 
-    def __init__(self, server: Server, terms: Terms) -> None:
+    def __init__(self, server: Server, terms: Terms, registry: Registry | None = None) -> None:
         problems = []
         if not server.steady_lanes and server.plan.lanes > 1:
             problems.append("its lanes change from round to round: make it with steady_lanes=True")
@@ -146,7 +193,9 @@ class SecureRounds:
                 )
         if problems:
             raise ConfigError("\n  - ".join(["this server cannot add securely:", *problems]))
-        self.server, self.terms, self.rosters = server, terms, Rosters()
+        self.server, self.terms, self.registry, self.rosters = server, terms, registry, Rosters()
+        self.lost: dict[str, str] = {}
+        """Who was lost in the last round by its own doing, and why; others of its group may have been left out."""
         self.sent_up = self.sent_down = 0
         """Bytes of the last round, without the broadcasts."""
         self.totals: list[tuple[RoundPlan, Total]] = []
@@ -154,17 +203,16 @@ class SecureRounds:
 
     def play(self, clients: Sequence[str], begin: Ask, ask: Ask) -> RoundReport:
         """Play one round: `begin` carries the broadcasts, and clients that have trained answer with their keys."""
-        self.sent_up = self.sent_down = 0
+        self.sent_up, self.sent_down, self.lost = 0, 0, {}
         sent = {client: self.server.open_round(client) for client in clients}
-        alive, refused = self.grouped(sent), dict[str, str]()
+        playing, refused = self.grouped(sent), dict[str, str]()
+        alive = list(playing)
         answers = begin({client: encode(broadcast) for client, broadcast in sent.items()})
         self.sent_up += sum(map(len, answers.values()))
-        shown = Rosters()  # with the sums of this round, as far as they go on
-        shown.load_state(self.rosters.state())
         steps: list[Callable[[Group, Mapping[str, bytes]], Mapping[str, bytes]]] = [
             Group.roster,
             Group.deliver,
-            lambda group, own: group.survivors(own, shown),
+            lambda group, own: group.survivors(own, self.rosters),  # clients count a sum that they have signed
             Group.agreed,
         ]
         for step in steps:
@@ -185,10 +233,28 @@ class SecureRounds:
             except ProtocolError as error:
                 refused |= group.failed(error)
                 continue
-            self.rosters.add(total.members)
             totals.append((group.plan, total))
             refused |= group.round.refused
+        self.lost = {name: reason for group in playing for name, reason in group.round.refused.items()}
         return self.close(totals, refused)
+
+    def harmless(self, clients: Sequence[str]) -> list[str]:
+        """Of clients that could take part, those whose sums are large enough and would single nobody out.
+
+        Where one of a group that was together before is missing, another one is left out with it: then the difference
+        of the sums shows the two together.
+        """
+        lanes: dict[str, list[str]] = {}
+        for client in clients:
+            lanes.setdefault(self.server.open_round(client).plan.digest, []).append(client)
+        chosen: list[str] = []
+        for members in lanes.values():
+            without_one = ([name for name in members if name != out] for out in reversed(members))
+            for each in chain([members], without_one):
+                if len(each) >= self.terms.min_cohort and not self.rosters.singled_out(each):
+                    chosen += each
+                    break
+        return [client for client in clients if client in chosen]
 
     def grouped(self, sent: Mapping[str, Broadcast]) -> list["Group"]:
         """The clients of each lane, in groups that are large enough."""
@@ -205,7 +271,8 @@ class SecureRounds:
                         f"round {broadcast.round}: a lane has {len(clients)} clients, and {self.terms.min_cohort} are "
                         "the fewest whose sum may be shown: the remedy is a larger cohort or fewer lanes"
                     )
-                made.append(Group(clients, broadcast.plan, GroupRound(broadcast.round, *own, self.terms)))
+                side = GroupRound(broadcast.round, *own, self.terms, registry=self.registry)
+                made.append(Group(clients, broadcast.plan, side))
         return made
 
     def close(self, totals: Sequence[tuple[RoundPlan, Total]], refused: Mapping[str, str]) -> RoundReport:
@@ -252,7 +319,10 @@ class Group:
         return {client: answers[client] for client in self.clients if client in answers}
 
     def roster(self, answers: Mapping[str, bytes]) -> dict[str, bytes]:
+        self.round.refused |= {name: "gave no keys" for name in self.clients if name not in answers}
         roster = self.round.roster(answers)
+        if isinstance(self.round.registry, FirstUse):
+            self.round.registry.learn((member.name, member.identity) for member in roster.members)
         return dict.fromkeys(roster.names, encode_message(roster))
 
     def deliver(self, answers: Mapping[str, bytes]) -> dict[str, bytes]:
