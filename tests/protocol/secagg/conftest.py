@@ -12,16 +12,11 @@ from dbcl.protocol.secagg.client import pairwise
 from dbcl.protocol.secagg.keys import KeyPair, derive
 from dbcl.protocol.secagg.masks import add_masks
 from dbcl.protocol.secagg.messages import (
-    Advert,
     Agreed,
-    Agreement,
     Delivery,
     Masked,
-    Member,
     Message,
-    Reveal,
     Roster,
-    Shares,
     Survivors,
     decode_message,
     encode_message,
@@ -147,11 +142,6 @@ class Fleet:
         return sum(self.numbers[name] for name in members) / 4096
 
 
-def added(words: NDArray[np.uint32], fleet: Fleet, roster: Roster) -> NDArray[np.float64]:
-    """What a sum of words stands for, without its last one."""
-    return Ring(BOUND, len(roster.members)).values(words[:-1])
-
-
 def unmasked(
     words: NDArray[np.uint32], roster: Roster, sharers: tuple[str, ...], name: str, own: bytes, key: bytes
 ) -> NDArray[np.float64]:
@@ -164,6 +154,3 @@ def unmasked(
             (minus if member.name > name else plus).append(pair)
     add_masks(words, plus, minus)
     return Ring(BOUND, len(roster.members)).values(words[:-1])
-
-
-__all__ = ["Advert", "Agreement", "Member", "Reveal", "Shares"]

@@ -68,4 +68,5 @@ def _factors(numbers: tuple[int, ...]) -> tuple[_Element, ...]:
 
 
 def _product(one: _Element, other: Any) -> _Element:  # PyCryptodome's own types say that the other is an int
-    return one * other
+    product: _Element = one * other
+    return product
