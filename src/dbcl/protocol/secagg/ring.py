@@ -69,19 +69,20 @@ class Ring:
         >>> Ring(bound=1.0, clients=2).quantized(np.array([0.0, -0.5])).shape
         (2,)
         """
-        if not np.isfinite(values).all():
-            raise ProtocolError("the update holds NaN or infinity: nothing is sent")
         length = float(np.linalg.norm(values))
+        if not math.isfinite(length) and not np.isfinite(values).all():
+            raise ProtocolError("the update holds NaN or infinity: nothing is sent")
         if length > self.bound * (1 + 1e-9):
             raise ProtocolError(f"the update is {length:.4g} long, and the bound is {self.bound:.4g}: nothing is sent")
         rng = rng or np.random.default_rng(secrets.randbits(128))
-        scaled = values / self.step
-        low = np.floor(scaled)
-        rest = (scaled - low).astype(np.float32)
+        rounded = values / self.step
+        low = np.floor(rounded)
+        rest = np.subtract(rounded, low, out=rounded).astype(np.float32)
         for _ in range(_TRIES):
-            rounded = low + (rng.random(len(values), dtype=np.float32) < rest)
+            np.add(low, rng.random(len(values), dtype=np.float32) < rest, out=rounded)
             if self.step * float(np.linalg.norm(rounded)) <= self.longest(len(values)):
-                words: Words = np.clip(rounded, -LEVELS, LEVELS).astype(np.int32).view(np.uint32) & self.mask
+                words: Words = np.clip(rounded, -LEVELS, LEVELS, out=rounded).astype(np.int32).view(np.uint32)
+                words &= self.mask
                 return words
         raise ProtocolError("no rounding of this update is short enough")  # below 1e-40
 
@@ -108,13 +109,13 @@ def packed(words: Words, bits: int) -> bytes:
     >>> len(packed(np.arange(8, dtype=np.uint32), 21))
     21
     """
-    rows = np.zeros((-(-len(words) // 8), 8), dtype=np.uint64)  # eight words are `bits` whole bytes
+    rows = np.zeros((-(-len(words) // 8), 8), dtype=np.uint32)  # eight words are `bits` whole bytes
     rows.reshape(-1)[: len(words)] = words
     out = np.zeros((len(rows), bits), dtype=np.uint8)
     for byte in range(bits):
         for word in range(8 * byte // bits, min(7, (8 * byte + 7) // bits) + 1):
             shift = word * bits - 8 * byte
-            part = rows[:, word] << np.uint64(shift) if shift >= 0 else rows[:, word] >> np.uint64(-shift)
+            part = rows[:, word] << np.uint32(shift) if shift >= 0 else rows[:, word] >> np.uint32(-shift)
             out[:, byte] |= part.astype(np.uint8)
     return out.tobytes()[: -(-len(words) * bits // 8)]
 
@@ -127,14 +128,12 @@ def unpacked(data: bytes, bits: int, count: int) -> Words:
     """
     if len(data) != -(-count * bits // 8):
         raise ProtocolError(f"{len(data)} bytes are not {count} words of {bits} bits")
-    rows = np.zeros((-(-count // 8), bits), dtype=np.uint8)
-    rows.reshape(-1)[: len(data)] = np.frombuffer(data, dtype=np.uint8)
-    words = np.zeros((len(rows), 8), dtype=np.uint32)
-    for byte in range(bits):
-        column = rows[:, byte].astype(np.uint64)
-        for word in range(8 * byte // bits, min(7, (8 * byte + 7) // bits) + 1):
-            shift = 8 * byte - word * bits
-            words[:, word] |= (column << np.uint64(shift) if shift >= 0 else column >> np.uint64(-shift)).astype(
-                np.uint32
-            )
-    return words.reshape(-1)[:count] & np.uint32((1 << bits) - 1)
+    rows = -(-count // 8)  # eight words are `bits` whole bytes, and a word lies within the eight bytes where it begins
+    padded = data + bytes((rows + 1) * bits - len(data) + 8)
+    words = np.empty((rows, 8), dtype=np.uint32)
+    for word in range(8):
+        start, shift = divmod(word * bits, 8)
+        eight = np.ndarray((rows,), dtype="<u8", buffer=padded, offset=start, strides=(bits,))
+        words[:, word] = eight >> np.uint64(shift)
+    words &= np.uint32((1 << bits) - 1)
+    return words.reshape(-1)[:count]
