@@ -20,6 +20,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 from dbcl.flower.client import blinded, reply
 from dbcl.flower.engine import FlowerEngine, SimulationEngine
 from dbcl.flower.grid import LocalGrid
+from dbcl.flower.secure_node import SecureMod
 from dbcl.flower.strategy import DoubleBlind
 
-__all__ = ["DoubleBlind", "FlowerEngine", "LocalGrid", "SimulationEngine", "blinded", "reply"]
+__all__ = ["DoubleBlind", "FlowerEngine", "LocalGrid", "SecureMod", "SimulationEngine", "blinded", "reply"]

@@ -51,6 +51,31 @@ def refuse_beside_guarantee(strategy: Strategy, privacy: PrivacyPlan) -> None:
         )
 
 
+def refuse_beside_sums(strategy: Strategy) -> None:
+    """Refuse what needs more than the sum of the updates, which is all that a server that adds securely learns."""
+    name, settings = type(strategy).__name__, vars(strategy)
+    if type(strategy).aggregate_train is not flower.FedAvg.aggregate_train:
+        raise ConfigError(
+            f"{name} makes more of the updates than their mean, and under secure aggregation nobody sees a single one; "
+            "take FedAvg or FedProx, or leave out secure"
+        )
+    if settings.get("weighted_by_key", EXAMPLES) != EXAMPLES:
+        raise ConfigError(
+            "under secure aggregation an update counts by its examples, up to Terms(most=...); leave out "
+            f"{name}(weighted_by_key=...)"
+        )
+    if settings.get("fraction_evaluate"):
+        raise ConfigError(
+            "what nodes measure would leave them in clear, beside updates that do not; take "
+            f"{name}(fraction_evaluate=0.0), and evaluate_fn for what the server can measure itself"
+        )
+    if settings.get("fraction_train", 1.0) != 1.0:
+        raise ConfigError(
+            "under secure aggregation the nodes of a round are a batch that stays together; leave out "
+            f"{name}(fraction_train=...), and take DoubleBlind(batches=...)"
+        )
+
+
 def refuse(strategy: Strategy, *, outer: type[Strategy], resumes: bool) -> None:
     """Say what to do instead of a composition that cannot work."""
     if not isinstance(strategy, Strategy):

@@ -8,7 +8,7 @@ from torch import nn
 
 from dbcl import protocol
 from dbcl.errors import ProtocolError
-from dbcl.flower.records import EXAMPLES, RECORD, message_bytes
+from dbcl.flower.records import EXAMPLES, RECORD, SECURE, message_bytes
 from dbcl.privacy import UpdateNoise
 from dbcl.protocol import Broadcast, Policy, decode_broadcast, encode
 from dbcl.protocol.client import as_number
@@ -58,7 +58,13 @@ def reply(
         return Message(RecordDict({"metrics": MetricRecord({EXAMPLES: examples, **numbers})}), reply_to=message)
     if model is None:
         raise ProtocolError("an answer to a train message needs the trained model, got None")
-    update = protocol.update(model, received(message), examples=examples, metrics=numbers, noise=noise)
+    broadcast = received(message)
+    if message.content[RECORD].get(SECURE):
+        raise ProtocolError(
+            "the server adds securely, and this update would leave in clear; make the app with "
+            "ClientApp(mods=[dbcl.flower.SecureMod(terms)])"
+        )
+    update = protocol.update(model, broadcast, examples=examples, metrics=numbers, noise=noise)
     return Message(RecordDict({RECORD: ConfigRecord({"update": encode(update)})}), reply_to=message)
 
 

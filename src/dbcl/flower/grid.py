@@ -169,11 +169,18 @@ class TimeoutGrid(Grid):
         if self._deadline is None:
             self._deadline = now + self.timeout
         elif now > self._deadline:
-            may = "" if self.allowed is None else f", {len(nodes)} of them may take part in this round by the guarantee"
+            may = "" if self.allowed is None else f", {len(nodes)} of them may take part in this round"
             raise ProtocolError(
                 f"waited {self.timeout:g} s for nodes: {len(there)} are there{may} and {self.needed} are needed; start "
                 "more nodes and run the same command again, or lower min_available_nodes and min_train_nodes"
             )
+        return nodes
+
+    def settle(self) -> list[int]:
+        """Wait until there are nodes that may take part, and show these and no others from then on."""
+        while not (nodes := self.get_node_ids()):
+            time.sleep(0.2)
+        self.allowed = lambda there: nodes
         return nodes
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:

@@ -12,8 +12,23 @@ from dbcl.errors import ProtocolError, shown
 RECORD = "dbcl"
 """The name of the record that holds the bytes of a message, as one value that Flower's logs mask."""
 
+SECURE = "secure"
+"""Beside a broadcast: the server wants to learn the sum alone."""
+
+STEP = "step"
+"""The bytes of a message of secure aggregation, in both directions."""
+
 EXAMPLES = "num-examples"
 """Flower's own name for how many examples an answer counts for."""
+
+
+def node_name(node: int) -> str:
+    """What a node is called towards the server.
+
+    >>> node_name(1000)
+    'node 1000'
+    """
+    return f"node {node}"
 
 
 def holds_only(message: Message, own: ArrayRecord) -> bool:
@@ -22,10 +37,11 @@ def holds_only(message: Message, own: ArrayRecord) -> bool:
     return len(records) == 1 and set(records[0]) == set(own)
 
 
-def with_broadcast(message: Message, data: bytes, *, ttl: float) -> Message:
+def with_broadcast(message: Message, data: bytes, *, ttl: float, secure: bool = False) -> Message:
     """A strategy's message anew: to the same node, with the same configuration, and a broadcast instead of arrays."""
+    record = ConfigRecord({"broadcast": data, SECURE: True} if secure else {"broadcast": data})
     configs = {key: ConfigRecord(dict(value)) for key, value in message.content.config_records.items()}
-    content = RecordDict({**configs, RECORD: ConfigRecord({"broadcast": data})})
+    content = RecordDict({**configs, RECORD: record})
     meta = message.metadata
     return Message(content, meta.dst_node_id, meta.message_type, ttl=ttl, group_id=meta.group_id or None)
 

@@ -23,21 +23,25 @@ from dbcl.cover import Cover, Layers, named_tensors
 from dbcl.engines.engine import RoundObserver
 from dbcl.errors import ConfigError, ProtocolError, plain
 from dbcl.files import locked, make_folder, remove_scratch
-from dbcl.flower.checks import refuse, refuse_beside_guarantee
+from dbcl.flower.checks import refuse, refuse_beside_guarantee, refuse_beside_sums
 from dbcl.flower.grid import TimeoutGrid
-from dbcl.flower.records import EXAMPLES, from_record, holds_only, to_record, update_of, with_broadcast
+from dbcl.flower.records import EXAMPLES, from_record, holds_only, node_name, to_record, update_of, with_broadcast
 from dbcl.flower.replies import common_names, filled, metrics_of, with_content
+from dbcl.flower.secure_server import SecureExchange
 from dbcl.flower.state import StrategyState
 from dbcl.plan import Ratio, SketchPlan
 from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import Admission, Door, RoundReport, Server, checkpoint, encode
 from dbcl.protocol.aggregation import Aggregate, mean_metrics, replacement
+from dbcl.protocol.secagg import Terms
 from dbcl.protocol.state import restore_server, server_state
 from dbcl.state import State, join
 
 log = logging.getLogger("flwr.dbcl")  # on the console of a Flower app, as the inner strategy's own words
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+ATTEMPTS = 3
+"""How often a round is begun under secure aggregation before the run gives up."""
 
 
 class DoubleBlind(Strategy):
@@ -53,6 +57,11 @@ class DoubleBlind(Strategy):
     With `privacy`, a `dbcl.privacy.PrivacyPlan`, the server keeps that guarantee, for one node: nodes take turns (the
     inner strategy is shown those whose turn it is), the server adds the updates itself, nothing that clients measure is
     asked for or reported, and what is evaluated and returned is W + N, never W.
+
+    With `secure`, the `dbcl.protocol.secagg.Terms` that the nodes insist on (`dbcl.flower.SecureMod`), the server
+    learns the sum of the updates and no single one. Nodes take part in `batches` that stay together, in turns. A round
+    in which no sum could be made begins anew without those who failed in it, three times in all. The nodes' metrics
+    stay with them.
 
     With a folder as `checkpoint` every finished round is kept there, the strategy's own memory too, and the same
     program started again goes on after the last of them. No wait is longer than `round_timeout` seconds, for answers or
@@ -93,6 +102,8 @@ class DoubleBlind(Strategy):
         door: Door | None = None,
         calibration: Tensor | None = None,
         privacy: PrivacyPlan | None = None,
+        secure: Terms | None = None,
+        batches: int = 1,
         insecure_seed: int | None = None,
         checkpoint: str | Path | None = None,
         round_timeout: float = 600.0,
@@ -101,6 +112,14 @@ class DoubleBlind(Strategy):
         refuse(strategy, outer=DoubleBlind, resumes=checkpoint is not None)
         if privacy is not None:
             refuse_beside_guarantee(strategy, privacy)
+        if secure is not None:
+            refuse_beside_sums(strategy)
+        if batches < 1 or (batches > 1 and (secure is None or privacy is not None)):
+            raise ConfigError(
+                f"batches are 1 or more, and go with secure; a guarantee has its own (clients, cohort); got {batches}"
+            )
+        if secure is not None and observer is not None:
+            raise ConfigError("an observer is shown updates, and under secure aggregation there are none to show")
         if not (math.isfinite(round_timeout) and round_timeout > 0):
             raise ConfigError(f"round_timeout must be above 0 seconds, got {round_timeout}")
         self.strategy, self.round_timeout, self.observer = strategy, round_timeout, observer
@@ -118,11 +137,16 @@ class DoubleBlind(Strategy):
             door=door,
             calibration=calibration,
             privacy=privacy,
+            steady_lanes=secure is not None,
             insecure_seed=insecure_seed,
         )
         self.reports: list[RoundReport] = []
         self.folder = None if checkpoint is None else Path(checkpoint).expanduser().absolute()
         self._kept = StrategyState(strategy)
+        self._secure: SecureExchange | None = None
+        if secure is not None:
+            fewest = self._fewest("train")
+            self._secure = SecureExchange(self.server, secure, batches=batches, fewest=fewest)
         self._fixed = None if insecure_seed is None else seeds.derive(bytes(32), "flower", insecure_seed)
         self._numbers: dict[int, int] = {}  # of the nodes, in the order in which they were first seen
         self._asked: list[int] = []
@@ -205,13 +229,36 @@ class DoubleBlind(Strategy):
     def _train(self, grid: Grid, config: ConfigRecord | None) -> None:
         number = self.server.round + 1
         log.info("round %s: train", number)
-        arrays = ArrayRecord()  # the true weights never pass through here
-        messages = self.configure_train(number, arrays, ConfigRecord(dict(config or {})), grid)
-        replies = grid.send_and_receive(messages, timeout=self.round_timeout)
-        _, metrics = self.aggregate_train(number, replies)
+        if self._secure is None:
+            messages = self._messages(number, config, grid)
+            _, metrics = self.aggregate_train(number, grid.send_and_receive(messages, timeout=self.round_timeout))
+        else:
+            metrics = self._add_securely(self._secure, number, config, grid)
         self._note(self._result.train_metrics_clientapp, number, metrics)
         self._evaluated = False
         self._save()
+
+    def _messages(self, number: int, config: ConfigRecord | None, grid: Grid) -> list[Message]:
+        # The true weights never pass through here.
+        return self.configure_train(number, ArrayRecord(), ConfigRecord(dict(config or {})), grid)
+
+    def _add_securely(
+        self, secure: SecureExchange, number: int, config: ConfigRecord | None, grid: Grid
+    ) -> MetricRecord:
+        """Play a round in which only a sum is learned; where none could be made, begin anew without who failed."""
+        for left in reversed(range(ATTEMPTS)):
+            messages = self._messages(number, config, grid)
+            try:
+                report = secure.play(messages, grid, self.round_timeout)
+                break
+            except ProtocolError as error:
+                if not left:
+                    raise
+                log.warning("%s\nround %s begins anew", error, number)
+        for reason in report.refused:
+            log.warning("round %s: left out %s", number, reason)
+        self.reports.append(report)
+        return _counted(report, MetricRecord())
 
     def _evaluate(self, grid: Grid, config: ConfigRecord | None, own: EvaluateFn | None) -> None:
         number = self.server.round
@@ -235,6 +282,8 @@ class DoubleBlind(Strategy):
             log.warning("the noise follows from insecure_seed, so there is no guarantee: for experiments only")
         if self.server.privacy is not None and self.folder is None:
             log.warning("no checkpoint: should this run die, another one on the same data spends a second budget")
+        if self._secure is not None:
+            log.info("secure aggregation (%s): the nodes' metrics stay with them", self._secure.rounds.terms)
         self.strategy.summary()
 
     def configure_train(
@@ -245,7 +294,13 @@ class DoubleBlind(Strategy):
         own = self._own()
         with repeatable(self._fixed, "configure", server_round):
             waiting = self._with_timeout(grid, "train")
+            batch = None if self._secure is None else waiting.settle()
             asked = list(self.strategy.configure_train(server_round, own, config, waiting))
+        if batch is not None and {message.metadata.dst_node_id for message in asked} != set(batch):
+            raise ConfigError(
+                f"{self._kept.names[0]} takes {len(asked)} of the {len(batch)} nodes of this round, and under secure "
+                "aggregation who adds up together stays together; take a strategy that asks all nodes it is shown"
+            )
         return self._blind(asked, own, grid)
 
     def configure_evaluate(
@@ -270,13 +325,13 @@ class DoubleBlind(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check the updates, lift them, let the inner strategy aggregate, and take its arrays as the new weights."""
         self._check_outermost()
-        sent = {node: self.server.open_round(_name(node)) for node in self._asked}
+        sent = {node: self.server.open_round(node_name(node)) for node in self._asked}
         came = self._by_node(replies)
         admission, answers = self._admit(came)
         for reason in admission.reasons:
             log.warning("round %s: refused %s", server_round, reason)
         admission.require(self.server.door.min_updates)
-        senders = {_name(node): message for node, message in came.items()}
+        senders = {node_name(node): message for node, message in came.items()}
         new, summary = None, None
         if self.server.privacy is None:  # it would aggregate metrics, too, which no guarantee covers
             with repeatable(self._fixed, "aggregate", server_round):
@@ -293,11 +348,11 @@ class DoubleBlind(Strategy):
         report = self.server.close(made, admission.tally())
         self.reports.append(report)
         if self.observer is not None:
-            told = {self._numbers[node]: answers[_name(node)] for node in came if _name(node) in admission.accepted}
+            told = {
+                self._numbers[node]: answers[node_name(node)] for node in came if node_name(node) in admission.accepted
+            }
             self.observer({self._numbers[node]: broadcast for node, broadcast in sent.items()}, told)
-        metrics = MetricRecord() if summary is None else summary
-        metrics["dbcl-accepted"], metrics["dbcl-refused"] = report.accepted, len(report.refused)
-        return None, metrics
+        return None, _counted(report, MetricRecord() if summary is None else summary)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Check the nodes' metrics, which are those of the blinded model, and let the inner strategy aggregate them."""
@@ -328,16 +383,21 @@ class DoubleBlind(Strategy):
                 f"{self._kept.names[0]} sends other arrays than the model's; only the model can be blinded, so a "
                 "strategy that sends more (control variates, for example) cannot be inside DoubleBlind"
             )
+        secure = self._secure is not None
         self._asked = sorted(message.metadata.dst_node_id for message in asked)
-        sent = {node: self.server.open_round(_name(node)) for node in self._asked}  # in a fixed order: lanes follow it
+        sent = {
+            node: self.server.open_round(node_name(node)) for node in self._asked
+        }  # in a fixed order: lanes follow it
         written = {id(broadcast): encode(broadcast) for broadcast in sent.values()}
         messages = [
-            with_broadcast(message, written[id(sent[message.metadata.dst_node_id])], ttl=self.round_timeout)
+            with_broadcast(
+                message, written[id(sent[message.metadata.dst_node_id])], ttl=self.round_timeout, secure=secure
+            )
             for message in asked
         ]
         for node in sorted({*grid.get_node_ids(), *self._asked}):
             self._numbers.setdefault(node, len(self._numbers))
-        if self.server.plan.lanes > 1:
+        if self.server.plan.lanes > 1 or secure:
             self._save()  # after a crash a node must get the lane that it has seen, whoever is asked then
         return messages
 
@@ -350,9 +410,11 @@ class DoubleBlind(Strategy):
 
     def _failures(self, came: dict[int, Message]) -> dict[str, str]:
         """Take out the error replies, and say who failed and who did not answer."""
-        failed = {_name(node): "did not answer in time; see round_timeout" for node in self._asked if node not in came}
+        failed = {
+            node_name(node): "did not answer in time; see round_timeout" for node in self._asked if node not in came
+        }
         for node in [node for node, message in came.items() if message.has_error()]:
-            failed[_name(node)] = f"failed: {plain(str(came.pop(node).error.reason or 'without a reason'))}"
+            failed[node_name(node)] = f"failed: {plain(str(came.pop(node).error.reason or 'without a reason'))}"
         return failed
 
     def _admit(self, came: dict[int, Message]) -> tuple[Admission, dict[str, bytes]]:
@@ -361,7 +423,7 @@ class DoubleBlind(Strategy):
         answers = {}
         for node, message in came.items():
             with _noting(refused, node):
-                answers[_name(node)] = update_of(message)
+                answers[node_name(node)] = update_of(message)
         admission = self.server.admit(answers.items())
         return replace(admission, refused={**refused, **admission.refused}), answers
 
@@ -397,18 +459,23 @@ class DoubleBlind(Strategy):
         return replace(made, sum={**kept, **{name: mean[name] for name in statistics if name in mean}})
 
     def _with_timeout(self, grid: Grid, phase: str) -> TimeoutGrid:
-        names = ("min_available_nodes", f"min_{phase}_nodes")
-        counts = [getattr(each, name, 0) for each in self._kept.strategies for name in names]
         allowed = None if self.server.privacy is None else self._in_turn
-        return TimeoutGrid(grid, self.round_timeout, str(max(counts) or "more"), allowed)
+        if self._secure is not None:
+            return TimeoutGrid(grid, self.round_timeout, self._secure.needed, self._secure.choose)
+        return TimeoutGrid(grid, self.round_timeout, str(self._fewest(phase) or "more"), allowed)
+
+    def _fewest(self, phase: str) -> int:
+        """For how many nodes the inner strategy waits."""
+        names = ("min_available_nodes", f"min_{phase}_nodes")
+        return max(getattr(each, name, 0) for each in self._kept.strategies for name in names)
 
     def _in_turn(self, nodes: list[int]) -> list[int]:
         """Whose turn it is by the guarantee: as many as planned of those who may take part, the least used first."""
         privacy, ledger = self.server.privacy, self.server.ledger
         assert privacy is not None
         assert ledger is not None
-        may = [node for node in nodes if ledger.refusal(self.server.round, _name(node)) is None]
-        return sorted(may, key=lambda node: (ledger.uses(_name(node)), node))[: privacy.cohort]
+        may = [node for node in nodes if ledger.refusal(self.server.round, node_name(node)) is None]
+        return sorted(may, key=lambda node: (ledger.uses(node_name(node)), node))[: privacy.cohort]
 
     @property
     def _averages(self) -> bool:
@@ -472,6 +539,8 @@ class DoubleBlind(Strategy):
             "strategy": self._kept.state(),
             "flower": State(own, {}),
         }
+        if self._secure is not None:
+            parts["secure"] = self._secure.state()
         checkpoint.save(self.folder, self.server.round, join(**parts))
 
     def _how_to_go_on(self) -> str:
@@ -492,7 +561,15 @@ class DoubleBlind(Strategy):
                 f"{folder} holds checkpoints of another engine or of an older dbcl; choose another folder"
             )
         own: Mapping[str, Any] = state.values["flower"]
+        if ("secure" in state.values) != (self._secure is not None):
+            with_or_without = "with" if "secure" in state.values else "without"
+            raise ProtocolError(
+                f"the run in {folder} is one {with_or_without} secure aggregation; go on as it began, or take another "
+                "folder as checkpoint, to begin anew"
+            )
         try:
+            if self._secure is not None:
+                self._secure.load_state(state.part("secure"))
             self._kept.load_state(state.part("strategy"))
             restore_server(self.server, state.part("server"))
         except ProtocolError as error:
@@ -530,14 +607,15 @@ def _noting(refused: dict[str, str], node: int) -> Iterator[None]:
     try:
         yield
     except ProtocolError as error:
-        refused[_name(node)] = plain(str(error))
+        refused[node_name(node)] = plain(str(error))
     except Exception as error:  # whatever one node sent, the others' round goes on
-        log.debug("%s", _name(node), exc_info=True)
-        refused[_name(node)] = f"cannot be read ({type(error).__name__})"
+        log.debug("%s", node_name(node), exc_info=True)
+        refused[node_name(node)] = f"cannot be read ({type(error).__name__})"
 
 
-def _name(node: int) -> str:
-    return f"node {node}"
+def _counted(report: RoundReport, metrics: MetricRecord) -> MetricRecord:
+    metrics["dbcl-accepted"], metrics["dbcl-refused"] = report.accepted, len(report.refused)
+    return metrics
 
 
 def _histories(result: Result) -> list[dict[int, MetricRecord]]:
