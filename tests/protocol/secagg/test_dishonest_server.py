@@ -24,7 +24,7 @@ from dbcl.protocol.secagg.messages import (
     decode_message,
 )
 from dbcl.protocol.secagg.ring import Ring, unpacked
-from dbcl.protocol.secagg.shares import recovered
+from dbcl.protocol.secagg.shares import combined
 from protocol.secagg.conftest import BOUND, BROADCAST, LENGTH, ROUND, Fleet, easy_terms, names, unmasked
 
 VICTIM, *OTHERS = names(6)
@@ -151,7 +151,7 @@ def test_invented_clients_learn_everything_without_one() -> None:
     )
     reveals = {name: client.reveal(agreed) for name, client in clients.items()}
     shares = {number: reveals[name].shares[VICTIM] for number, name in enumerate(roster.names, start=1)}
-    mask = recovered(shares, roster.threshold, lambda secret: True)
+    mask = combined([shares], roster.threshold)[0]
     words = unpacked(sent[VICTIM].packed, Ring(BOUND, 6).bits, LENGTH + 1)
     keys = {name: own[name]._mask_keys for name in own}
     minus = [derive(mask, b"own mask", roster.binding, VICTIM.encode())]
@@ -478,7 +478,7 @@ def test_split_over_the_clients_breaks_a_lower_threshold() -> None:
         pair = fleet.clients[name]._held[VICTIM]
         fleet_secrets["own"][number[name]], fleet_secrets["key"][number[name]] = pair[SEED:], pair[:SEED]
     roster = fleet.server._given()
-    found = {kind: recovered(shares, 3, lambda secret: True) for kind, shares in fleet_secrets.items()}
+    found = {kind: combined([shares], 3)[0] for kind, shares in fleet_secrets.items()}
     words = unpacked(fleet.masked[VICTIM].packed, Ring(BOUND, 6).bits, LENGTH + 1)
     seen = unmasked(words, roster, tuple(names(6)), VICTIM, found["own"], found["key"])
     assert np.array_equal(seen, fleet.values(VICTIM))

@@ -34,7 +34,7 @@ from dbcl.protocol.secagg.messages import (
     Survivors,
 )
 from dbcl.protocol.secagg.ring import packed
-from dbcl.protocol.secagg.shares import recovered, split
+from dbcl.protocol.secagg.shares import combined, split
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -117,14 +117,19 @@ def test_chacha20_poly1305_of_rfc_8439() -> None:
 
 
 def test_secrets_come_back_as_pycryptodome_would_give_them() -> None:
+    """Secrets held by different clients and wrong shares among them: all at once as one by one."""
     for threshold, count in ((2, 3), (5, 8), (22, 32)):
-        secret = hashlib.sha256(bytes([threshold])).digest()[:16]
-        shares = dict(enumerate(split(secret, threshold, count), start=1))
-        for some in (dict(list(shares.items())[:threshold]), dict(list(shares.items())[-threshold:])):
-            assert recovered(some, threshold, lambda own: True) == Shamir.combine(list(some.items()), ssss=False)
-            assert recovered(some, threshold, lambda own: own == secret) == secret  # noqa: B023
+        secrets = [hashlib.sha256(bytes([threshold, number])).digest()[:16] for number in range(3)]
+        every = [list(enumerate(split(secret, threshold, count), start=1)) for secret in (*secrets, bytes(16))]
+        some = [every[0][:threshold], every[1][-threshold:], every[2][:threshold], every[3][-threshold:]]
+        some.append([(1, bytes(range(16))), *every[0][1:threshold]])
+        alone = [Shamir.combine(each, ssss=False) for each in some]
+        assert combined([dict(each) for each in some], threshold) == alone
+        assert alone[:4] == [*secrets, bytes(16)]
+        assert alone[4] not in alone[:4]
+        assert combined([dict(every[0])], threshold) == secrets[:1]
         with pytest.raises(ProtocolError, match=f"{threshold - 1} shares, and {threshold} are needed"):
-            recovered(dict(list(shares.items())[1:threshold]), threshold, lambda own: True)
+            combined([dict(every[0]), dict(every[1][1:threshold])], threshold)
     with pytest.raises(ProtocolError, match="no sharing of 15 bytes among 3 with threshold 2"):
         split(bytes(15), 2, 3)
     with pytest.raises(ProtocolError, match="no sharing of 16 bytes among 3 with threshold 1"):

@@ -30,7 +30,7 @@ from dbcl.protocol.secagg.messages import (
     decode_message,
 )
 from dbcl.protocol.secagg.ring import LEVELS, Ring, Words, unpacked
-from dbcl.protocol.secagg.shares import recovered
+from dbcl.protocol.secagg.shares import combined
 from dbcl.protocol.secagg.terms import Terms
 
 M = TypeVar("M", bound=Message)
@@ -195,20 +195,27 @@ class GroupRound:
     def _secrets(self, roster: Roster, survivors: Survivors, reveals: Mapping[str, Reveal]) -> dict[str, bytes]:
         """The secret of each client that takes its masks off the sum; all who cannot be put together are named."""
         number = {name: place for place, name in enumerate(roster.names, start=1)}
-        secrets: dict[str, bytes] = {}
+        shares = {
+            owner: {number[who]: each.shares[owner] for who, each in reveals.items() if owner in each.shares}
+            for owner in survivors.sharers
+        }
+        enough = [owner for owner in shares if len(shares[owner]) >= roster.threshold]
+        secrets = dict(zip(enough, combined([shares[owner] for owner in enough], roster.threshold), strict=True))
         problems = []
         for name in survivors.sharers:
-            shares = {number[who]: each.shares[name] for who, each in reveals.items() if name in each.shares}
             fits = self._commitment_fits(roster, name) if name in survivors.survivors else self._key_fits(name)
-            try:
-                secrets[name] = recovered(shares, roster.threshold, fits)
-            except ProtocolError as error:
-                without = [who for who, each in reveals.items() if name not in each.shares]
-                none_of = f" (none of {', '.join(without)})" if without else ""
-                problems.append(f"the mask of {name} stays on: {error}{none_of}")
-                # As many as may collude could have kept a share back; of more, one is honest and was given none.
-                if len(shares) >= roster.threshold or len(without) > roster.colluders:
-                    self.refused[name] = plain(f"gave out shares that are of no use: {error}")
+            if name in secrets and fits(secrets[name]):
+                continue
+            reason = f"{len(shares[name])} shares, and {roster.threshold} are needed"
+            if name in secrets:
+                reason = "its shares do not give what it has committed itself to"
+            without = [who for who, each in reveals.items() if name not in each.shares]
+            problems.append(f"the mask of {name} stays on: {reason}")
+            if without:
+                problems[-1] += f" (none of {', '.join(without)})"
+            # As many as may collude could have kept a share back; of more, one is honest and was given none.
+            if name in secrets or len(without) > roster.colluders:
+                self.refused[name] = plain(f"gave out shares that are of no use: {reason}")
         if problems:
             raise ProtocolError("\n  - ".join([f"round {self.round}: {problems[0]}", *problems[1:]]))
         return secrets

@@ -1,14 +1,15 @@
 """Sharing 16 secret bytes among clients, so that a number of them together have it and fewer have nothing.
 
 Shamir's scheme is PyCryptodome's, which gives a wrong secret without a word when a share is wrong or too few are given.
-So a secret comes back only where it fits what its owner has committed itself to.
+So a secret is used only where it fits what its owner has committed itself to. Its field is used directly to put many
+secrets together at once, with PyCryptodome's own arithmetic; a test compares the result with `Shamir.combine`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from Crypto.Protocol.SecretSharing import Shamir, _Element
+from Crypto.Protocol.SecretSharing import Shamir, _div_gf2, _Element, _mult_gf2
 
 from dbcl.errors import ProtocolError
 from dbcl.protocol.secagg.keys import SEED
@@ -18,7 +19,7 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
     """Shares for the clients 1 to `count`, in order, of which any `threshold` give the secret.
 
     >>> shares = split(bytes(16), threshold=2, count=3)
-    >>> recovered({1: shares[0], 3: shares[2]}, 2, lambda secret: secret == bytes(16)) == bytes(16)
+    >>> combined([{1: shares[0], 3: shares[2]}], 2) == [bytes(16)]
     True
     """
     if len(secret) != SEED or not 2 <= threshold <= count:
@@ -26,36 +27,40 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
     return [bytes(share) for _, share in Shamir.split(threshold, count, secret, ssss=False)]
 
 
-def recovered(shares: Mapping[int, bytes], threshold: int, fits: Callable[[bytes], bool]) -> bytes:
-    """The secret that `fits`, from shares by their client's number.
+def combined(many: Sequence[Mapping[int, bytes]], threshold: int) -> list[bytes]:
+    """The secrets of several owners, each from its shares by their client's number, of which there are enough.
 
-    Every share must be one that its owner has made, which their digests tell. Then it is the owner's doing where they
-    do not fit together.
+    It is `Shamir.combine` for many: what the shares are multiplied by is the same for all secrets that the same clients
+    hold, and one multiplication does for all of them. A wrong share gives a wrong secret: compare each with something.
 
-    >>> recovered({1: bytes(16), 2: bytes(16)}, 2, lambda secret: False)
-    Traceback (most recent call last):
-        ...
-    dbcl.errors.ProtocolError: its shares do not give what it has committed itself to
+    >>> one, two = (dict(enumerate(split(bytes([own]) * 16, 2, 3), start=1)) for own in (1, 2))
+    >>> combined([one, two], 2) == [bytes([1]) * 16, bytes([2]) * 16]
+    True
     """
-    if len(shares) < threshold:
-        raise ProtocolError(f"{len(shares)} shares, and {threshold} are needed")
-    some = sorted(shares.items())[:threshold]
-    found = _Element(0)
-    for factor, (_, share) in zip(_factors(tuple(number for number, _ in some)), some, strict=True):
-        found = found + _product(factor, _Element(share))
-    secret = found.encode()
-    if not fits(secret):
-        raise ProtocolError("its shares do not give what it has committed itself to")
-    return secret
+    if any(len(shares) < threshold for shares in many):
+        raise ProtocolError(f"{min(map(len, many))} shares, and {threshold} are needed")
+    chosen = [sorted(shares.items())[:threshold] for shares in many]
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for place, some in enumerate(chosen):
+        alike.setdefault(tuple(number for number, _ in some), []).append(place)
+    secrets = [b""] * len(many)
+    for numbers, places in alike.items():
+        total = 0
+        for position, factor in enumerate(_factors(numbers)):
+            # The product of two elements has less than 256 bits before it is reduced, so they stand side by side.
+            row = b"".join(bytes(SEED) + chosen[place][position][1] for place in places)
+            total ^= _mult_gf2(int.from_bytes(row, "big"), factor)
+        products = total.to_bytes(2 * SEED * len(places), "big")
+        for lane, place in enumerate(places):
+            product = int.from_bytes(products[2 * SEED * lane : 2 * SEED * (lane + 1)], "big")
+            divided: Any = _div_gf2(product, _Element.irr_poly)  # two numbers, though its types say one
+            secrets[place] = divided[1].to_bytes(SEED, "big")
+    return secrets
 
 
 @lru_cache(maxsize=64)
-def _factors(numbers: tuple[int, ...]) -> tuple[_Element, ...]:
-    """What the shares of these clients are multiplied by, and added up, to give the secret.
-
-    They are the same for the secrets of a whole group, and nearly all the work of `Shamir.combine`, which makes them
-    anew for each: so its field is used here and not itself, and a test compares the two.
-    """
+def _factors(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """What the shares of these clients are multiplied by, and added up, to give the secret."""
     factors = []
     for own in numbers:
         above, below = _Element(1), _Element(1)
@@ -63,7 +68,7 @@ def _factors(numbers: tuple[int, ...]) -> tuple[_Element, ...]:
             if other != own:
                 above = _product(above, _Element(other))
                 below = _product(below, _Element(own) + _Element(other))
-        factors.append(_product(above, below.inverse()))
+        factors.append(int(_product(above, below.inverse())))
     return tuple(factors)
 
 
