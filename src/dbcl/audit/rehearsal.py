@@ -5,11 +5,11 @@ attackers together (`colluders_of`), and client 0 is a bystander. Everybody take
 which is what shows a single batch most clearly: the worst case for the victim, and the setting of the paper.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from dbcl import seeds
 from dbcl.engines import LocalTraining, StackedEngine
-from dbcl.protocol import Door
+from dbcl.protocol import Broadcast, Door
 from dbcl.run.assemble import build_server
 from dbcl.run.config import RunConfig
 from dbcl.run.task import Task
-from dbcl.transcripts import Recorder, Setting, Transcript, Truth
+from dbcl.transcripts import Recorder, Seen, Setting, Transcript, Truth
 
 ATTACKER, VICTIM = 0, 1
 Script = NDArray[np.int64]
@@ -57,6 +57,8 @@ class Rehearsal:
     """Makes the network, where its name in the transcripts does not say how."""
     colluders: tuple[int, ...] = ()
     """Clients that pool what they saw; empty where client 0 attacks alone."""
+    bound: float | None = None
+    """The length to which updates are clipped under secure aggregation; None where the server sees each by itself."""
 
     @property
     def seat(self) -> str:
@@ -76,6 +78,27 @@ class Rehearsal:
     def server(self) -> Transcript:
         return self._transcript("server")
 
+    def server_saw(self, round: int) -> "ServerSaw":
+        """What the server has of the victim's update in a round.
+
+        Under secure aggregation it is the mean over the victim's lane, of updates that are clipped and rounded.
+        """
+        seen = self.server[round]
+        victim = seen.updates[str(VICTIM)]
+        together = [int(sender) for sender, update in seen.updates.items() if update.plan == victim.plan]
+        together.sort(key=lambda client: client != VICTIM)
+        broadcast = seen.answered(str(VICTIM))
+        if self.bound is None:
+            return ServerSaw(seen, broadcast, victim.tensors, (VICTIM,))
+        from dbcl.protocol.secagg.ring import Ring
+        from dbcl.protocol.secagg.rounds import bounded, shaped
+
+        ring, rng = Ring(self.bound, max(2, len(together))), np.random.default_rng(round)
+        each = [bounded(seen.updates[str(client)], broadcast.plan, self.bound) for client in together]
+        mean = np.mean([ring.values(ring.quantized(values, rng)) for values in each], axis=0)
+        tensors = {name: tensor.to(victim.tensors[name]) for name, tensor in shaped(broadcast.plan, mean).items()}
+        return ServerSaw(seen, broadcast, tensors, tuple(together))
+
     def _transcript(self, party: str) -> Transcript:
         template = None if self.make_model is None else partial(self.make_model, 1)
         return Transcript(self.folder / party, template)
@@ -83,6 +106,15 @@ class Rehearsal:
     @property
     def truth(self) -> Truth:
         return Truth(self.folder)
+
+
+class ServerSaw(NamedTuple):
+    """The victim's update in a round as the server has it: alone, or as the mean of several clients', it first."""
+
+    seen: Seen
+    broadcast: Broadcast
+    tensors: Mapping[str, Tensor]
+    clients: tuple[int, ...]
 
 
 def rehearse(
@@ -146,7 +178,8 @@ def rehearse(
         engine.play_round()
         if progress is not None:
             progress(number + 1, rounds)
-    return Rehearsal(folder, script, task.make_model, colluders)
+    bound = config.secure_bound if config.secure_aggregation else None
+    return Rehearsal(folder, script, task.make_model, colluders, bound)
 
 
 def colluders_of(lanes: int) -> tuple[int, ...]:

@@ -117,9 +117,9 @@ def audit(
 
     A rehearsal has `clients` parties, all in every round, who each take one step of SGD on one batch. For a run with
     lanes there is one more, of at least twice as many parties as lanes, in which one client of each lane pools what it
-    saw. `tell` is called with what is being done, `progress` with how many steps of the work are done, and of how many:
-    every round, tensor, picture and shadow model is one. A part that fails becomes a finding that says why, and the
-    others go on.
+    saw. Under secure aggregation there are as many parties as the smallest sums take. `tell` is called with what is
+    being done, `progress` with how many steps of the work are done, and of how many: every round, tensor,
+    picture and shadow model is one. A part that fails becomes a finding that says why, and the others go on.
 
     Of a run with a guarantee that is measured instead, by canaries in a rehearsal of all its clients.
 
@@ -132,6 +132,8 @@ def audit(
     config = read_config(folder)
     task = task or task_of(config, data_dir, trust=trust)
     plan = build_plan(config, task.make_model(0), task.layers, examples=len(task.train))
+    if config.secure_aggregation:  # the server sees sums of so many
+        clients = max(clients, plan.lanes * config.min_cohort)
     parts, expected = _parts(config, folder, plan, budget)
     steps = Steps(expected, progress)
     progress(0, steps.ends[-1])
@@ -388,10 +390,14 @@ def seats(plan: SketchPlan, config: RunConfig) -> tuple[tuple[str, str, str], ..
         ("colluders", f"sketches in all {plan.lanes} lanes together, which are the weights{noise}; their own data",
          "other clients' updates one by one"),
     ) if plan.lanes > 1 else ()  # fmt: skip
+    server = "the true weights, all seeds, each client's update", "clients' data"
+    if config.secure_aggregation:
+        sums = f"the sum of the updates in each lane, of {config.min_cohort} clients or more"
+        server = f"the true weights, all seeds, {sums}", "a client's update; clients' data"
     return (
         ("client", client, "the true weights; other clients' updates one by one"),
         *together,
-        ("server", "the true weights, all seeds, each client's update", "clients' data"),
+        ("server", *server),
         ("anyone", "the finished model, if it is published", "the messages, if the transport encrypts them"),
     )  # fmt: skip
 

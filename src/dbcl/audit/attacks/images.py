@@ -29,7 +29,6 @@ from dbcl.data import Dataset
 from dbcl.errors import ConfigError
 from dbcl.protocol import Broadcast, blinded
 from dbcl.sketch import Identity
-from dbcl.transcripts import Transcript
 
 
 class _Attack(NamedTuple):
@@ -61,12 +60,13 @@ class _Attempts:
         gradient: Mapping[str, Tensor],
         number: int,
         settings: Matching | None = None,
+        count: int = 1,
     ) -> None:
-        """Match a gradient with those of a model."""
+        """Match a gradient with those of a model, for `count` pictures together."""
         self.tell(f"pictures, {attack.seat}'s seat, {attack.name}: {number + 1} of {self.pictures}")
         how = replace(settings or self.settings, box=self.box)
         try:
-            result: Recovered | str = recover(model, gradient, self.dataset.shape, None, 1, how, seed=number)
+            result: Recovered | str = recover(model, gradient, self.dataset.shape, None, count, how, seed=number)
         except (ConfigError, ValueError, RuntimeError) as error:
             result = str(error).split("\n")[0]
         self.results.setdefault(attack, []).append(result)
@@ -124,33 +124,48 @@ def image_findings(
     seen = views(rehearsal.attacker, allies=rehearsal.allies)
     known = victims_rounds(rehearsal, seen, found, rounds) if found else []
     for number, round in enumerate(rounds):
-        _server_attacks(attempts, number, rehearsal.server, round, template)
+        _server_attacks(attempts, number, rehearsal, round, template)
         if known:
             _client_attacks(attempts, number, rehearsal, round, template, known[number], found)
     victims = torch.from_numpy(rehearsal.script[list(rounds), VICTIM, 0])
-    return [
-        finding
-        for attack, results in attempts.results.items()
-        for finding in _picture_findings(attack, results, dataset, victims)
-    ]
+    together = [rehearsal.script[round, list(rehearsal.server_saw(round).clients), 0] for round in rounds]
+    found_all = []
+    for attack, results in attempts.results.items():
+        each = zip(results, together, strict=True)
+        paired = [_victims_own(result, dataset, torch.from_numpy(rows)) for result, rows in each]
+        found_all += _picture_findings(attack, paired, dataset, victims)
+    return found_all
 
 
-def _server_attacks(attempts: _Attempts, number: int, transcript: Transcript, round: int, template: nn.Module) -> None:
-    """The server knows W and the victim's update."""
-    known, lr = transcript[round], transcript.setting.local.lr
-    broadcast, sent = known.answered(str(VICTIM)), known.updates[str(VICTIM)].tensors
-    client = blinded(template, broadcast)
+def _victims_own(result: Recovered | str, dataset: Dataset, truth: Tensor) -> Recovered | str:
+    """Of pictures that were recovered together the victim's: the first, when all are paired with the true ones."""
+    if isinstance(result, str) or len(result.images) == 1:
+        return result
+    paired = pictures.pair(result.images, dataset.x_train[truth].double(), pictures.span(dataset))
+    place = next(number for number, image in enumerate(result.images) if torch.equal(image, paired[0]))
+    return replace(result, images=paired[:1], labels=result.labels[place : place + 1])
+
+
+def _server_attacks(attempts: _Attempts, number: int, rehearsal: Rehearsal, round: int, template: nn.Module) -> None:
+    """The server knows W and the victim's update, or the mean of several."""
+    (known, broadcast, sent, clients), lr = rehearsal.server_saw(round), rehearsal.server.setting.local.lr
+    client, count = blinded(template, broadcast), len(clients)
     assert known.weights is not None
     gradient = as_gradient(_double(sent), lr)
     lifted = as_gradient(_double(lift(broadcast.plan, sent)), lr)
     attempts.match(
-        _Attack("matching the lifted update", "server", "naive"), _plain_model(template, known.weights), lifted, number
+        _Attack("matching the lifted update", "server", "naive"),
+        _plain_model(template, known.weights),
+        lifted,
+        number,
+        count=count,
     )
-    attempts.match(_Attack("matching through the sketch", "server", "adaptive"), client, gradient, number)
+    attempts.match(_Attack("matching through the sketch", "server", "adaptive"), client, gradient, number, count=count)
     if attempts.inverting is not None:
         attack = _Attack("inverting gradients through the sketch", "server", "adaptive")
-        attempts.match(attack, client, gradient, number, attempts.inverting)
-    attempts.solve(_Attack("solving the first layer", "server", "adaptive"), gradient, broadcast)
+        attempts.match(attack, client, gradient, number, attempts.inverting, count)
+    if count == 1:
+        attempts.solve(_Attack("solving the first layer", "server", "adaptive"), gradient, broadcast)
 
 
 def _client_attacks(

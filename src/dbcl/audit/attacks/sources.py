@@ -9,7 +9,7 @@ from dbcl.audit.attacks.updates import ESTIMATORS
 from dbcl.audit.attacks.victim import Changes, VictimsRound, victims_rounds
 from dbcl.audit.estimators.options import option_2
 from dbcl.audit.estimators.view import views
-from dbcl.audit.rehearsal import VICTIM, Rehearsal
+from dbcl.audit.rehearsal import Rehearsal
 from dbcl.protocol import Broadcast
 from dbcl.transcripts import Transcript
 
@@ -54,22 +54,23 @@ def sources(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Sequence
     client = _of_client(rehearsal, found, tested)
     if rehearsal.colluders:
         return client
-    return [_of_server(rehearsal.server, tested, client[0].victims if client else []), *client]
+    return [_of_server(rehearsal, tested, client[0].victims if client else []), *client]
 
 
-def _of_server(transcript: Transcript, tested: Sequence[int], held: Sequence[VictimsRound]) -> Source:
+def _of_server(rehearsal: Rehearsal, tested: Sequence[int], held: Sequence[VictimsRound]) -> Source:
     """The server has what the victim was sent; where a client has the same (`held`), its object is taken."""
-    lr, trained = transcript.setting.local.lr, _trained(transcript)
-    rounds = [transcript[round] for round in tested]
-    gradients = [
-        as_gradient({n: tensor for n, tensor in seen.updates[str(VICTIM)].tensors.items() if n in trained}, lr)
-        for seen in rounds
-    ]
-    sent = [seen.answered(str(VICTIM)) for seen in rounds]
-    victims = [VictimsRound(broadcast, 1, 1) for broadcast in sent]
+    lr, trained = rehearsal.server.setting.local.lr, _trained(rehearsal.server)
+    rounds = [rehearsal.server_saw(round) for round in tested]
+    sent = [saw.broadcast for saw in rounds]
     if held and all(_equal(one.broadcast, broadcast) for one, broadcast in zip(held, sent, strict=True)):
-        victims = [VictimsRound(one.broadcast, 1, 1) for one in held]
-    return Source("the update itself", "server", "adaptive", gradients, victims, exact=True)
+        sent = [one.broadcast for one in held]
+    gradients, victims = [], []
+    for saw, broadcast in zip(rounds, sent, strict=True):
+        crowd = len(saw.clients)
+        gradients.append(as_gradient({n: tensor * crowd for n, tensor in saw.tensors.items() if n in trained}, lr))
+        victims.append(VictimsRound(broadcast, crowd, crowd))
+    name = "the update itself" if rehearsal.bound is None else f"the sum of {len(rounds[0].clients)} updates"
+    return Source(name, "server", "adaptive", gradients, victims, exact=True)
 
 
 def _of_client(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Sequence[int]) -> list[Source]:

@@ -1,0 +1,114 @@
+"""What the server gets of one client where it sees only sums: pictures and properties, by the clients in a sum.
+
+    python results/audit/sums.py
+
+writes sums.json beside this file and prints it. The embedded digits, one sketch of ratio 2, one lane; every client
+takes one step of SGD a round, on one picture (dlg-lenet) or on 16 (mnist-mlp). The server holds W and the sketch. A sum
+is that of secure aggregation: updates clipped to 4, rounded to 16 bits and added; with one client it is its update by
+itself. Pictures are matched through the sketch, as many at once as are in the sum, and paired with the true ones; the
+figure is the median over four rounds of the victim's, in decibels, beside that of the mean picture. An AUC is the
+highest of the detectors from the server's seat, and guessing has 0.5.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from dbcl.audit.attacks.images import image_findings
+from dbcl.audit.attacks.matching import Matching
+from dbcl.audit.attacks.properties import property_findings
+from dbcl.audit.budget import QUICK
+from dbcl.audit.rehearsal import Rehearsal, draw_batches, rehearse
+from dbcl.audit.suite import property_script
+from dbcl.run import RunConfig, task_of
+
+HERE = Path(__file__).parent
+SIZES = (1, 2, 4, 8, 16, 32)
+SEEDS = (0, 1, 2)
+
+
+def config(model: str, seed: int) -> RunConfig:
+    """Every setting that matters by its name, so that presets may change."""
+    return RunConfig(
+        data="digits", model=model, cover="hidden", sketch="count-v1", ratio=2.0, lanes=1, buckets="shared", veil=0.2,
+        lr=0.1 if model == "dlg-lenet" else 0.01, seed=seed,
+    )  # fmt: skip
+
+
+def summed(played: Rehearsal, size: int) -> Rehearsal:
+    """The same rehearsal as a server has it that sees the sum of all its clients."""
+    return played if size == 1 else replace(played, bound=4.0)
+
+
+def measured(part: str, size: int, seed: int) -> dict[str, float]:
+    """What the attacks gave on sums of so many clients."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        return {"pictures": pictures, "properties": properties}[part](size, seed, Path(scratch))
+
+
+def pictures(size: int, seed: int, scratch: Path) -> dict[str, float]:
+    own = config("dlg-lenet", seed)
+    task = task_of(own)
+    assert task.pictures is not None
+    script = draw_batches(np.arange(len(task.pictures.y_train)), (6, max(2, size), 1), seed + 17)
+    played = summed(rehearse(own, task, script, scratch, seed=seed), size)
+    settings = Matching(steps=600, restarts=1)
+    findings = image_findings(played, task.pictures, {}, [1, 2, 3, 4], settings, tell=lambda text: None)
+    best = max((each for each in findings if each.measure == "psnr"), key=lambda each: each.value)
+    assert best.chance is not None
+    return {"decibels": best.value, "best picture": best.high or best.value, "the mean picture": best.chance}
+
+
+def properties(size: int, seed: int, scratch: Path) -> dict[str, float]:
+    own = config("mnist-mlp", seed)
+    task = task_of(own)
+    mine, script = property_script(task, QUICK, max(2, size), seed)
+    played = summed(rehearse(own, task, script, scratch, seed=seed), size)
+    assert task.holds is not None
+    findings = property_findings(
+        played,
+        task,
+        task.holds,
+        mine,
+        {},
+        batches=QUICK.own_batches,
+        examples=QUICK.own_examples,
+        seed=seed,
+        tell=lambda text: None,
+    )
+    return {"AUC": max(each.value for each in findings if each.seat == "server")}
+
+
+def main() -> None:
+    began = perf_counter()
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    cases = [(part, size, seed) for part in ("pictures", "properties") for size in SIZES for seed in SEEDS]
+    found: dict[tuple[str, int, int], dict[str, float]] = {}
+    with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        waiting = {pool.submit(measured, *case): case for case in reversed(cases)}
+        for done in as_completed(waiting):
+            found[waiting[done]] = done.result()
+            print(f"\r{len(found)} of {len(cases)} rehearsals", end="", file=sys.stderr, flush=True)
+    results: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for part, size, seed in cases:
+        row = results.setdefault(part, {}).setdefault(f"{size} in a sum", {})
+        for measure, value in found[part, size, seed].items():
+            row.setdefault(measure, []).append(round(value, 3))
+    facts = {"command": "python results/audit/sums.py", "torch": torch.__version__}
+    body = {**facts, "seconds": round(perf_counter() - began), "results": results}
+    (HERE / "sums.json").write_text(json.dumps(body, indent=1) + "\n")
+    print(f"\n{json.dumps(results, indent=1)}")
+
+
+if __name__ == "__main__":
+    main()
