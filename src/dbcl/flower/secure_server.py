@@ -29,7 +29,8 @@ class SecureExchange:
         self.server, self._count = server, batches
         self.fewest = max(fewest, terms.min_cohort * server.plan.lanes)
         self._batches: list[list[int]] = []
-        self._left_out: set[str] = set()  # for what is left of this round: they failed in it
+        self.left_out: set[str] = set()
+        """Who is not asked again in this round: it failed in it."""
 
     @property
     def needed(self) -> str:
@@ -70,9 +71,8 @@ class SecureExchange:
                 lambda sent: carried(further(name, data) for name, data in sent.items()),
             )
         except ProtocolError:
-            self._left_out |= set(self.rounds.lost)
+            self.left_out |= set(self.rounds.lost)
             raise
-        self._left_out = set()
         return report
 
     def _divide(self, there: Sequence[int]) -> None:
@@ -92,7 +92,7 @@ class SecureExchange:
 
     def _may(self, name: str) -> bool:
         ledger = self.server.ledger
-        return name not in self._left_out and (ledger is None or ledger.refusal(self.server.round, name) is None)
+        return name not in self.left_out and (ledger is None or ledger.refusal(self.server.round, name) is None)
 
     def state(self) -> State:
         """What a checkpoint keeps: who was in which sum, who is known by which key, and who is in which batch."""

@@ -118,8 +118,11 @@ class DoubleBlind(Strategy):
             raise ConfigError(
                 f"batches are 1 or more, and go with secure; a guarantee has its own (clients, cohort); got {batches}"
             )
-        if secure is not None and observer is not None:
-            raise ConfigError("an observer is shown updates, and under secure aggregation there are none to show")
+        if secure is not None and (observer is not None or door is not None):
+            raise ConfigError(
+                "an observer and a door are shown single updates, and under secure aggregation there are none to show: "
+                "leave them out; nodes clip to Terms(bound=...) themselves"
+            )
         if not (math.isfinite(round_timeout) and round_timeout > 0):
             raise ConfigError(f"round_timeout must be above 0 seconds, got {round_timeout}")
         self.strategy, self.round_timeout, self.observer = strategy, round_timeout, observer
@@ -246,13 +249,14 @@ class DoubleBlind(Strategy):
         self, secure: SecureExchange, number: int, config: ConfigRecord | None, grid: Grid
     ) -> MetricRecord:
         """Play a round in which only a sum is learned; where none could be made, begin anew without who failed."""
+        secure.left_out.clear()
         for left in reversed(range(ATTEMPTS)):
             messages = self._messages(number, config, grid)
             try:
                 report = secure.play(messages, grid, self.round_timeout)
                 break
             except ProtocolError as error:
-                if not left:
+                if not left or not secure.choose(list(grid.get_node_ids())):
                     raise
                 log.warning("%s\nround %s begins anew", error, number)
         for reason in report.refused:

@@ -1,0 +1,570 @@
+"""DoubleBlind under secure aggregation, over real messages: every message is answered by an app made anew."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.serde import context_from_proto, context_to_proto, message_to_proto
+from flwr.proto.message_pb2 import Context as ContextBytes
+from flwr.serverapp import strategy as flower
+from torch import Tensor, nn
+
+import dbcl
+from dbcl.engines.secure import SecureSession
+from dbcl.errors import ConfigError, ProtocolError
+from dbcl.files import locked
+from dbcl.flower import DoubleBlind, LocalGrid, SecureMod, blinded, reply
+from dbcl.flower.grid import FIRST_NODE
+from dbcl.privacy import PrivacyPlan
+from dbcl.protocol import decode_broadcast
+from dbcl.protocol.secagg import Identity, Registry, Terms
+from dbcl.protocol.secagg.messages import Advert, decode_message
+from dbcl.protocol.secagg.ring import LEVELS
+
+NODES = 6
+TERMS = Terms(bound=4.0, most=40, min_cohort=3, colluding=0.0)  # 4 of 6 must help
+MOD = SecureMod(TERMS)
+EXCHANGES = range(1, 6)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def examples(node: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(node)
+    count = 10 + node - FIRST_NODE
+    x = torch.randn(count, 10, generator=generator)
+    return x, x[:, :3].argmax(1)
+
+
+def trained(message: Message, node: int) -> nn.Module:
+    x, y = examples(node)
+    model = blinded(net(), message)
+    nn.functional.cross_entropy(model(x), y).backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    return model
+
+
+def clients(mod: SecureMod | None = None) -> ClientApp:
+    app = ClientApp(mods=[] if mod is None else [mod])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = trained(message, context.node_id)
+        return reply(model, message, examples=len(examples(context.node_id)[0]), metrics={"loss": 0.123456789})
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return reply(None, message, examples=7, metrics={"loss": 0.123456789})
+
+    return app
+
+
+class FaultError(Exception):
+    """What a node dies of."""
+
+
+class Nodes(LocalGrid):
+    """Nodes that are another process at every message, as far as anything in Python can tell.
+
+    `faults` has for a node and an exchange (1 to 5) either "raises" or "silent": then its answer is lost on the way. A
+    fault happens in one round, or in all where `always` is set.
+    """
+
+    def __init__(self, mod: SecureMod | None = MOD, nodes: int = NODES) -> None:
+        super().__init__(clients(mod), nodes)
+        self.mod = mod
+        self.client_app = self.process  # type: ignore[assignment]
+        self.faults: dict[tuple[int, int], str] = {}
+        self.always = False
+        self.absent: set[int] = set()
+        self.before: Callable[[int], None] = lambda exchange: None
+        self.sent: list[Message] = []
+        self.came: list[Message] = []
+        self._exchange = 0
+
+    def process(self, message: Message, context: Context) -> Message:
+        node = context.node_id
+        if self.faults.get((node, self._exchange)) == "raises":
+            raise FaultError(f"of {node}")
+        own = context_from_proto(ContextBytes.FromString(context_to_proto(context).SerializeToString()))
+        try:
+            return clients(self.mod)(message, own)
+        finally:
+            context.state = own.state
+
+    def get_node_ids(self) -> list[int]:
+        return [node for node in self.contexts if node not in self.absent]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        sent = list(messages)
+        self._exchange = 1 if "broadcast" in sent[0].content["dbcl"] else self._exchange + 1
+        self.before(self._exchange)
+        self.sent += sent
+        came = super().send_and_receive(sent)
+        self.came += came
+        heard = [each for each in came if self.faults.get((each.metadata.src_node_id, self._exchange)) != "silent"]
+        if self._exchange == 5 and not self.always:
+            self.faults = {}
+        return heard
+
+
+def double_blind(inner: flower.Strategy | None = None, **more: Any) -> DoubleBlind:
+    settings: dict[str, Any] = {"cover": "all", "lanes": 1, "insecure_seed": 0, "secure": TERMS, "round_timeout": 60.0}
+    return DoubleBlind(inner or flower.FedAvg(fraction_evaluate=0.0), net(), **{**settings, **more})
+
+
+def flat(strategy: DoubleBlind) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in strategy.server.model.parameters()])
+
+
+def numbers(names: Iterable[str]) -> list[int]:
+    return sorted(int(name.removeprefix("node ")) for name in names)
+
+
+def play(strategy: DoubleBlind, grid: Nodes, rounds: int) -> list[list[int]]:
+    """Play up to a round; the nodes in the sum of each."""
+    seen = []
+    while strategy.server.round < rounds:
+        strategy.start(grid, num_rounds=strategy.server.round + 1)
+        assert strategy._secure is not None
+        seen.append(numbers(name for _, total in strategy._secure.rounds.totals for name in total.members))
+        assert len(seen[-1]) == strategy.reports[-1].accepted
+    return seen
+
+
+def rounding(count: int, members: Iterable[int]) -> float:
+    """By how much a mean may differ from that in clear: a step for every update, and the rounding of the weights."""
+    weight = sum(len(examples(node)[0]) for node in members) / TERMS.most
+    return 1.01 * count * TERMS.bound / LEVELS / weight + 1e-4
+
+
+def clear_round(members: Iterable[int]) -> Tensor:
+    """The weights after a round in clear with some of the nodes."""
+    strategy = double_blind(secure=None, door=dbcl.Door(max_influence=None, max_times_median=None))
+    grid = Nodes(None)
+    grid.absent = set(grid.contexts) - set(members)
+    strategy.start(grid, num_rounds=1)
+    return flat(strategy)
+
+
+# The sum
+
+
+def test_a_round_gives_the_weights_of_one_in_clear() -> None:
+    strategy, grid = double_blind(), Nodes()
+    start = flat(strategy)
+    strategy.start(grid, num_rounds=1)
+    expected = clear_round(grid.contexts)
+    assert float((expected - start).abs().max()) > 20 * rounding(NODES, grid.contexts)  # there is something to miss
+    assert float((flat(strategy) - expected).abs().max()) < rounding(NODES, grid.contexts)
+    assert [report.accepted for report in strategy.reports] == [NODES]
+
+
+def test_two_lanes_give_what_the_session_in_process_gives() -> None:
+    strategy, grid = double_blind(lanes=2), Nodes()
+    server = dbcl.Server(net(), cover="all", lanes=2, insecure_seed=0, steady_lanes=True)
+    session = SecureSession(server, TERMS, masked=False)
+    strategy.start(grid, num_rounds=1)
+    updates = {}
+    for message in sorted(grid.sent[:NODES], key=lambda message: message.metadata.dst_node_id):
+        node = message.metadata.dst_node_id
+        broadcast = session.open(f"node {node}")
+        assert dbcl.encode(broadcast) == message.content["dbcl"]["broadcast"]
+        own = trained(message, node)
+        updates[f"node {node}"] = dbcl.update(own, broadcast, examples=len(examples(node)[0]))
+    session.close(updates)
+    ends = [torch.cat([p.detach().flatten() for p in each.model.parameters()]) for each in (server, strategy.server)]
+    assert float((ends[0] - ends[1]).abs().max()) < 2 * rounding(NODES, grid.contexts)
+    assert strategy.reports[0].lanes == (3, 3)
+
+
+def test_many_rounds_learn() -> None:
+    strategy, grid, losses = double_blind(lanes=2), Nodes(), []
+
+    def loss(number: int, arrays: Any) -> None:
+        model = net()
+        model.load_state_dict(arrays.to_torch_state_dict())
+        own = [nn.functional.cross_entropy(model(x), y) for x, y in map(examples, grid.contexts)]
+        losses.append(torch.stack(own).mean().item())
+
+    strategy.start(grid, num_rounds=8, evaluate_fn=loss)
+    assert losses[-1] < 0.95 * losses[0]
+    assert {report.accepted for report in strategy.reports} == {NODES}
+
+
+# Who is lost
+
+
+@pytest.mark.parametrize("how", ["raises", "silent"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_node_that_is_lost_in_the_first_round(exchange: int, how: str) -> None:
+    """Before its masked update has arrived the others are added; after that it counts."""
+    strategy, grid = double_blind(), Nodes()
+    lost = FIRST_NODE + 2
+    grid.faults = {(lost, exchange): how}
+    members = [node for node in grid.contexts if node != lost or exchange > 3]
+    assert play(strategy, grid, 1) == [members]
+    assert float((flat(strategy) - clear_round(members)).abs().max()) < rounding(NODES, members)
+    strategy.start(grid, num_rounds=3)  # and it goes on
+    assert len(strategy.reports) == 3
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_node_that_is_lost_later_does_not_become_the_difference_of_two_sums(
+    exchange: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy, grid = double_blind(), Nodes()
+    strategy.start(grid, num_rounds=1)
+    before, lost = flat(strategy), FIRST_NODE + 2
+    grid.faults, models = {(lost, exchange): "raises"}, []
+    grid.before = lambda number: models.append(flat(strategy)) if number == 1 else None
+    with caplog.at_level(logging.WARNING):
+        (members,) = play(strategy, grid, 2)
+    if exchange > 3:
+        assert len(members) == NODES
+        return
+    assert "would show node 1002 alone" in caplog.text
+    assert "round 2 begins anew" in caplog.text
+    assert all(torch.equal(model, before) for model in models)
+    assert len(models) == 2
+    assert len(members) == NODES - 2  # another one was left out with it
+    assert lost not in members
+
+
+def test_where_too_many_are_lost_nothing_changes_and_the_run_can_go_on() -> None:
+    strategy, grid = double_blind(), Nodes()
+    grid.faults = {(FIRST_NODE + number, 3): "raises" for number in range(4)}
+    grid.always = True
+    before = flat(strategy)
+    with pytest.raises(ProtocolError, match="no sum could be made, and nothing has changed"):
+        strategy.start(grid, num_rounds=1)
+    assert torch.equal(flat(strategy), before)
+    assert strategy.server.round == 0
+    grid.faults = {}
+    strategy.start(grid, num_rounds=1)
+    assert strategy.reports[0].accepted == NODES
+
+
+def test_a_node_that_stays_away_is_done_without() -> None:
+    strategy, grid = double_blind(), Nodes()
+    strategy.start(grid, num_rounds=2)
+    grid.absent = {FIRST_NODE + 5}
+    strategy.start(grid, num_rounds=5)
+    assert [report.accepted for report in strategy.reports] == [6, 6, 4, 4, 4]
+
+
+def test_of_two_lanes_the_one_that_is_whole_counts() -> None:
+    strategy, grid = double_blind(lanes=2), Nodes(nodes=8)
+    strategy.start(grid, num_rounds=1)
+    grid.faults = {(FIRST_NODE + 2, 2): "raises"}
+    strategy.start(grid, num_rounds=2)
+    assert sorted(strategy.reports[1].lanes) == [0, 4]
+    assert any("would show node 1002 alone" in reason for reason in strategy.reports[1].refused)
+
+
+# Batches
+
+
+def test_batches_stay_together_and_take_turns() -> None:
+    strategy, grid = double_blind(batches=2), Nodes(nodes=8)
+    assert play(strategy, grid, 4) == 2 * [list(grid.contexts)[::2], list(grid.contexts)[1::2]]
+
+
+def test_newcomers_form_a_batch_of_their_own() -> None:
+    strategy, grid = double_blind(), Nodes(nodes=9)
+    late = list(grid.contexts)[5:]
+    grid.absent = set(late)
+    strategy.start(grid, num_rounds=1)
+    grid.absent = set(late[2:])  # two are too few
+    strategy.start(grid, num_rounds=2)
+    grid.absent = set()
+    assert play(strategy, grid, 4)[-1] == late
+    assert [report.accepted for report in strategy.reports] == [5, 5, 5, 4]
+
+
+def test_too_few_nodes_are_waited_for_and_named() -> None:
+    strategy = double_blind(lanes=2)
+    with pytest.raises(ProtocolError, match=r"5 are there, 0 of them may .* and 6 \(3 or more in each of 2 lanes"):
+        strategy.start(Nodes(nodes=5), num_rounds=1, timeout=0.5)
+
+
+def test_with_a_guarantee_nodes_take_turns_in_the_batches_that_it_plans() -> None:
+    plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.5, rounds=4, clients=8, cohort=4)
+    terms = Terms(bound=0.499, min_cohort=3, colluding=0.0)
+    strategy = double_blind(privacy=plan, secure=terms, insecure_seed=None)
+    grid = Nodes(SecureMod(terms), nodes=8)
+    assert play(strategy, grid, 4) == 2 * [list(grid.contexts)[::2], list(grid.contexts)[1::2]]
+    assert strategy.server.ledger is not None
+    assert {strategy.server.ledger.uses(f"node {node}") for node in grid.contexts} == {2}
+
+
+# Once, and by nobody else
+
+
+def again(grid: Nodes, message: Message) -> Message:
+    """The same message to the same node once more."""
+    copy = Message(RecordDict({"dbcl": message.content["dbcl"]}), message.metadata.dst_node_id, "train")
+    (answer,) = LocalGrid.send_and_receive(grid, [copy])
+    return answer
+
+
+@pytest.mark.parametrize("kept", ["context", "folder"])
+def test_no_message_is_answered_twice(kept: str, tmp_path: Path) -> None:
+    second: list[Message] = []
+
+    class Twice(Nodes):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+            sent = list(messages)
+            came = super().send_and_receive(sent)
+            if "step" in sent[0].content["dbcl"]:
+                second.extend(again(self, message) for message in sent)
+            return came
+
+    grid = Twice(SecureMod(TERMS, folder=tmp_path if kept == "folder" else None))
+    double_blind().start(grid, num_rounds=1)
+    assert len(second) == 4 * NODES
+    assert all(answer.has_error() for answer in second)
+    assert all(again(grid, message).has_error() for message in grid.sent if "step" in message.content["dbcl"])
+
+
+def test_with_a_folder_an_older_context_gives_no_second_answer(tmp_path: Path) -> None:
+    """As where a server sends two messages at once, and Flower starts two processes with the same context."""
+    grid = Nodes(SecureMod(TERMS, folder=tmp_path))
+    double_blind().start(grid, num_rounds=1)
+    for context in grid.contexts.values():
+        context.state = RecordDict()
+    steps = [message for message in grid.sent if "step" in message.content["dbcl"]]
+    assert len(steps) == 4 * NODES
+    assert all(again(grid, message).has_error() for message in steps)
+    with locked(tmp_path / "node-1000"):
+        answer = again(grid, next(each for each in grid.sent if each.metadata.dst_node_id == FIRST_NODE))
+    assert "is in use by process" in answer.error.reason
+    assert oct((tmp_path / "node-1000" / "secure.dbcl").stat().st_mode & 0o777) == "0o600"
+
+
+def test_with_a_folder_a_node_that_starts_anew_is_still_itself(tmp_path: Path) -> None:
+    grid, strategy = Nodes(SecureMod(TERMS, folder=tmp_path)), double_blind()
+    strategy.start(grid, num_rounds=1)
+    for context in grid.contexts.values():
+        context.state = RecordDict()
+    strategy.start(grid, num_rounds=2)
+    assert [report.accepted for report in strategy.reports] == [NODES, NODES]
+
+
+@pytest.mark.parametrize("server_knows", [True, False])
+def test_another_key_under_a_known_name_is_refused(server_knows: bool, caplog: pytest.LogCaptureFixture) -> None:
+    strategy, grid = double_blind(), Nodes()
+    strategy.start(grid, num_rounds=1)
+    grid.contexts[FIRST_NODE + 2].state = RecordDict()
+    assert strategy._secure is not None
+    if not server_knows:
+        strategy._secure.rounds.registry = None
+    with caplog.at_level(logging.WARNING), contextlib.suppress(ProtocolError):
+        strategy.start(grid, num_rounds=2)
+    assert "'node 1002' is known by another key" in caplog.text
+    if server_knows:
+        assert strategy.reports[1].accepted == NODES - 2
+    else:  # the server went along with it, and its peers did not
+        refusing = {line.split(" failed")[0][-9:] for line in caplog.text.splitlines() if "known by another" in line}
+        assert refusing >= {f"node {node}" for node in grid.contexts if node != FIRST_NODE + 2}
+        assert len(strategy.reports) == 1
+
+
+def test_a_registry_says_who_may_take_part() -> None:
+    grid = Nodes(SecureMod(TERMS, registry=Registry({f"node {FIRST_NODE}": Identity().public})))
+    with pytest.raises(ProtocolError, match="no sum could be made"):
+        double_blind().start(grid, num_rounds=1)
+    reasons = [each.error.reason for each in grid.came if each.has_error()]
+    assert any("nobody knows 'node 1001'" in reason for reason in reasons)
+
+
+# What leaves the nodes
+
+
+def words(values: np.ndarray[Any, Any]) -> list[bytes]:
+    return [values[:2].astype(kind).tobytes() for kind in (np.float16, np.float32, np.float64)]
+
+
+def left_in_clear(grid: Nodes, strategy: DoubleBlind) -> list[str]:
+    """What of the nodes' updates, metrics and examples is in the bytes that left them."""
+    carried = b"".join(message_to_proto(each).SerializeToString() for each in grid.came)
+    found = []
+    for message in grid.sent[:NODES]:
+        node = message.metadata.dst_node_id
+        broadcast = decode_broadcast(message.content["dbcl"]["broadcast"])
+        update = dbcl.update(trained(message, node), broadcast, examples=1)
+        for name, tensor in update.tensors.items():
+            values = tensor.double().numpy().ravel()
+            if any(each in carried for each in words(values)):
+                found.append(f"{node}: {name}")
+    secrets = {"metrics": b"loss", "a metric": np.float64(0.123456789).tobytes(), "examples": b"examples"}
+    return found + [what for what, secret in secrets.items() if secret in carried]
+
+
+def test_no_update_leaves_a_node() -> None:
+    strategy, grid = double_blind(), Nodes()
+    strategy.start(grid, num_rounds=1)
+    assert len(grid.came) == 5 * NODES
+    assert left_in_clear(grid, strategy) == []
+    clear, grid = double_blind(secure=None), Nodes(None)
+    clear.start(grid, num_rounds=1)
+    assert len(left_in_clear(grid, clear)) >= 4 * NODES  # the search finds them where they are
+
+
+def test_nothing_but_the_rounds_counts_is_reported() -> None:
+    strategy = double_blind()
+    result = strategy.start(Nodes(), num_rounds=1)
+    assert dict(result.train_metrics_clientapp[1]) == {"dbcl-accepted": NODES, "dbcl-refused": 0}
+
+
+def test_a_node_keeps_its_update_no_longer_than_it_must() -> None:
+    grid, sizes = Nodes(), []
+    grid.before = lambda exchange: sizes.append(
+        len(grid.contexts[FIRST_NODE].state["dbcl-secure"]["state"]) if exchange > 1 else 0
+    )
+    double_blind(ratio=1.5).start(grid, num_rounds=1)
+    held = 8 * sum(
+        tensor.numel() for tensor in decode_broadcast(grid.sent[0].content["dbcl"]["broadcast"]).tensors.values()
+    )
+    kept = len(grid.contexts[FIRST_NODE].state["dbcl-secure"]["state"])
+    assert sizes[1] > held
+    assert kept < sizes[1] - held + 1500  # the names and keys of the others have come
+
+
+# A server that dies
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_server_that_dies_begins_the_round_anew_with_new_keys(exchange: int, tmp_path: Path) -> None:
+    grid, settings = Nodes(), {"checkpoint": tmp_path, "insecure_seed": None}
+    double_blind(**settings).start(grid, num_rounds=1)
+
+    def die(number: int) -> None:
+        if number == exchange:
+            raise Killed
+
+    grid.before = die
+    strategy = double_blind(**settings)
+    with pytest.raises(Killed):
+        strategy.start(grid, num_rounds=2)
+    before = flat(strategy)
+    first = len(grid.sent)
+    grid.before = lambda number: None
+    strategy = double_blind(**settings)
+    assert torch.equal(flat(strategy), before)
+    strategy.start(grid, num_rounds=2)
+    assert [report.accepted for report in strategy.reports] == [NODES]
+    rounds = [message.content["dbcl"]["broadcast"] for message in grid.sent if "broadcast" in message.content["dbcl"]]
+    if exchange > 1:
+        assert rounds[NODES : 2 * NODES] == rounds[2 * NODES :]  # the same broadcasts
+    adverts = [each.content["dbcl"]["step"] for each in grid.came if not each.has_error()]
+    keys = []
+    for data in adverts:
+        with contextlib.suppress(ProtocolError):
+            advert = decode_message(Advert, data)
+            keys += [advert.share_key, advert.mask_key]
+    assert len(keys) == len(set(keys)) == 2 * NODES * (3 if exchange > 1 else 2)
+    assert first < len(grid.sent)
+
+
+def test_a_run_that_goes_on_remembers_sums_keys_and_batches(tmp_path: Path) -> None:
+    grid, settings = Nodes(nodes=8), {"checkpoint": tmp_path, "batches": 2}
+    strategy = double_blind(**settings)
+    strategy.start(grid, num_rounds=3)
+    resumed = double_blind(**settings)
+    assert strategy._secure is not None
+    assert resumed._secure is not None
+    assert resumed._secure.state() == strategy._secure.state()
+    assert play(resumed, grid, 4) == [list(grid.contexts)[1::2]]
+    with pytest.raises(ProtocolError, match="is one with secure aggregation; go on as it began"):
+        double_blind(checkpoint=tmp_path, secure=None)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("inner", "more", "complaint"),
+    [
+        (flower.Krum(fraction_evaluate=0.0), {}, "nobody sees a single one; take FedAvg or FedProx"),
+        (flower.FedMedian(fraction_evaluate=0.0), {}, "FedMedian makes more of the updates than their mean"),
+        (flower.FedTrimmedAvg(fraction_evaluate=0.0), {}, "FedTrimmedAvg makes more"),
+        (flower.FedAdam(fraction_evaluate=0.0), {}, "FedAdam makes more"),
+        (
+            flower.DifferentialPrivacyServerSideFixedClipping(flower.FedAvg(fraction_evaluate=0.0), 1.0, 1.0, 4),
+            {},
+            "DifferentialPrivacyServerSideFixedClipping makes more",
+        ),
+        (flower.FedAvg(fraction_evaluate=0.0, weighted_by_key="loss"), {}, r"counts by its examples"),
+        (flower.FedAvg(), {}, r"take FedAvg\(fraction_evaluate=0.0\)"),
+        (flower.FedAvg(fraction_evaluate=0.0, fraction_train=0.5), {}, r"take DoubleBlind\(batches=...\)"),
+        (flower.FedAvg(fraction_evaluate=0.0), {"observer": lambda *_: None}, "there are none to show"),
+        (flower.FedAvg(fraction_evaluate=0.0), {"door": dbcl.Door()}, "nodes clip to Terms"),
+        (flower.FedAvg(fraction_evaluate=0.0), {"batches": 0}, "batches are 1 or more"),
+        (flower.FedAvg(fraction_evaluate=0.0), {"batches": 2, "secure": None}, "and go with secure"),
+    ],
+)
+def test_what_does_not_go_with_sums(inner: flower.Strategy, more: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        double_blind(inner, **more)
+
+
+def test_a_strategy_that_takes_some_of_a_batch_is_refused() -> None:
+    class Some(flower.FedAvg):
+        def configure_train(self, *arguments: Any) -> list[Message]:
+            return list(super().configure_train(*arguments))[1:]
+
+    with pytest.raises(ConfigError, match="Some takes 5 of the 6 nodes of this round"):
+        double_blind(Some(fraction_evaluate=0.0)).start(Nodes(), num_rounds=1)
+
+
+def test_statistics_that_clients_measure_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    with pytest.raises(ConfigError, match="use a normalisation without running statistics"):
+        DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), model, secure=TERMS)
+
+
+def test_an_app_without_the_mod_sends_nothing() -> None:
+    grid = Nodes(None)
+    with pytest.raises(ProtocolError, match="no sum could be made"):
+        double_blind().start(grid, num_rounds=1)
+    assert grid.came
+    assert all("this update would leave in clear" in answer.error.reason for answer in grid.came)
+
+
+def test_an_app_with_the_mod_gives_no_update_to_a_server_that_wants_one_in_clear() -> None:
+    grid = Nodes()
+    with pytest.raises(ProtocolError):
+        double_blind(secure=None).start(grid, num_rounds=1)
+    assert len(grid.came) == NODES
+    assert all("it was asked for an update in clear" in answer.error.reason for answer in grid.came)
+
+
+def test_an_app_with_the_mod_does_not_evaluate() -> None:
+    grid = Nodes()
+    broadcast = dbcl.encode(dbcl.Server(net()).open_round())
+    message = Message(RecordDict({"dbcl": ConfigRecord({"broadcast": broadcast})}), FIRST_NODE, "evaluate")
+    (answer,) = LocalGrid.send_and_receive(grid, [message])
+    assert "what a node measures would leave it in clear" in answer.error.reason
+
+
+def test_other_terms_on_the_nodes_are_refused() -> None:
+    grid = Nodes(SecureMod(Terms(bound=2.0, most=40, min_cohort=3, colluding=0.0)))
+    with pytest.raises(ProtocolError, match="no sum could be made"):
+        double_blind().start(grid, num_rounds=1)
+    reasons = [each.error.reason for each in grid.came if each.has_error()]
+    assert any("its bound is 4.0 and must be 2.0" in reason for reason in reasons)
