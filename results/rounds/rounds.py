@@ -5,6 +5,7 @@
     python results/rounds/rounds.py cifar                      CIFAR-10: the accuracy after 300 rounds
     python results/rounds/rounds.py unequal                    clients with unequal data: Dirichlet 0.3, two shards each
     python results/rounds/rounds.py diverging                  the CNN at rates at which clients diverge, door by door
+    python results/rounds/rounds.py secure                     blind with and without secure aggregation, 20 a round
     python results/rounds/rounds.py report                     the tables and the picture of what lies here
 
 A row for each run goes to rows.jsonl beside this file; a row that is there is not made again, so an interrupted scan
@@ -80,7 +81,14 @@ def diverging(model: str, seeds: int) -> Iterator[Job]:
         yield "diverging", "blind", settings, TARGETS["mnist-cnn"], 50
 
 
-JOBS = {"scan": scan, "presets": presets, "cifar": cifar, "unequal": unequal, "diverging": diverging}
+def secure(model: str, seeds: int) -> Iterator[Job]:
+    """20 clients a round, which are 10 in each of two lanes; sums are those of the ring, without the masks."""
+    for seed, way in itertools.product(range(seeds), ({}, {"secure_aggregation": True})):
+        own = {"model": "mnist-mlp", **CLIENTS["mnist-mlp"], "fraction": 0.2, **way, "seed": seed}
+        yield "secure", "blind", own, TARGETS["mnist-mlp"], MOST["mnist-mlp"]
+
+
+JOBS = {"scan": scan, "presets": presets, "cifar": cifar, "unequal": unequal, "diverging": diverging, "secure": secure}
 
 
 @cache
@@ -181,6 +189,7 @@ TITLES = {
     "presets": "`python results/rounds/rounds.py presets --model MODEL`: the presets, and `blind` with one change.",
     "cifar": "`python results/rounds/rounds.py cifar --device cuda`: CIFAR-10, no augmentation, 300 rounds.",
     "unequal": "`python results/rounds/rounds.py unequal`: clients with unequal data.",
+    "secure": "`python results/rounds/rounds.py secure`: without and with secure aggregation; all its bytes count.",
     "diverging": "`python results/rounds/rounds.py diverging --device cuda`: a rate at which clients diverge.",
 }
 COLUMNS = """| preset | settings | seeds | median rounds | each | median MB | median accuracy at the end | refused |
