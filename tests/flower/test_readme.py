@@ -9,13 +9,15 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
-from flwr.serverapp.strategy import FedAdam
+from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import Tensor, nn
 
+import dbcl
 from dbcl.flower import LocalGrid
 
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "flower.md").read_text()
 DIFF = PAGE.split("## The diff")[1].split("```diff\n")[1].split("```")[0]
+SECURE = PAGE.split("## Secure aggregation")[1].split("```diff\n")[1].split("```")[0]
 
 
 class Net(nn.Sequential):
@@ -33,9 +35,9 @@ def fit(model: nn.Module, data: Tensor) -> float:
     return measured(model, data)
 
 
-def side(sign: str) -> str:
+def side(sign: str, diff: str = DIFF) -> str:
     """The lines of one side of the diff, with two rounds instead of a hundred."""
-    lines = [line[1:] for line in DIFF.splitlines() if line[:1] in (" ", sign, "")]
+    lines = [line[1:] for line in diff.splitlines() if line[:1] in (" ", sign, "")]
     return "\n".join(lines).replace("num_rounds=100", "num_rounds=2")
 
 
@@ -64,6 +66,25 @@ def test_both_sides_of_the_diff_train_and_evaluate(sign: str, tmp_path: Path, mo
     seen = play(side(sign))
     assert {"train", "evaluate"} <= set(seen)
     assert (tmp_path / "checkpoints").exists() == (sign == "+")
+
+
+def test_the_diff_for_secure_aggregation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "secure" not in side("-", SECURE).lower()
+    names: dict[str, Any] = {"dbcl": dbcl, "FedAvg": FedAvg, "ClientApp": ClientApp, "Net": Net}
+    exec(side("+", SECURE), names)
+
+    @names["app"].train()
+    def train(message: Message, context: Context) -> Message:
+        model = dbcl.flower.blinded(Net(), message)
+        return dbcl.flower.reply(model, message, examples=5, metrics={"loss": fit(model, torch.ones(5, 8))})
+
+    kept: list[str] = []
+    grid = LocalGrid(names["app"], nodes=8, hook=lambda message: kept.extend(message.content["dbcl"]))
+    names["strategy"].start(grid, num_rounds=1)
+    assert [report.accepted for report in names["strategy"].reports] == [8]
+    assert set(kept) == {"broadcast", "secure", "step"}
+    assert len(list((tmp_path / "dbcl-secrets").iterdir())) == 8
 
 
 def test_every_function_of_the_client_is_in_the_diff() -> None:

@@ -24,7 +24,7 @@ from dbcl.flower import DoubleBlind, LocalGrid, SecureMod, blinded, reply
 from dbcl.flower.grid import FIRST_NODE
 from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import decode_broadcast
-from dbcl.protocol.secagg import Identity, Registry, Terms
+from dbcl.protocol.secagg import Identity, Registry, SecureRounds, Terms
 from dbcl.protocol.secagg.messages import Advert, decode_message
 from dbcl.protocol.secagg.ring import LEVELS
 
@@ -270,6 +270,19 @@ def test_of_two_lanes_the_one_that_is_whole_counts() -> None:
     strategy.start(grid, num_rounds=2)
     assert sorted(strategy.reports[1].lanes) == [0, 4]
     assert any("would show node 1002 alone" in reason for reason in strategy.reports[1].refused)
+
+
+def test_with_a_missing_node_more_are_left_out_than_may_collude() -> None:
+    server = dbcl.Server(net(), cover="all", lanes=1)
+    rounds = SecureRounds(server, Terms(bound=4.0, min_cohort=4))
+    names = [f"node {number}" for number in range(12)]
+    assert rounds.harmless(names[1:]) == names[1:]  # there was no sum yet
+    rounds.rosters.add(names)
+    assert rounds.harmless(names) == names
+    assert rounds.harmless(names[1:]) == names[1:7]  # 4 of 12 may collude, so 5 with the missing one
+    assert rounds.harmless(names[4:]) == names[4:]  # 4 are missing: nobody is alone
+    rounds.terms = Terms(bound=4.0, min_cohort=7)
+    assert rounds.harmless(names[1:]) == []
 
 
 # Batches

@@ -241,16 +241,17 @@ class SecureRounds:
     def harmless(self, clients: Sequence[str]) -> list[str]:
         """Of clients that could take part, those whose sums are large enough and would single nobody out.
 
-        Where one of a group that was together before is missing, another one is left out with it: then the difference
-        of the sums shows the two together.
+        Where one of a group that was together before is missing, one more than may collude are left out with it: then
+        the difference of the sums shows the missing one together with an honest other one, or more.
         """
         lanes: dict[str, list[str]] = {}
         for client in clients:
             lanes.setdefault(self.server.open_round(client).plan.digest, []).append(client)
         chosen: list[str] = []
         for members in lanes.values():
-            without_one = ([name for name in members if name != out] for out in reversed(members))
-            for each in chain([members], without_one):
+            out = self.terms.colluders(len(members) + 1) + 1
+            turned = (members[start:] + members[:start] for start in range(len(members)))
+            for each in chain([members], (names[:-out] for names in turned)):
                 if len(each) >= self.terms.min_cohort and not self.rosters.singled_out(each):
                     chosen += each
                     break
