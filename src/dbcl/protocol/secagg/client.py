@@ -41,6 +41,14 @@ class ClientRound:
     `broadcast` and `plan` are the digests of what the client itself received: clients that were sent something else
     have other masks, which do not cancel. `terms` is what it insists on. `registry` holds the others' identities;
     without it a server can invent as many clients as it likes, and then nothing is promised.
+
+    >>> own = ClientRound("ann", Identity(bytes(32)), 3, bytes(32), bytes(32), Terms(bound=4.0))
+    >>> own.advertise().name, own.next_step
+    ('ann', 'share')
+    >>> own.advertise()
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ProtocolError: round 3: ann was asked to advertise and would share: each is done once
     """
 
     name: str

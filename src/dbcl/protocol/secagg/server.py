@@ -38,7 +38,12 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class Total:
-    """What a group's server learns: the weighted sum, the sum of the weights, and whose updates are in it."""
+    """What a group's server learns: the weighted sum, the sum of the weights, and whose updates are in it.
+
+    >>> total = Total(np.array([1.0, -2.0]), weight=2.0, members=("ann", "bob", "cleo"))
+    >>> total.values / total.weight  # the mean of their updates
+    array([ 0.5, -1. ])
+    """
 
     values: NDArray[np.float64]
     weight: float
@@ -55,6 +60,14 @@ class GroupRound:
     Any one client can make a round of its group fail; `refused` names it wherever that can be told: for bad keys, bad
     shares, wrong shares of others, silence. It cannot be told who sent words that are no update, which make the sum too
     long, nor whether a missing share is its maker's fault or its holder's: then the error names both.
+
+    >>> group = GroupRound(3, bytes(32), bytes(32), 5, Terms(bound=4.0, min_cohort=3))
+    >>> group.roster({"ann": b"DBCL", "bob": b"noise"})
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ProtocolError: round 3: 0 clients have given their keys, and 3 are needed: nothing is added
+      - ann: advert: cut short, only 4 bytes long
+      - bob: advert: does not begin with DBCL, so it is no dbcl message
     """
 
     round: int
