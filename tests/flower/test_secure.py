@@ -372,6 +372,10 @@ def test_with_a_folder_a_node_that_starts_anew_is_still_itself(tmp_path: Path) -
         context.state = RecordDict()
     strategy.start(grid, num_rounds=2)
     assert [report.accepted for report in strategy.reports] == [NODES, NODES]
+    keys = {path.parent.name.replace("-", " "): path.read_text() for path in tmp_path.glob("*/public-key")}
+    mod = SecureMod(TERMS, tmp_path, Registry({name: bytes.fromhex(key) for name, key in keys.items()}))
+    strategy.start(again := Nodes(mod), num_rounds=3)  # everybody is known from elsewhere
+    assert len(keys) == strategy.reports[2].accepted == len(again.contexts)
 
 
 @pytest.mark.parametrize("server_knows", [True, False])
@@ -441,17 +445,19 @@ def test_nothing_but_the_rounds_counts_is_reported() -> None:
 
 
 def test_a_node_keeps_its_update_no_longer_than_it_must() -> None:
-    grid, sizes = Nodes(), []
-    grid.before = lambda exchange: sizes.append(
-        len(grid.contexts[FIRST_NODE].state["dbcl-secure"]["state"]) if exchange > 1 else 0
-    )
-    double_blind(ratio=1.5).start(grid, num_rounds=1)
-    held = 8 * sum(
-        tensor.numel() for tensor in decode_broadcast(grid.sent[0].content["dbcl"]["broadcast"]).tensors.values()
-    )
-    kept = len(grid.contexts[FIRST_NODE].state["dbcl-secure"]["state"])
-    assert sizes[1] > held
-    assert kept < sizes[1] - held + 1500  # the names and keys of the others have come
+    grid, kept = Nodes(), {}
+
+    def note(exchange: int) -> None:
+        if exchange > 1:
+            kept[exchange] = grid.contexts[FIRST_NODE].state["dbcl-secure"]["state"]
+
+    grid.before = note
+    double_blind().start(grid, num_rounds=1)
+    message = next(each for each in grid.sent if each.metadata.dst_node_id == FIRST_NODE)
+    broadcast = decode_broadcast(message.content["dbcl"]["broadcast"])
+    update = dbcl.update(trained(message, FIRST_NODE), broadcast, examples=1)
+    secret = next(iter(update.tensors.values())).double().numpy().ravel()[:2].tobytes()
+    assert {exchange: secret in data for exchange, data in kept.items()} == {2: True, 3: True, 4: False, 5: False}
 
 
 # A server that dies

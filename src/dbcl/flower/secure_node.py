@@ -1,7 +1,6 @@
 """A node under secure aggregation: a mod that lets nothing leave but the five answers of the protocol."""
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ from dbcl.protocol.secagg import Identity, Registry, SecureClient, Terms
 from dbcl.protocol.secagg.pins import FirstUse
 from dbcl.state import State
 
-log = logging.getLogger("flwr.dbcl")
-
 KEPT = "dbcl-secure"
 """The record in a node's context that holds its side of the round, where there is no folder."""
 
@@ -36,8 +33,8 @@ class SecureMod:
     `terms` must be those of `DoubleBlind(secure=terms)`. Flower may start a process for each message, and two at once
     where a server sends two: in `folder`, on the node's own disk, the node keeps its key, the keys of the others and
     its side of the round, and takes each step once, whatever it is sent. Without one all that is in `context.state`,
-    which is enough for a server that keeps to the protocol. `registry` says who the others are; without it their keys
-    are remembered from the first time on.
+    which is enough for a server that keeps to the protocol. `registry` says who the others are, by what is in the file
+    `public-key` of their folders; without it their keys are remembered from the first time on.
 
     >>> import torch, dbcl.flower
     >>> from flwr.clientapp import ClientApp
@@ -95,14 +92,12 @@ class SecureMod:
         client = SecureClient(name, Identity(), self.terms, registry)
         with self._place(context) as place:
             kept = place.read()
-            if kept is None:
-                log.info("%s signs with the key %s", name, client.identity.public.hex())
-            else:
+            if kept is not None:
                 client.load_state(State(*unpack(CHECKPOINT, kept)))
             try:
                 yield client
             finally:  # a step that failed half way is taken
-                place.write(pack(CHECKPOINT, *client.state()))
+                place.write(pack(CHECKPOINT, *client.state()), client.identity.public)
 
     @contextlib.contextmanager
     def _place(self, context: Context) -> "Iterator[_Folder | _Context]":
@@ -112,7 +107,7 @@ class SecureMod:
         folder = Path(self.folder).expanduser() / f"node-{context.node_id}"
         make_folder(folder, secret=True)
         with locked(folder):  # a second message at the same time is refused
-            yield _Folder(folder / "secure.dbcl")
+            yield _Folder(folder)
 
 
 @dataclass(frozen=True)
@@ -120,10 +115,13 @@ class _Folder:
     path: Path
 
     def read(self) -> bytes | None:
-        return self.path.read_bytes() if self.path.exists() else None
+        own = self.path / "secure.dbcl"
+        return own.read_bytes() if own.exists() else None
 
-    def write(self, data: bytes) -> None:
-        write_atomic(self.path, data, mode=SECRET)
+    def write(self, data: bytes, public: bytes) -> None:
+        write_atomic(self.path / "secure.dbcl", data, mode=SECRET)
+        if not (self.path / "public-key").exists():  # for the registries of others
+            write_atomic(self.path / "public-key", public.hex().encode())
 
 
 @dataclass(frozen=True)
@@ -135,5 +133,5 @@ class _Context:
         data = record.get("state") if isinstance(record, ConfigRecord) else None
         return data if isinstance(data, bytes) else None
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes, public: bytes) -> None:
         self.context.state[KEPT] = ConfigRecord({"state": data})
