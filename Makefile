@@ -54,7 +54,7 @@ dist:
 
 bench: .venv/ready
 	$(INSTALL) --editable '.[bench]'
-	for name in layers small rounds memory flower; do $(BENCH) benchmarks/$$name.py --out $(RESULTS)/$$name.json || exit 1; done
+	for name in layers small rounds memory flower secagg; do $(BENCH) benchmarks/$$name.py --out $(RESULTS)/$$name.json || exit 1; done
 
 bench-check:
 	$(MAKE) bench RESULTS=build/bench
