@@ -24,8 +24,9 @@ from dbcl.flower import DoubleBlind, LocalGrid, SecureMod, blinded, reply
 from dbcl.flower.grid import FIRST_NODE
 from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import decode_broadcast
-from dbcl.protocol.secagg import Identity, Registry, SecureRounds, Terms
+from dbcl.protocol.secagg import Identity, Registry, SecureClient, SecureRounds, Terms
 from dbcl.protocol.secagg.messages import Advert, decode_message
+from dbcl.protocol.secagg.pins import FirstUse
 from dbcl.protocol.secagg.ring import LEVELS
 
 NODES = 6
@@ -395,6 +396,22 @@ def test_another_key_under_a_known_name_is_refused(server_knows: bool, caplog: p
         refusing = {line.split(" failed")[0][-9:] for line in caplog.text.splitlines() if "known by another" in line}
         assert refusing >= {f"node {node}" for node in grid.contexts if node != FIRST_NODE + 2}
         assert len(strategy.reports) == 1
+
+
+@pytest.mark.parametrize("values", [{}, {"known": {"ann": "00"}}, {"known": {"ann": "x" * 64}}, {"known": ["ann"]}])
+def test_keys_that_cannot_be_read_are_not_taken(values: dict[str, Any]) -> None:
+    known = FirstUse({"bob": bytes(32)})
+    with pytest.raises(ProtocolError, match="does not say who is known by which key"):
+        known.load_state(dbcl.State(values, {}))
+    assert known.known == {"bob": bytes(32)}
+
+
+def test_the_state_of_another_node_is_refused() -> None:
+    ann, bob = (SecureClient(name, Identity(), TERMS) for name in ("ann", "bob"))
+    with pytest.raises(ProtocolError, match="the state is of ann, and this is bob"):
+        bob.load_state(ann.state())
+    with pytest.raises(ProtocolError, match=r"the state of bob cannot be read \(KeyError\)"):
+        bob.load_state(dbcl.State({}, {}))
 
 
 def test_a_registry_says_who_may_take_part() -> None:

@@ -49,7 +49,10 @@ class FirstUse(Registry):
 
     def load_state(self, state: State) -> None:
         """Go back to what `state` gave."""
-        known = state.values.get("known")
-        if not isinstance(known, dict) or not all(is_name(name) and len(key) == 2 * KEY for name, key in known.items()):
+        try:
+            known = {name: bytes.fromhex(key) for name, key in state.values["known"].items()}
+        except (KeyError, AttributeError, TypeError, ValueError):
+            known = {"": b""}
+        if not all(is_name(name) and len(key) == KEY for name, key in known.items()):
             raise ProtocolError("the state does not say who is known by which key")
-        object.__setattr__(self, "known", {name: bytes.fromhex(key) for name, key in known.items()})
+        object.__setattr__(self, "known", known)
