@@ -1,0 +1,79 @@
+"""The audit of a run with secure aggregation: the server's seat has sums, and no update by itself."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dbcl.audit.attacks.images import image_findings
+from dbcl.audit.attacks.matching import Matching
+from dbcl.audit.attacks.sources import sources
+from dbcl.audit.rehearsal import VICTIM, Rehearsal, draw_batches, rehearse
+from dbcl.audit.suite import seats
+from dbcl.protocol.secagg.ring import Ring
+from dbcl.run import RunConfig, task_of
+from dbcl.run.assemble import build_plan
+
+CONFIG = RunConfig(model="dlg-lenet", veil=0.2, lr=0.1, seed=0, secure_aggregation=True, fraction=0.2)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
+    script = draw_batches(np.arange(100), (4, 6, 1), seed=3)
+    return rehearse(CONFIG, task_of(CONFIG), script, tmp_path_factory.mktemp("rehearsal"))
+
+
+def test_the_server_has_the_mean_of_the_victims_lane(played: Rehearsal) -> None:
+    saw = played.server_saw(1)
+    assert saw.clients[0] == VICTIM
+    assert len(saw.clients) == 3  # of 6 in two lanes
+    updates = [saw.seen.updates[str(client)].tensors for client in saw.clients]
+    step = Ring(CONFIG.secure_bound, 3).step
+    for name, mean in saw.tensors.items():
+        clear = torch.stack([each[name] for each in updates]).mean(0)
+        torch.testing.assert_close(mean, clear, rtol=0, atol=step)
+        steps = 3 * mean.double() / step
+        assert float((steps - steps.round()).abs().max()) < 1e-3  # rounded
+    alone = replace(played, bound=None).server_saw(1)
+    assert alone.clients == (VICTIM,)
+    for name, tensor in alone.tensors.items():
+        assert torch.equal(tensor, saw.seen.updates[str(VICTIM)].tensors[name])
+
+
+def test_attacks_know_that_it_is_a_sum(played: Rehearsal) -> None:
+    (server, *_) = sources(played, {}, tested=[0, 1])
+    (alone, *_) = sources(replace(played, bound=None), {}, tested=[0, 1])
+    assert (server.name, alone.name) == ("the sum of 3 updates", "the update itself")
+    assert [victim.crowd(name) for victim in server.victims for name in server.gradients[0]] == [3] * 2 * len(
+        server.gradients[0]
+    )
+    lr = played.server.setting.local.lr
+    saw = played.server_saw(0)
+    for name, gradient in server.gradients[0].items():
+        torch.testing.assert_close(gradient.flatten(), -3 * saw.tensors[name].flatten() / lr, rtol=1e-5, atol=1e-9)
+
+
+def test_pictures_are_matched_as_many_as_are_in_the_sum(played: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dbcl.audit.attacks import images
+
+    counts = []
+    recover = images.recover
+
+    def watched(model, gradient, shape, labels, count, *more, **named):  # type: ignore[no-untyped-def]
+        counts.append(count)
+        return recover(model, gradient, shape, labels, count, *more, **named)
+
+    monkeypatch.setattr(images, "recover", watched)
+    pictures = task_of(CONFIG).pictures
+    assert pictures is not None
+    findings = image_findings(played, pictures, {}, [0], Matching(steps=1, restarts=1), tell=str)
+    assert set(counts) == {3}
+    assert {finding.seat for finding in findings} == {"server"}
+
+
+def test_the_seats_say_so() -> None:
+    plan = build_plan(CONFIG, task_of(CONFIG).make_model(0))
+    told = {seat: has for seat, has, _ in seats(plan, CONFIG)}
+    assert "the sum of the updates in each lane, of 8 clients or more" in told["server"]
+    assert "each client's update" in {seat: has for seat, has, _ in seats(plan, RunConfig())}["server"]
