@@ -37,10 +37,11 @@ class Federation:
     """One SuperLink and its nodes, with everything they write in one folder; leaving the context ends all of them.
 
     With `keys`, a folder made by the example's make_keys.py, connections are encrypted and nodes must be registered.
+    `app` is what it runs.
     """
 
-    def __init__(self, folder: Path, keys: Path | None = None) -> None:
-        self.folder, self.keys = folder, keys
+    def __init__(self, folder: Path, keys: Path | None = None, app: Path = APP) -> None:
+        self.folder, self.keys, self.app = folder, keys, app
         self.port = free_port()
         self.superlink: subprocess.Popen[bytes]
         self.reached_at = self.port  # where nodes connect to; a relay sets its own port here
@@ -151,7 +152,7 @@ class Federation:
     def run(self, *options: str, **config: str | int | float) -> str:
         """Start the example app and give the run's number."""
         words = [f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in config.items()]
-        return str(self.flwr("run", str(APP), "trial", "--run-config", " ".join(words), *options)["run-id"])
+        return str(self.flwr("run", str(self.app), "trial", "--run-config", " ".join(words), *options)["run-id"])
 
     def status(self, run: str) -> str:
         return str(self.flwr("list", "trial", "--run-id", run)["runs"][0]["status"])

@@ -286,6 +286,13 @@ def test_with_a_missing_node_more_are_left_out_than_may_collude() -> None:
     assert rounds.harmless(names[1:]) == []
 
 
+def test_lanes_stay_as_they_are_where_a_node_is_away() -> None:
+    strategy, grid = double_blind(lanes=2), Nodes(nodes=8)
+    strategy.start(grid, num_rounds=1)
+    grid.absent = {FIRST_NODE + 3}  # its lane has too few then
+    assert play(strategy, grid, 3) == 2 * [list(grid.contexts)[::2]]
+
+
 # Batches
 
 
@@ -515,6 +522,25 @@ def test_a_server_that_dies_begins_the_round_anew_with_new_keys(exchange: int, t
             keys += [advert.share_key, advert.mask_key]
     assert len(keys) == len(set(keys)) == 2 * NODES * (3 if exchange > 1 else 2)
     assert first < len(grid.sent)
+
+
+def test_a_server_that_dies_in_its_first_round_remembers_whom_it_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They have signed who is in the sum: with one more, the difference would be that one."""
+    grid = Nodes()
+    grid.absent = {FIRST_NODE}
+
+    def die(number: int) -> None:
+        if number == 5:
+            raise Killed
+
+    grid.before = die
+    with pytest.raises(Killed):
+        double_blind(checkpoint=tmp_path).start(grid, num_rounds=1)
+    grid.absent, grid.before = set(), lambda number: None
+    assert play(double_blind(checkpoint=tmp_path), grid, 1) == [list(grid.contexts)[1:]]
+    assert "begins anew" not in caplog.text
 
 
 def test_a_run_that_goes_on_remembers_sums_keys_and_batches(tmp_path: Path) -> None:
