@@ -70,6 +70,7 @@ def test_pictures_are_matched_as_many_as_are_in_the_sum(played: Rehearsal, monke
     findings = image_findings(played, pictures, {}, [0], Matching(steps=1, restarts=1), tell=str)
     assert set(counts) == {3}
     assert {finding.seat for finding in findings} == {"server"}
+    assert {finding.target for finding in findings} == {"image"}  # whose label is whose, a sum does not say
 
 
 def test_the_seats_say_so() -> None:

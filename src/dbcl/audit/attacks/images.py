@@ -129,12 +129,14 @@ def image_findings(
             _client_attacks(attempts, number, rehearsal, round, template, known[number], found)
     victims = torch.from_numpy(rehearsal.script[list(rounds), VICTIM, 0])
     together = [rehearsal.script[round, list(rehearsal.server_saw(round).clients), 0] for round in rounds]
-    found_all = []
+    findings = []
     for attack, results in attempts.results.items():
         each = zip(results, together, strict=True)
         paired = [_victims_own(result, dataset, torch.from_numpy(rows)) for result, rows in each]
-        found_all += _picture_findings(attack, paired, dataset, victims)
-    return found_all
+        findings += _picture_findings(attack, paired, dataset, victims)
+    # A sum shows which labels are in it and not whose they are: the one that was paired with the victim's says nothing.
+    summed = rehearsal.bound is not None
+    return [finding for finding in findings if not (summed and (finding.seat, finding.target) == ("server", "label"))]
 
 
 def _victims_own(result: Recovered | str, dataset: Dataset, truth: Tensor) -> Recovered | str:
