@@ -104,7 +104,8 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 def _option(field: "dataclasses.Field[Any]") -> inspect.Parameter:
     setting, hint = about(field), get_type_hints(RunConfig)[field.name]
     kind = str if setting.read else next((each for each in get_args(hint) if each is not type(None)), hint)
-    option = typer.Option(help=escape(explain(field.name)), rich_help_panel=setting.panel, show_default=False)
+    names = [f"--{field.name.replace('_', '-')}"] if kind is bool else []  # a second, --no-..., would widen the panel
+    option = typer.Option(*names, help=escape(explain(field.name)), rich_help_panel=setting.panel, show_default=False)
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
