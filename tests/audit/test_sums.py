@@ -9,7 +9,9 @@ import torch
 from dbcl.audit.attacks.images import image_findings
 from dbcl.audit.attacks.matching import Matching
 from dbcl.audit.attacks.sources import sources
+from dbcl.audit.findings import Audit, Finding
 from dbcl.audit.rehearsal import VICTIM, Rehearsal, draw_batches, rehearse
+from dbcl.audit.report.wording import advice, rehearsal_text, verdicts
 from dbcl.audit.suite import seats
 from dbcl.protocol.secagg.ring import Ring
 from dbcl.run import RunConfig, task_of
@@ -71,6 +73,25 @@ def test_pictures_are_matched_as_many_as_are_in_the_sum(played: Rehearsal, monke
     assert set(counts) == {3}
     assert {finding.seat for finding in findings} == {"server"}
     assert {finding.target for finding in findings} == {"image"}  # whose label is whose, a sum does not say
+
+
+def test_the_page_speaks_of_sums() -> None:
+    settings = {"clients": 100, "fraction": 0.2, "veil": 0.2, "seed": None}
+    found = Finding("matching", "server", "adaptive", "image", "psnr", 9.0, chance=13.0)
+    pages = [
+        " ".join(
+            [*rehearsal_text(audit), *advice(audit), *(part for line in verdicts(audit) for part in map(str, line))]
+        )
+        for audit in (
+            Audit("a", {**settings, "secure_aggregation": secure}, {}, (), (found,), 1.0, parties=16)
+            for secure in (True, False)
+        )
+    ]
+    assert "The server gets less from larger sums" in pages[0]
+    assert "It has sums alone here" in pages[0]
+    assert "The server is trusted" not in pages[0]
+    assert "each client's update by itself" not in pages[0]
+    assert "each client's update by itself" in pages[1]
 
 
 def test_the_seats_say_so() -> None:

@@ -89,6 +89,11 @@ TRUSTED = (
     "The server is trusted: it sees each client's update and knows sketch and veil, so neither protects from it. "
     "Secure aggregation over many clients would, and it does nothing about the clients themselves."
 )
+SUMS = (
+    "Under secure aggregation the server sees sums of several clients' updates, and the fewer they are, the more it "
+    "gets. It does nothing about the clients themselves."
+)
+SUMS_NOTE = "It has sums alone here, of as few clients as the settings allow; sketch and veil do not stop it."
 NO_PROOF = (
     "Nothing is safe because an attack failed. Every figure on this page is what these attacks got with this budget, "
     "so it is a lower bound: a better attacker gets as much or more."
@@ -159,6 +164,8 @@ def verdicts(audit: Audit) -> list[tuple[int, str, str, str]]:
     who = {**WHO, "client": "A client"}
     no_veil = {"client": NO_VEIL, "colluders": NO_VEIL_TOGETHER}
     notes = {**SEAT_NOTES, **no_veil} if audit.settings.get("veil") == 0 else SEAT_NOTES
+    if audit.settings.get("secure_aggregation"):
+        notes = {**notes, "server": SUMS_NOTE}
     lines = []
     for seat, worst in worst_by_seat(audit).items():
         rank = RANK[word(worst)] if worst else 0
@@ -195,11 +202,13 @@ def rehearsal_text(audit: Audit) -> list[str]:
     if cohort is None:
         return [first]
     if cohort > (parties or 2):
+        server = "The server sees each client's update by itself, however many there are, so its figures do not shrink."
+        if audit.settings.get("secure_aggregation"):
+            server = "The server gets less from larger sums, too."
         crowd = f"--parties {cohort} rehearses that" if cohort <= 20 else "--parties 20 rehearses a larger group"
         second = (
             f"About {cohort} clients share a round of this run. A client's attack then sees the victim mixed with "
-            f"{cohort - 2} others and usually gets less than here: dbcl audit {crowd}. The "
-            "server sees each client's update by itself, however many there are, so its figures do not shrink."
+            f"{cohort - 2} others and usually gets less than here: dbcl audit {crowd}. {server}"
         )
     else:
         second = f"About {cohort} clients share a round of this run: there is no larger crowd to hide one of them."
@@ -237,11 +246,11 @@ def _about_promise(audit: Audit) -> list[str]:
             "measured here."
         )
     if str(settings.get("sketch", "")).startswith("identity"):
-        return [*notes, TRUSTED]
+        return [*notes, _server(settings)]
     return [
         *notes,
         "The canaries are in tensors that are not sketched: noise on the others is not measured here.",
-        TRUSTED,
+        _server(settings),
     ]
 
 
@@ -278,9 +287,13 @@ def _about_settings(settings: Mapping[str, Any]) -> list[str]:
         notes.append("The secrets of this run follow from its seed: fit for an experiment, never for real data.")
     return [
         *notes,
-        TRUSTED,
+        _server(settings),
         "No formal guarantee (differential privacy) follows from these settings or from this audit.",
     ]
+
+
+def _server(settings: Mapping[str, Any]) -> str:
+    return SUMS if settings.get("secure_aggregation") else TRUSTED
 
 
 def _cohort(settings: Mapping[str, Any]) -> int | None:
