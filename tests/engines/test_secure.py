@@ -1,6 +1,8 @@
 """A server that sees only sums: the same weights as in the clear, up to rounding, and nothing but sums."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -272,3 +274,12 @@ def test_settings_of_secure_aggregation() -> None:
     ):
         with pytest.raises(ConfigError, match=complaint):
             replace(config, **change)
+
+
+def test_without_the_extra_the_command_says_what_to_install(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['Crypto'] = None; from dbcl.__main__ import main; sys.argv = sys.argv[1:]; main()"
+    command = ["dbcl", "train", "--secure-aggregation", "--fraction", "0.2", "--rounds", "1"]
+    ran = subprocess.run([sys.executable, "-c", code, *command], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert "pip install '.[secure]'" in " ".join(ran.stderr.split())
+    assert "Traceback" not in ran.stderr
