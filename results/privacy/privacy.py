@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "rounds"))
 import rounds as runs
 import torch
-from rounds import Job, key, rows, task_on
+from rounds import Job, grouped, key, rows, task_on
 
 from dbcl.audit.canaries import Canaries
 from dbcl.engines import ServerSession, evaluate
@@ -162,10 +162,7 @@ def main() -> None:
 
 def report(found: list[dict[str, Any]]) -> None:
     """Write README.md and privacy.png beside this file: medians over the seeds."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in found:
-        settings = {name: value for name, value in row["settings"].items() if name != "seed"}
-        groups.setdefault(key(row["part"], row["preset"], settings), []).append(row)
+    groups = grouped(found)
     lines = [HEAD]
     for part, title in TITLES.items():
         own = sorted((group for group in groups.values() if group[0]["part"] == part), key=order)
@@ -188,7 +185,8 @@ Written by `python results/privacy/privacy.py report` from rows.jsonl, which hol
 network 784-200-200-10, delta 1e-5; the accuracy is that of the model that is released, the running mean (0.95) of noisy
 models, on the 10,000 test pictures. Banded noise is the default with `--epsilon`; independent noise is DP-FedAvg's, and
 DP-SGD's where one example is the unit, in the same code. No amplification by sampling is claimed for either. Clip,
-rates and rounds were chosen by looking at accuracies (`scan`), which is not accounted.
+rates and rounds were chosen by looking at accuracies (`scan`), which is not accounted. A row says on which device it
+was made: all on an H200, but the frontier and part of the independent noise with one example as the unit, on a CPU.
 
 ![accuracy of the released model against epsilon](privacy.png)"""
 COMMAND = "`python results/privacy/privacy.py {} --device cuda`: "

@@ -159,12 +159,18 @@ def main() -> None:
             )
 
 
-def report(found: list[dict[str, Any]]) -> None:
-    """Write README.md and rounds.png beside this file: medians over the seeds, and the curves of the presets."""
+def grouped(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of runs that differ in their seeds alone."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in found:
         settings = {name: value for name, value in row["settings"].items() if name != "seed"}
         groups.setdefault(key(row["part"], row["preset"], settings), []).append(row)
+    return groups
+
+
+def report(found: list[dict[str, Any]]) -> None:
+    """Write README.md and rounds.png beside this file: medians over the seeds, and the curves of the presets."""
+    groups = grouped(found)
     lines = [HEAD]
     for part in JOBS:
         own = [group for group in groups.values() if group[0]["part"] == part]
