@@ -1,8 +1,9 @@
 """All that one party saw in a run, and nothing else: the only input of an attack.
 
 A transcript is a folder with `setting.json`, which holds what everybody knows, and one safetensors file for each round
-that the party took part in. The messages are in it byte for byte as they crossed the wire. What really happened lies in
-a folder of its own, `truth`, which no attack opens: only scoring does.
+whose broadcast the party received, whether its update was used, lost or refused, or it was asked to evaluate only. The
+messages are in it byte for byte as they crossed the wire. What really happened lies in a folder of its own, `truth`,
+which no attack opens: only scoring does.
 """
 
 import json
@@ -72,7 +73,8 @@ class Seen:
 
     `updates` are by sender: a client's own under its number, the server's by client, or their sum under "sum", or with
     several lanes the sum of each lane under "sum 0", "sum 1" and so on. `broadcasts` are those of the lanes that it
-    knows: a client one, the server all. `weights` is W before the round, which only the server holds.
+    knows: a client one, the server all. `weights` is W before the round, which only the server holds. A client that was
+    shown a round in which no update of its own counted has a broadcast and no updates.
     """
 
     broadcasts: tuple[Broadcast, ...]
@@ -160,7 +162,7 @@ class Truth:
         return {name: after[name] - before[name] for name in before}
 
     def cohort(self, round: int) -> list[int]:
-        """Which clients took part in a round."""
+        """Which clients took part in a round, and not only saw its broadcast."""
         return _cohorts(self.folder)[str(round)]
 
 
@@ -168,7 +170,7 @@ class Recorder:
     """Writes the transcripts of a run round by round: set it as an engine's `observer`.
 
     Parties are numbers of clients, "server" (which sees each client's update) and "server-sum" (which sees only their
-    sum, as under secure aggregation).
+    sum, as under secure aggregation). A client's transcript has every round whose broadcast it was sent.
 
     >>> import tempfile, dbcl
     >>> from dbcl.engines import LocalEngine
@@ -195,7 +197,9 @@ class Recorder:
         make_folder(self.truth, secret=True)
         for place in (*self.folders.values(), self.truth):  # rounds that a crash recorded and resume plays again
             for round in _rounds(place):
-                if round >= session.round:
+                # What was only shown of the open round stays seen: it is sent again as it was, perhaps to others.
+                shown = round == session.round > 0 and _only_shown(_path(place, round)) and place != self.truth
+                if round >= session.round and not shown:
                     _path(place, round).unlink()
         read = _cohorts(self.truth) if session.round else {}
         self.cohorts: dict[str, list[int]] = {key: value for key, value in read.items() if int(key) < session.round}
@@ -203,16 +207,22 @@ class Recorder:
         self._save(self.truth, session.round, self.before)
 
     def __call__(self, broadcasts: Mapping[int, Broadcast], messages: Mapping[int, Update | bytes]) -> None:
-        """Take note of a round that was just closed."""
+        """Take note of a round that was just closed, or without messages, of one that is open and was only shown.
+
+        `broadcasts` may hold clients that are not in `messages`: they saw the round, and no update of theirs was used.
+        """
         lanes = list({id(broadcast): broadcast for broadcast in broadcasts.values()}.values())
         round = lanes[0].round
         sent = {f"broadcast/{number:06d}": _tensor(encode(broadcast)) for number, broadcast in enumerate(lanes)}
         updates = {str(client): message for client, message in messages.items()}
         for party, folder in self.folders.items():
             if party.isdigit():
-                if party in updates:
+                if int(party) in broadcasts:
                     own_lane = {"broadcast": _tensor(encode(broadcasts[int(party)]))}
-                    self._save(folder, round, {**own_lane, f"update/{party}": _message(updates[party])})
+                    answer = {f"update/{party}": _message(updates[party])} if party in updates else {}
+                    self._save(folder, round, {**own_lane, **answer})
+                continue
+            if not updates:
                 continue
             told: Mapping[str, Update | bytes] = updates
             if party == "server-sum":
@@ -220,6 +230,8 @@ class Recorder:
             received = {f"update/{who}": _message(update) for who, update in told.items()}
             own = {f"weights/{name}": tensor for name, tensor in self.before.items()}
             self._save(folder, round, {**sent, **received, **own})
+        if not updates:  # the weights have not changed
+            return
         self.cohorts[str(round)] = list(messages)
         write_atomic(self.truth / "cohorts.json", json.dumps(self.cohorts).encode(), mode=SECRET)
         self.before = self._weights()
@@ -281,6 +293,15 @@ def _check_kinds(setting: Setting) -> None:
 
 def _rounds(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in folder.glob("*.safetensors") if path.stem.isdecimal())
+
+
+def _only_shown(path: Path) -> bool:
+    """Whether a round's file holds a broadcast without any update; a damaged file holds nothing."""
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            return not any(name.startswith("update/") for name in file.keys())  # noqa: SIM118
+    except (OSError, safetensors.SafetensorError):
+        return False
 
 
 def _cohorts(truth: Path) -> dict[str, list[int]]:

@@ -31,7 +31,7 @@ from dbcl.flower.secure_server import SecureExchange
 from dbcl.flower.state import StrategyState
 from dbcl.plan import Ratio, SketchPlan
 from dbcl.privacy import PrivacyPlan
-from dbcl.protocol import Admission, Door, RoundReport, Server, checkpoint, encode
+from dbcl.protocol import Admission, Broadcast, Door, RoundReport, Server, checkpoint, encode
 from dbcl.protocol.aggregation import Aggregate, mean_metrics, replacement
 from dbcl.protocol.secagg import Terms
 from dbcl.protocol.state import restore_server, server_state
@@ -43,6 +43,9 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 ATTEMPTS = 3
 """How often a round is begun under secure aggregation before the run gives up."""
 
+FEW = 10
+"""With fewer nodes in a round than this, one that remembers tells single examples of the others'."""
+
 
 class DoubleBlind(Strategy):
     """Wraps any strategy of Flower's Message API; clients answer with `dbcl.flower.blinded` and `dbcl.flower.reply`.
@@ -50,7 +53,13 @@ class DoubleBlind(Strategy):
     The inner strategy chooses the nodes, sets their configuration and aggregates, and sees full-size weights only:
     each answer is checked at the `door` and lifted to W + dV R^T before it sees it. (FedAvg and FedProx see the metrics
     alone: the server averages first and lifts once, which is the same.) Nodes get the round's broadcast, to train and
-    to evaluate; the true weights stay here, in `server.model`, which is `model`. `plan`, `ratio`, `cover`, `veil`,
+    to evaluate; the true weights stay here, in `server.model`, which is `model`. To evaluate, a node gets the broadcast
+    of the round to come. So that nobody sees rounds that it takes no part in, only nodes that train in that round are
+    asked, of those that the inner strategy chooses: it is asked for the round's nodes before the evaluation and not
+    after it. `evaluate_cohort_only=False` asks all that it chooses, Flower's default of all nodes too, and says so in
+    the log.
+
+    `plan`, `ratio`, `cover`, `veil`,
     `sketch`, `layers`, `lanes`, `grouped`, `wire`, `calibration` and `insecure_seed` are those of `dbcl.Server`. A
     node's lane of a round follows from its identity: it evaluates and trains in the same one.
 
@@ -65,7 +74,9 @@ class DoubleBlind(Strategy):
 
     With a folder as `checkpoint` every finished round is kept there, the strategy's own memory too, and the same
     program started again goes on after the last of them. No wait is longer than `round_timeout` seconds, for answers or
-    for nodes. `observer` is called after every round, as in the other engines. `reports` holds the rounds' reports.
+    for nodes. `observer` is called after every round, as in the other engines, with what every node was sent of it,
+    those that only evaluated or whose answers were refused too; and at the end, without answers, with what was sent of
+    a round that is not played. `reports` holds the rounds' reports.
 
     >>> import torch, dbcl.flower
     >>> from flwr.clientapp import ClientApp
@@ -104,6 +115,7 @@ class DoubleBlind(Strategy):
         privacy: PrivacyPlan | None = None,
         secure: Terms | None = None,
         batches: int = 1,
+        evaluate_cohort_only: bool = True,
         insecure_seed: int | None = None,
         checkpoint: str | Path | None = None,
         round_timeout: float = 600.0,
@@ -126,6 +138,7 @@ class DoubleBlind(Strategy):
         if not (math.isfinite(round_timeout) and round_timeout > 0):
             raise ConfigError(f"round_timeout must be above 0 seconds, got {round_timeout}")
         self.strategy, self.round_timeout, self.observer = strategy, round_timeout, observer
+        self.evaluate_cohort_only = evaluate_cohort_only
         self.server = Server(
             model,
             plan,
@@ -153,6 +166,10 @@ class DoubleBlind(Strategy):
         self._fixed = None if insecure_seed is None else seeds.derive(bytes(32), "flower", insecure_seed)
         self._numbers: dict[int, int] = {}  # of the nodes, in the order in which they were first seen
         self._asked: list[int] = []
+        self._shown: set[int] = set()  # who was sent something of the open round
+        self._drawn: tuple[int, list[Message]] | None = None  # the inner strategy's messages of a round that is to come
+        self._train_config = ConfigRecord()
+        self._said: set[str] = set()
         self._written: tuple[int, ArrayRecord] | None = None
         self._result = Result()
         self._evaluated = False
@@ -217,6 +234,7 @@ class DoubleBlind(Strategy):
         evaluate_config: ConfigRecord | None,
         evaluate_fn: EvaluateFn | None,
     ) -> Result:
+        self._train_config, self._drawn = ConfigRecord(dict(train_config or {})), None
         self._save()  # the first round's secrets are on the disk before anything is sent
         if self._evaluated and self.server.round >= num_rounds:
             log.info("all %s rounds are done; nothing to train. %s", num_rounds, self._how_to_go_on())
@@ -224,34 +242,34 @@ class DoubleBlind(Strategy):
             self._note(self._result.evaluate_metrics_serverapp, 0, evaluate_fn(0, self._weights()))
         while self.server.round < num_rounds or (self.server.round and not self._evaluated):
             if self._evaluated or not self.server.round:
-                self._train(grid, train_config)
+                self._train(grid)
             self._evaluate(grid, evaluate_config, evaluate_fn)
+        if self.observer is not None and self._shown:
+            self.observer(self._sent(), {})  # the last evaluation is of a round that is not played
         self._result.arrays = self._weights()
         return self._result
 
-    def _train(self, grid: Grid, config: ConfigRecord | None) -> None:
+    def _train(self, grid: Grid) -> None:
         number = self.server.round + 1
         log.info("round %s: train", number)
         if self._secure is None:
-            messages = self._messages(number, config, grid)
+            messages = self._messages(number, grid)
             _, metrics = self.aggregate_train(number, grid.send_and_receive(messages, timeout=self.round_timeout))
         else:
-            metrics = self._add_securely(self._secure, number, config, grid)
+            metrics = self._add_securely(self._secure, number, grid)
         self._note(self._result.train_metrics_clientapp, number, metrics)
         self._evaluated = False
         self._save()
 
-    def _messages(self, number: int, config: ConfigRecord | None, grid: Grid) -> list[Message]:
+    def _messages(self, number: int, grid: Grid) -> list[Message]:
         # The true weights never pass through here.
-        return self.configure_train(number, ArrayRecord(), ConfigRecord(dict(config or {})), grid)
+        return self.configure_train(number, ArrayRecord(), ConfigRecord(dict(self._train_config)), grid)
 
-    def _add_securely(
-        self, secure: SecureExchange, number: int, config: ConfigRecord | None, grid: Grid
-    ) -> MetricRecord:
+    def _add_securely(self, secure: SecureExchange, number: int, grid: Grid) -> MetricRecord:
         """Play a round in which only a sum is learned; where none could be made, begin anew without who failed."""
         secure.left_out.clear()
         for left in reversed(range(ATTEMPTS)):
-            messages = self._messages(number, config, grid)
+            messages = self._messages(number, grid)
             try:
                 report = secure.play(messages, grid, self.round_timeout)
                 break
@@ -261,6 +279,7 @@ class DoubleBlind(Strategy):
                 log.warning("%s\nround %s begins anew", error, number)
         for reason in report.refused:
             log.warning("round %s: left out %s", number, reason)
+        self._shown.clear()
         self.reports.append(report)
         return _counted(report, MetricRecord())
 
@@ -288,14 +307,34 @@ class DoubleBlind(Strategy):
             log.warning("no checkpoint: should this run die, another one on the same data spends a second budget")
         if self._secure is not None:
             log.info("secure aggregation (%s): the nodes' metrics stay with them", self._secure.rounds.terms)
+        inner = vars(self._kept.strategies[-1])
+        train, evaluate = inner.get("fraction_train", 1.0), inner.get("fraction_evaluate", 0.0)
+        if not self.evaluate_cohort_only and evaluate > 0 and train < 1:
+            self._warn_of_onlookers(f"{evaluate:.0%} of the nodes evaluate and {train:.0%} train in a round")
         self.strategy.summary()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Let the inner strategy choose the nodes and their settings; they get the round's broadcast, not `arrays`."""
+        """Let the inner strategy choose the nodes and their settings; they get the round's broadcast, not `arrays`.
+
+        Where nodes have evaluated, it has chosen them for this round already.
+        """
         self._check_outermost()
         own = self._own()
+        asked = self._choose(server_round, own, config, grid)
+        self._drawn = None
+        onlookers = self._shown - {message.metadata.dst_node_id for message in asked}
+        if onlookers and not self.evaluate_cohort_only:
+            self._warn_of_onlookers(f"{len(onlookers)} nodes have seen round {server_round} and do not train in it")
+        if 0 < len(asked) < FEW and self.server.privacy is None and any(self.server.plan.veils.values()):
+            self._warn_of_few(len(asked))
+        return self._blind(asked, own, grid)
+
+    def _choose(self, server_round: int, own: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
+        """The inner strategy's messages of a round, to whom it chooses."""
+        if self._drawn is not None and self._drawn[0] == self.server.round:
+            return self._drawn[1]
         with repeatable(self._fixed, "configure", server_round):
             waiting = self._with_timeout(grid, "train")
             batch = None if self._secure is None else waiting.settle()
@@ -305,31 +344,48 @@ class DoubleBlind(Strategy):
                 f"{self._kept.names[0]} takes {len(asked)} of the {len(batch)} nodes of this round, and under secure "
                 "aggregation who adds up together stays together; take a strategy that asks all nodes it is shown"
             )
-        return self._blind(asked, own, grid)
+        return asked
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """The same to evaluate: nodes get the broadcast of the round to come, since no weights may be veiled twice.
 
-        With a guarantee no node evaluates.
+        Only those of them get it that train in that round, unless `evaluate_cohort_only` is off. With a guarantee and
+        under secure aggregation no node evaluates.
         """
         self._check_outermost()
-        if self.server.privacy is not None:
+        if self.server.privacy is not None or self._secure is not None:
             return []
         own = self._own()
         with repeatable(self._fixed, "evaluate", server_round):
             asked = list(
                 self.strategy.configure_evaluate(server_round, own, config, self._with_timeout(grid, "evaluate"))
             )
+        if asked and self.evaluate_cohort_only:
+            asked = self._of_next_cohort(asked, grid)
         return self._blind(asked, own, grid) if asked else []
+
+    def _of_next_cohort(self, asked: list[Message], grid: Grid) -> list[Message]:
+        """Those messages that go to nodes of the round to come, which see its broadcast anyway."""
+        config = ConfigRecord(dict(self._train_config))
+        self._drawn = self.server.round, self._choose(self.server.round + 1, self._own(), config, grid)
+        cohort = {message.metadata.dst_node_id for message in self._drawn[1]}
+        kept = [message for message in asked if message.metadata.dst_node_id in cohort]
+        if len(kept) < len(asked):
+            log.info(
+                "of %s nodes that were chosen to evaluate, %s train in the next round, and only these are asked",
+                len(asked),
+                len(kept),
+            )
+        return kept
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check the updates, lift them, let the inner strategy aggregate, and take its arrays as the new weights."""
         self._check_outermost()
-        sent = {node: self.server.open_round(node_name(node)) for node in self._asked}
+        sent = self._sent()
         came = self._by_node(replies)
         admission, answers = self._admit(came)
         for reason in admission.reasons:
@@ -350,12 +406,13 @@ class DoubleBlind(Strategy):
                 "answers; its log says why, most often that it needs more of them"
             )
         report = self.server.close(made, admission.tally())
+        self._shown.clear()
         self.reports.append(report)
         if self.observer is not None:
             told = {
                 self._numbers[node]: answers[node_name(node)] for node in came if node_name(node) in admission.accepted
             }
-            self.observer({self._numbers[node]: broadcast for node, broadcast in sent.items()}, told)
+            self.observer(sent, told)
         return None, _counted(report, MetricRecord() if summary is None else summary)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -381,6 +438,31 @@ class DoubleBlind(Strategy):
 
     # Their parts
 
+    def _sent(self) -> dict[int, Broadcast]:
+        """What was sent of the open round, by the number of the node, whoever of them has answered."""
+        return {self._numbers[node]: self.server.open_round(node_name(node)) for node in sorted(self._shown)}
+
+    def _warn_of_onlookers(self, who: str) -> None:
+        self._warn_once(
+            "onlookers",
+            f"{who}: who evaluates sees the broadcast of a round that it may take no part in, and the more rounds a "
+            "node sees, the more it can work out; leave out evaluate_cohort_only=False, or take "
+            "fraction_evaluate=0.0, and evaluate_fn on the server",
+        )
+
+    def _warn_of_few(self, nodes: int) -> None:
+        self._warn_once(
+            "few",
+            f"{nodes} nodes train in a round: with fewer than {FEW}, a node that remembers what it received told "
+            "whether single examples are another's (AUC 0.95 and more between two, about 0.8 with ten); more nodes in "
+            "a round help, and only a guarantee bounds it: DoubleBlind(privacy=...)",
+        )
+
+    def _warn_once(self, what: str, text: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            log.warning("%s", text)
+
     def _blind(self, asked: list[Message], own: ArrayRecord, grid: Grid) -> list[Message]:
         if any(not holds_only(message, own) for message in asked):
             raise ProtocolError(
@@ -399,9 +481,10 @@ class DoubleBlind(Strategy):
             )
             for message in asked
         ]
+        self._shown.update(self._asked)
         for node in sorted({*grid.get_node_ids(), *self._asked}):
             self._numbers.setdefault(node, len(self._numbers))
-        if self.server.plan.lanes > 1 or secure:
+        if self.server.plan.lanes > 1 or secure or self.observer is not None:
             self._save()  # after a crash a node must get the lane that it has seen, whoever is asked then
         return messages
 
@@ -536,6 +619,7 @@ class DoubleBlind(Strategy):
         own = {
             "evaluated": self._evaluated,
             "nodes": [str(node) for node in self._numbers],
+            "shown": [str(node) for node in sorted(self._shown)],
             "history": [[[n, dict(m)] for n, m in kept.items()] for kept in _histories(self._result)],
         }
         parts = {
@@ -584,6 +668,7 @@ class DoubleBlind(Strategy):
             ) from error
         self._evaluated, self._resumed = own["evaluated"], True
         self._numbers = {int(node): number for number, node in enumerate(own["nodes"])}
+        self._shown = {int(node) for node in own.get("shown", [])}  # which older checkpoints do not have
         for kept, stored in zip(_histories(self._result), own["history"], strict=True):
             kept.update({number: MetricRecord(metrics) for number, metrics in stored})
         log.info("goes on after round %s, from %s", self.server.round, folder)
