@@ -14,13 +14,17 @@ from typer.testing import CliRunner
 
 from dbcl import cli, models
 from dbcl.errors import ConfigError, DataError, PlanError
+from dbcl.protocol import checkpoint
 from dbcl.run import preset, read_metrics
 from dbcl.run.presets import to_toml
 
 Invoke = Callable[..., str]
 
 QUICK = ["train", "--fraction", "0.03"]
-"""A round of three clients with forty examples each."""
+"""A round of three clients with forty examples each, which is warned of."""
+
+TEN = ["train", "--fraction", "0.1"]
+"""A round of ten, which is not."""
 
 
 def test_a_run_leaves_its_folder_and_says_what_happened(invoke: Invoke) -> None:
@@ -72,6 +76,20 @@ def test_without_a_seed_every_run_has_its_own_secrets(invoke: Invoke) -> None:
     assert Path("one/model.safetensors").read_bytes() != Path("two/model.safetensors").read_bytes()
 
 
+def test_a_secret_seed_has_256_bits_and_lies_with_the_checkpoints_alone(invoke: Invoke) -> None:
+    invoke(*QUICK, "--rounds", "1", "--transcripts", "0,server", "--out", "one")
+    invoke(*QUICK, "--rounds", "1", "--out", "two")
+    seeds = [checkpoint.load(Path(name, "checkpoints")).values["run"]["seed"] for name in ("one", "two")]
+    assert [len(bytes.fromhex(seed)) for seed in seeds] == [32, 32]
+    assert seeds[0] != seeds[1]
+    assert all(part not in seeds[1] for part in (seeds[0][:16], seeds[0][-16:]))  # it is not a short one, filled up
+    files = [path for path in Path("one").rglob("*") if path.is_file()]
+    holding = [path for path in files if seeds[0].encode() in path.read_bytes()]
+    holding += [path for path in files if bytes.fromhex(seeds[0]) in path.read_bytes()]
+    assert {path.parent.name for path in holding} == {"checkpoints"}
+    assert {path.stat().st_mode & 0o777 for path in holding} == {0o600}
+
+
 def test_a_seed_fixes_everything_from_an_option_or_from_a_file(invoke: Invoke) -> None:
     blind = to_toml(preset("blind"))
     Path("mine.toml").write_text(f"seed = 7\n{blind}")
@@ -113,12 +131,12 @@ def streams(*arguments: str) -> tuple[str, str]:
 
 
 def test_quiet_prints_nothing() -> None:
-    assert streams(*QUICK, "--rounds", "2", "--quiet") == ("", "")
+    assert streams(*TEN, "--rounds", "2", "--quiet") == ("", "")
     assert Path("runs/001-blind-digits/model.safetensors").exists()
 
 
 def test_json_is_one_object_and_nothing_else() -> None:
-    out, err = streams(*QUICK, "--rounds", "3", "--seed", "4", "--json")
+    out, err = streams(*TEN, "--rounds", "3", "--seed", "4", "--json")
     report, history = json.loads(out), read_metrics(Path("runs/001-blind-digits"))
     assert err == ""
     best = max(history, key=lambda metrics: metrics.score)
@@ -133,6 +151,24 @@ def test_json_is_one_object_and_nothing_else() -> None:
     assert (report["seed"], report["insecure"], report["device"]) == (4, True, "cpu")
     out, _ = streams("train", "--resume", "runs/001-blind-digits", "--json")
     assert json.loads(out)["rounds"] == 3
+
+
+def test_few_clients_in_a_round_are_warned_of_once_and_quiet_says_it_too() -> None:
+    for more in ([], ["--quiet"], ["--json"]):
+        _, err = streams(*QUICK, "--rounds", "1", *more)
+        (said,) = err.splitlines()
+        assert said.startswith("warning: 3 clients take part in a round: with fewer than 10, a client that remembers")
+        assert "AUC 0.95 and more between two, about 0.8 with ten" in said
+        assert "--preset private, with few clients private-example" in said
+    _, err = streams("train", "--resume", "runs/001-blind-digits")
+    assert err == ""  # nothing is left to play
+
+
+@pytest.mark.parametrize("preset", ["plain", "paper", "private-example"])
+def test_without_a_veil_or_with_a_guarantee_few_clients_are_not_warned_of(preset: str) -> None:
+    few = ["--clients", "4", "--fraction", "1"]
+    _, err = streams("train", "--preset", preset, *few, "--rounds", "1")
+    assert err == ""
 
 
 def test_without_a_terminal_there_are_lines_and_no_bar(invoke: Invoke) -> None:
@@ -157,7 +193,7 @@ def test_patience_says_since_when_and_how_to_go_on(invoke: Invoke) -> None:
 
 
 def test_large_transcripts_are_announced_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = [*QUICK, "--rounds", "2", "--quiet", "--transcripts", "0,server"]
+    arguments = [*TEN, "--rounds", "2", "--quiet", "--transcripts", "0,server"]
     assert streams(*arguments)[1] == ""
     monkeypatch.setattr("dbcl.cli.train.MUCH", 1e6)
     said = streams(*arguments)[1]

@@ -3,13 +3,17 @@
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
+import torch
 from deploy.federation import APP, MINUTE, Federation
 from flwr.app import Context, RecordDict
+from torch import Tensor
 
-from dbcl import data
+import dbcl
+from dbcl import data, models
 from dbcl.engines import evaluate
 from dbcl.flower import LocalGrid
 
@@ -43,6 +47,39 @@ def test_server_and_clients_train_together_and_go_on(tmp_path: Path, monkeypatch
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
     digits = data.load("digits")
     assert evaluate(model, (digits.x_test, digits.y_test)).score == pytest.approx(again[-1]["accuracy"])
+
+
+def test_the_app_begins_with_weights_that_nobody_knows_unless_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(APP))
+    from dbcl_app import client_app, server_app
+
+    monkeypatch.setattr(dbcl.flower, "DoubleBlind", strategies := Kept(dbcl.flower.DoubleBlind))
+
+    def first(seed: str | int) -> dict[str, Tensor]:
+        config = {**CONFIG, "rounds": 0, "insecure-seed": seed}
+        context = Context(run_id=0, node_id=1, node_config={}, state=RecordDict(), run_config=config)
+        server_app.app(LocalGrid(client_app.app, nodes=3, run_config=config), context)
+        return dict(strategies.last.server.model.state_dict())
+
+    public = models.build("mnist-mlp").state_dict()
+    one, two, fixed, again = (first(seed) for seed in ("", CONFIG["insecure-seed"], 3, 3))
+    for name, tensor in one.items():
+        assert torch.equal(fixed[name], again[name]), name
+        for other in (two, public, fixed):  # of so many numbers some may agree by chance
+            assert (tensor == other[name]).float().mean() < 0.001, name
+
+
+class Kept:
+    """Makes strategies, and keeps the last one."""
+
+    def __init__(self, made: type[dbcl.flower.DoubleBlind]) -> None:
+        self.made = made
+
+    def __call__(self, *arguments: Any, **more: Any) -> dbcl.flower.DoubleBlind:
+        self.last = self.made(*arguments, **more)
+        return self.last
 
 
 @pytest.mark.slow

@@ -22,5 +22,15 @@ from dbcl.flower.engine import FlowerEngine, SimulationEngine
 from dbcl.flower.grid import LocalGrid
 from dbcl.flower.secure_node import SecureMod
 from dbcl.flower.strategy import DoubleBlind
+from dbcl.flower.weights import secret_weights
 
-__all__ = ["DoubleBlind", "FlowerEngine", "LocalGrid", "SecureMod", "SimulationEngine", "blinded", "reply"]
+__all__ = [
+    "DoubleBlind",
+    "FlowerEngine",
+    "LocalGrid",
+    "SecureMod",
+    "SimulationEngine",
+    "blinded",
+    "reply",
+    "secret_weights",
+]

@@ -1,0 +1,58 @@
+"""Where a run begins: initial weights that nobody can guess."""
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from dbcl import seeds
+from dbcl.errors import ConfigError
+
+WORDS = 624
+"""So many words of 32 bits are the state of PyTorch's generator on the CPU, a Mersenne Twister."""
+
+HEADER = 24
+"""So many bytes lie before them in what `torch.get_rng_state` gives, which keeps each word in 8 bytes."""
+
+
+@contextlib.contextmanager
+def secret_weights(insecure_seed: int | None = None) -> Iterator[None]:
+    """Make the server's network in it: its initial weights then follow from a secret of 256 bits.
+
+    PyTorch's own seeds will not do: of `torch.manual_seed` the CPU's generator takes 32 bits, all of which can be
+    tried, and who knows the first weights works out more of the updates. It does not help a network that draws its
+    weights on another device, seeds the generator itself or loads weights from a file. `insecure_seed` fixes them, so
+    that an experiment can be repeated. Outside of it the generator goes on as if nothing had been drawn.
+
+    >>> def first():
+    ...     with secret_weights():
+    ...         return torch.nn.Linear(3, 1).weight
+    >>> bool((first() == first()).any())
+    False
+    """
+    with torch.random.fork_rng(devices=[]):
+        if insecure_seed is None:
+            _seed(seeds.fresh())
+        else:
+            torch.manual_seed(insecure_seed)
+        yield
+
+
+def _seed(seed: bytes) -> None:
+    """Fill the whole state of PyTorch's generator on the CPU from a seed."""
+    torch.manual_seed(0)  # so that no number of before waits in it
+    state = torch.get_rng_state()
+    before = _words(state).copy()
+    # PyTorch documents no layout, so make sure that these are the words: of a seed of 0 the first is 0, the others not.
+    if len(before) != WORDS or before[0] != 0 or not (before[1:].min() > 0 and before.max() < 2**32):
+        raise ConfigError(
+            f"PyTorch {torch.__version__} keeps its generator in another form than dbcl knows; make the network "
+            "without secret_weights, from weights that the parties do not know"
+        )
+    _words(state)[:] = seeds.words(seed, "weights", n=WORDS) >> np.uint64(32)
+    torch.set_rng_state(state)
+
+
+def _words(state: torch.Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
+    return state.numpy()[HEADER : HEADER + 8 * WORDS].view("<u8")
