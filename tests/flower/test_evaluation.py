@@ -233,6 +233,7 @@ def test_few_nodes_in_a_round_are_warned_of_once(caplog: pytest.LogCaptureFixtur
 
 QUIET: dict[str, Callable[[], tuple[int, DoubleBlind]]] = {
     "ten": lambda: (10, DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), net())),
+    "no secrets": lambda: (4, DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), net(), insecure_seed=0)),
     "no veil": lambda: (4, DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), net(), veil=0.0)),
     "a guarantee": lambda: (
         4,

@@ -193,9 +193,10 @@ def _warn_of_transcripts(run: Run) -> None:
 
 
 def _warn_of_few_clients(run: Run) -> None:
-    """Say what few clients in a round mean, where a veil is all that hides them: without one the summary says worse."""
+    """Say what few clients in a round mean where a secret veil hides them; without one the summary says worse."""
     config = run.config
-    if run.finished or config.epsilon is not None or config.cohort >= FEW or not any(run.session.plan.veils.values()):
+    veiled = config.epsilon is None and not config.insecure and any(run.session.plan.veils.values())
+    if run.finished or config.cohort >= FEW or not veiled:
         return
     clients = "1 client takes" if config.cohort == 1 else f"{config.cohort} clients take"
     _warn(

@@ -327,7 +327,9 @@ class DoubleBlind(Strategy):
         onlookers = self._shown - {message.metadata.dst_node_id for message in asked}
         if onlookers and not self.evaluate_cohort_only:
             self._warn_of_onlookers(f"{len(onlookers)} nodes have seen round {server_round} and do not train in it")
-        if 0 < len(asked) < FEW and self.server.privacy is None and any(self.server.plan.veils.values()):
+        # Where a secret veil is what hides the nodes: without one there is worse to say, and the summary says it.
+        veiled = self.server.privacy is None and self._fixed is None and any(self.server.plan.veils.values())
+        if veiled and 0 < len(asked) < FEW:
             self._warn_of_few(len(asked))
         return self._blind(asked, own, grid)
 
