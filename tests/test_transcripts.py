@@ -279,6 +279,62 @@ def test_a_resumed_recording_drops_later_rounds_and_goes_on(tmp_path: Path) -> N
         assert [name for name in left if left[name] != right[name]] == []
 
 
+# --- rounds that a client only saw ----------------------------------------------------------------------------------
+
+
+@LANES
+def test_a_client_that_was_sent_a_round_has_it_though_its_update_did_not_count(tmp_path: Path, lanes: int) -> None:
+    run = Recording(tmp_path, lanes=lanes)
+    recorder = Recorder(tmp_path, EVERYBODY, run.server, run.setting)
+
+    def watch(sent: Mapping[int, Broadcast], answers: Mapping[int, Update | bytes]) -> None:
+        kept = {client: each for client, each in answers.items() if client != 2}  # lost on the way, or refused
+        recorder({client: broadcast for client, broadcast in sent.items() if client != 3}, kept)
+        crossed.append((dbcl.encode(sent[2]), dict(answers)))
+
+    crossed: list[tuple[bytes, dict[int, Update | bytes]]] = []
+    run.engine.observer = watch
+    run.play(2)
+    transcript = run.of("client-2")
+    for round, (sent, _) in enumerate(crossed):
+        assert raw(transcript, round) == {"broadcast": sent}
+        seen = transcript[round]
+        assert (seen.round, dict(seen.updates), seen.weights) == (round, {}, None)
+        assert dbcl.encode(seen.broadcast) == sent
+    assert sorted(run.of("server")[0].updates) == ["0", "1", "3"]
+    assert len(run.of("server")[0].broadcasts) == lanes
+    assert Truth(tmp_path).cohort(1) == [0, 1, 3]
+    with pytest.raises(AuditError, match="client-3 holds no rounds"):  # to which nothing was sent
+        run.of("client-3")
+
+
+def test_a_round_that_is_not_played_is_in_the_transcripts_of_those_who_were_shown_it(tmp_path: Path) -> None:
+    run = Recording(tmp_path).play(2)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "truth").iterdir()}
+    shown = run.server.open_round("client 1")
+    Recorder(tmp_path, EVERYBODY, run.server, run.setting)({1: shown}, {})
+    assert run.of("client-1").rounds == [0, 1, 2]
+    assert raw(run.of("client-1"), 2) == {"broadcast": dbcl.encode(shown)}
+    assert [run.of(party).rounds for party in ("client-0", "server", "server-sum")] == [[0, 1]] * 3
+    assert {path.name: path.read_bytes() for path in (tmp_path / "truth").iterdir()} == before
+
+    run.record()  # the run goes on after a crash: what was shown is sent again, byte for byte
+    assert run.of("client-1").rounds == [0, 1, 2]
+    assert run.of("client-0").rounds == [0, 1]
+    run.play(1)
+    assert list(run.of("client-1")[2].updates) == ["1"]
+    assert run.of("server").rounds == [0, 1, 2]
+
+
+def test_another_run_in_the_same_folder_inherits_nothing_that_was_shown(tmp_path: Path) -> None:
+    run = Recording(tmp_path)
+    Recorder(tmp_path, EVERYBODY, run.server, run.setting)({1: run.server.open_round("client 1")}, {})
+    assert run.of("client-1").rounds == [0]
+    Recording(tmp_path)
+    with pytest.raises(AuditError, match="client-1 holds no rounds"):
+        run.of("client-1")
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
