@@ -67,7 +67,25 @@ def solve_first_layer(
     >>> solve_first_layer([FirstLayer(delta @ x, delta[:, 0], dbcl.Identity(3))], (3,), box=(0, 1)).round(decimals=4)
     tensor([0.2000, 0.9000, 0.4000], dtype=torch.float64)
     """
-    seen = [(one.sketch, one.inputs()) for one in rounds]
+    return solve_inputs([(one.sketch, one.inputs()) for one in rounds], shape, box=box, tv=tv, steps=steps)
+
+
+def solve_inputs(
+    seen: Sequence[tuple[Sketch, Tensor]],
+    shape: Sequence[int],
+    *,
+    box: tuple[float, float],
+    tv: float = 1e-3,
+    steps: int = 300,
+) -> Tensor:
+    """Bring a sketched example back: min over x in the box of sum_t |x R_t - y_t|^2 + tv TV(x), for known y_t = x R_t.
+
+    >>> import dbcl
+    >>> x, sketch = torch.full((1, 4, 4), 0.75, dtype=torch.float64), dbcl.CountSketch(16, 8, seed=bytes(32))
+    >>> found = solve_inputs([(sketch, sketch.apply(x.flatten()))], (1, 4, 4), box=(0, 1))
+    >>> bool((found - x).abs().max() < 1e-3)
+    True
+    """
     low, high = box
 
     def objective(values: NDArray[np.float64], weight: float) -> tuple[float, NDArray[np.float64]]:
