@@ -31,7 +31,7 @@ from dbcl.protocol import Broadcast, blinded
 from dbcl.sketch import Identity
 
 
-class _Attack(NamedTuple):
+class Attack(NamedTuple):
     name: str
     seat: str
     attacker: str
@@ -47,7 +47,7 @@ class _Attempts:
     solver_steps: int
     tell: OnProgress
     pictures: int
-    results: dict[_Attack, list[Recovered | str]] = field(default_factory=dict)
+    results: dict[Attack, list[Recovered | str]] = field(default_factory=dict)
 
     @property
     def box(self) -> tuple[float, float]:
@@ -55,7 +55,7 @@ class _Attempts:
 
     def match(
         self,
-        attack: _Attack,
+        attack: Attack,
         model: nn.Module,
         gradient: Mapping[str, Tensor],
         number: int,
@@ -71,7 +71,7 @@ class _Attempts:
             result = str(error).split("\n")[0]
         self.results.setdefault(attack, []).append(result)
 
-    def solve(self, attack: _Attack, gradient: Mapping[str, Tensor], broadcast: Broadcast) -> None:
+    def solve(self, attack: Attack, gradient: Mapping[str, Tensor], broadcast: Broadcast) -> None:
         """Solve the first layer, where the network has one that can be solved."""
         shape = self.dataset.shape
         layer = dense_first_layer(broadcast, shape)
@@ -133,7 +133,7 @@ def image_findings(
     for attack, results in attempts.results.items():
         each = zip(results, together, strict=True)
         paired = [_victims_own(result, dataset, torch.from_numpy(rows)) for result, rows in each]
-        findings += _picture_findings(attack, paired, dataset, victims)
+        findings += picture_findings(attack, paired, dataset, victims)
     # A sum shows which labels are in it and not whose they are: the one that was paired with the victim's says nothing.
     summed = rehearsal.bound is not None
     return [finding for finding in findings if not (summed and (finding.seat, finding.target) == ("server", "label"))]
@@ -156,18 +156,18 @@ def _server_attacks(attempts: _Attempts, number: int, rehearsal: Rehearsal, roun
     gradient = as_gradient(_double(sent), lr)
     lifted = as_gradient(_double(lift(broadcast.plan, sent)), lr)
     attempts.match(
-        _Attack("matching the lifted update", "server", "naive"),
+        Attack("matching the lifted update", "server", "naive"),
         _plain_model(template, known.weights),
         lifted,
         number,
         count=count,
     )
-    attempts.match(_Attack("matching through the sketch", "server", "adaptive"), client, gradient, number, count=count)
+    attempts.match(Attack("matching through the sketch", "server", "adaptive"), client, gradient, number, count=count)
     if attempts.inverting is not None:
-        attack = _Attack("inverting gradients through the sketch", "server", "adaptive")
+        attack = Attack("inverting gradients through the sketch", "server", "adaptive")
         attempts.match(attack, client, gradient, number, attempts.inverting, count)
     if count == 1:
-        attempts.solve(_Attack("solving the first layer", "server", "adaptive"), gradient, broadcast)
+        attempts.solve(Attack("solving the first layer", "server", "adaptive"), gradient, broadcast)
 
 
 def _client_attacks(
@@ -199,12 +199,12 @@ def _client_attacks(
         shaped = {tensor: change.double().reshape(shapes[tensor]) for tensor, change in update.items()}
         gradient = as_gradient(shaped, setting.local.lr)
         if kind == "adaptive" and (name != "rewind" or setting.veil == 0):
-            attempts.solve(_Attack(f"solving the first layer on {name}", seat, "adaptive"), gradient, broadcast)
-        attempts.match(_Attack(f"matching on {name}", seat, kind), model, gradient, number)
+            attempts.solve(Attack(f"solving the first layer on {name}", seat, "adaptive"), gradient, broadcast)
+        attempts.match(Attack(f"matching on {name}", seat, kind), model, gradient, number)
 
 
-def _picture_findings(
-    attack: _Attack, results: Sequence[Recovered | str], dataset: Dataset, victims: Tensor
+def picture_findings(
+    attack: Attack, results: Sequence[Recovered | str], dataset: Dataset, victims: Tensor
 ) -> list[Finding]:
     truth, labels, box = dataset.x_train[victims].double(), dataset.y_train[victims], pictures.span(dataset)
     failures = tuple(r for r in results if isinstance(r, str)) + tuple(

@@ -27,7 +27,7 @@ from dbcl.protocol import Broadcast
 from dbcl.sketch import Identity
 
 RIDGE = 1e-3  # of the candidates' mean variance: what is added to each, since some pixels are always black
-CLEAR = 300  # times the rounding noise: weaker directions are too inexact to look for zeros in
+CLEAR = 3000  # times the rounding noise: weaker directions are too inexact to look for zeros in
 ZERO = 2e-3  # of a pixel's range
 MORE_ZEROS = 0.2  # a picture has so large a share of zeros beyond those that any solution has
 SHOWN = 8  # pictures in a grid
@@ -52,13 +52,13 @@ def first_layer_change(
     return FirstLayer(tensors[f"{prefix}weight"], tensors[f"{prefix}bias"], sketch)
 
 
-def span_scores(change: FirstLayer, candidates: Tensor, *, noise: float = 0.0) -> Array:
+def span_scores(change: FirstLayer, candidates: Tensor) -> Array:
     """Score candidates by how well the rows Y = [dV, db] of an update make up c = (x R D, 1); higher for members.
 
     The score is -log of min_w (|c - w Y|^2 + s^2 tr(M) |w|^2) / |c|^2, in the metric M of the inverse covariance of all
-    candidates: what is common to all pictures tells nothing. s is the standard deviation of the noise on an entry of
-    the update: that of its dtype's rounding, and `noise` where more is known to be on it. With fewer examples than rows
-    members are exact; with more they still stand out, the more so the more they changed the model.
+    candidates: what is common to all pictures tells nothing. s is the rounding error of an entry in the update's dtype.
+    With fewer examples than rows members are exact; with more they still stand out, the more so the more they changed
+    the model. A larger s for updates with noise was tried and made the scores worse.
 
     >>> import dbcl
     >>> x = torch.rand(50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -74,8 +74,7 @@ def span_scores(change: FirstLayer, candidates: Tensor, *, noise: float = 0.0) -
     root = vectors / np.sqrt(np.maximum(values, 0) + RIDGE * values.mean())  # M = root root^T
     c, y = c @ root, rows @ root
     _, s, basis = np.linalg.svd(y, full_matrices=False)
-    variance = noise**2 + (eps * math.sqrt(float(np.square(rows).mean()))) ** 2
-    floor = variance * float(np.square(root).sum())
+    floor = eps**2 * float(np.square(rows).mean()) * float(np.square(root).sum())
     inside = c @ basis.T
     # Both terms are sums of squares, so that a residual of 1e-14 is not lost in a difference.
     residual = np.square(c - inside @ basis).sum(axis=1) + np.square(inside) @ (floor / (np.square(s) + floor))
@@ -161,12 +160,11 @@ def unmix(
 
 
 def span_membership_findings(
-    broadcast: Broadcast, tensors: Mapping[str, Tensor], members: Tensor, others: Tensor, *, noise: float = 0.0
+    broadcast: Broadcast, tensors: Mapping[str, Tensor], members: Tensor, others: Tensor
 ) -> list[Finding]:
     """How well the server tells a client's pictures from others by `span_scores` of its update `tensors`.
 
-    Nothing is found where the network has no dense first layer with a bias. `noise` is the standard deviation of the
-    noise that clients add to each entry, if they do.
+    Nothing is found where the network has no dense first layer with a bias, or where that did not change.
 
     >>> import dbcl
     >>> from torch import nn
@@ -181,8 +179,10 @@ def span_membership_findings(
     change = first_layer_change(broadcast, tensors, tuple(members.shape[1:]))
     if change is None:
         return []
+    if not change.bias.any():  # no unit was active, and the update says nothing of anybody
+        return []
     truth = np.arange(len(members) + len(others)) < len(members)
-    result = judge(span_scores(change, torch.cat([members, others]), noise=noise), truth)
+    result = judge(span_scores(change, torch.cat([members, others])), truth)
     named: dict[str, Any] = {
         "attack": "span of one update", "seat": "server", "attacker": "adaptive", "target": "membership",
         "budget": {"members": len(members), "non-members": len(others)},
@@ -325,7 +325,11 @@ class _Search:
             return True  # what was found before: this start leads nowhere else
         if abs(scale) < 1e-6 or (len(w) > 1 and squares[1] < 100 * max(squares[0], 1e-14)):
             return False
-        # Halves of two pictures that cancel in one place are a corner as well, but that one place alone holds it.
+        # Halves of two pictures that cancel somewhere are a corner as well. In buckets with one sign nothing cancels, so
+        # these must hold a picture by themselves; and no single place alone may.
+        sure = z[:, _sign(self.lowest[zeros], self.highest[zeros]) != 0]
+        if len(w) > 1 and np.linalg.eigvalsh(sure @ sure.T)[1] < 1e-10:
+            return False
         leverage = (np.square(vectors[:, 1:].T @ z) / squares[1:, None]).sum(axis=0)
         if leverage.max(initial=0) > 1 - 1e-6:
             return False

@@ -36,7 +36,7 @@ class WhiteUpdates:
         if not self.known_range:
             return self.add_missed(t, covariance, factor)
         for sketch, share in self.view.lanes(t):
-            for rows, columns, values in _range(sketch, covariance):
+            for rows, columns, values in sketch_range(sketch, covariance):
                 covariance[rows, columns] += factor * share * self.variance * values
         return None
 
@@ -92,7 +92,7 @@ class ShapedUpdates(WhiteUpdates):
         return self.isotropic(t) * (x @ self.columns.to(x))
 
 
-def _range(sketch: Sketch, like: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def sketch_range(sketch: Sketch, like: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The nonzero entries of R R^T as (rows, columns, values), no place twice: it joins the inputs of one bucket."""
     if not isinstance(sketch, BucketSketch):
         every = torch.arange(sketch.dim)
