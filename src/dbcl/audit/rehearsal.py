@@ -2,7 +2,7 @@
 
 Client 0 is the attacker, client 1 the victim, the others are bystanders; or some of them, one in every lane, are
 attackers together (`colluders_of`), and client 0 is a bystander. Everybody takes one step of plain SGD a round,
-which is what shows a single batch most clearly: the worst case for the victim, and the setting of the paper.
+which shows a single batch most clearly, and is the setting of the paper. run_rehearsal.py plays the settings as they are.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -56,14 +56,14 @@ class Rehearsal:
     make_model: Callable[[int], nn.Module] | None = None
     """Makes the network, where its name in the transcripts does not say how."""
     colluders: tuple[int, ...] = ()
-    """Clients that pool what they saw; empty where client 0 attacks alone."""
+    """The attacker and those who show it what they saw; empty where client 0 attacks alone."""
     bound: float | None = None
     """The length to which updates are clipped under secure aggregation; None where the server sees each by itself."""
 
     @property
     def seat(self) -> str:
         """Where the attacker sits, as findings name it."""
-        return "colluders" if self.colluders else "client"
+        return "colluders" if len(self.colluders) > 1 else "client"
 
     @property
     def attacker(self) -> Transcript:
@@ -78,25 +78,25 @@ class Rehearsal:
     def server(self) -> Transcript:
         return self._transcript("server")
 
-    def server_saw(self, round: int) -> "ServerSaw":
-        """What the server has of the victim's update in a round.
+    def server_saw(self, round: int, victim: int = VICTIM) -> "ServerSaw":
+        """What the server has of a client's update in a round.
 
-        Under secure aggregation it is the mean over the victim's lane, of updates that are clipped and rounded.
+        Under secure aggregation it is the mean over the client's lane, of updates that are clipped and rounded.
         """
         seen = self.server[round]
-        victim = seen.updates[str(VICTIM)]
-        together = [int(sender) for sender, update in seen.updates.items() if update.plan == victim.plan]
-        together.sort(key=lambda client: client != VICTIM)
-        broadcast = seen.answered(str(VICTIM))
+        sent = seen.updates[str(victim)]
+        together = [int(sender) for sender, update in seen.updates.items() if update.plan == sent.plan]
+        together.sort(key=lambda client: client != victim)
+        broadcast = seen.answered(str(victim))
         if self.bound is None:
-            return ServerSaw(seen, broadcast, victim.tensors, (VICTIM,))
+            return ServerSaw(seen, broadcast, sent.tensors, (victim,))
         from dbcl.protocol.secagg.ring import Ring
         from dbcl.protocol.secagg.rounds import bounded, shaped
 
         ring, rng = Ring(self.bound, max(2, len(together))), np.random.default_rng(round)
         each = [bounded(seen.updates[str(client)], broadcast.plan, self.bound) for client in together]
         mean = np.mean([ring.values(ring.quantized(values, rng)) for values in each], axis=0)
-        tensors = {name: tensor.to(victim.tensors[name]) for name, tensor in shaped(broadcast.plan, mean).items()}
+        tensors = {name: tensor.to(sent.tensors[name]) for name, tensor in shaped(broadcast.plan, mean).items()}
         return ServerSaw(seen, broadcast, tensors, tuple(together))
 
     def _transcript(self, party: str) -> Transcript:

@@ -28,19 +28,8 @@ def lanes_of_others(
     >>> [share for _, share in lanes_of_others([plan], ["weight"], cohort=6, grouped=False)["weight"]]
     [0.4, 0.6]
     """
-    count = plans[0].lanes
-    held = {plan.digest: plan for plan in plans}
     others = max(cohort - len(plans), 1)
-    known: list[tuple[RoundPlan, float]] = []
-    elsewhere = 0.0
-    if grouped:
-        known, elsewhere = _of_groups(list(plans), count, others)
-    else:
-        taken = Counter(plan.lane for plan in plans)
-        known = [
-            (_lane(held, plans[0], lane), number)
-            for lane, number in enumerate(expected_others([taken[lane] for lane in range(count)], cohort))
-        ]
+    known, elsewhere = plans_of_others(plans, cohort, grouped=grouped)
     found: dict[str, Lanes] = {}
     for name in names:
         if name in plans[0].sketches:
@@ -50,6 +39,24 @@ def lanes_of_others(
                 lanes.append((Identity(own.dim), elsewhere / others * own.width / own.dim))
             found[name] = tuple(lanes) or ((plans[0].sketches[name], 1.0),)
     return found
+
+
+def plans_of_others(
+    plans: Sequence[RoundPlan], cohort: int, *, grouped: bool
+) -> tuple[list[tuple[RoundPlan, float]], float]:
+    """The plan of every lane with how many others are expected in it, and how many are in groups that are unknown.
+
+    >>> import dbcl, torch
+    >>> plan = dbcl.Server(torch.nn.Linear(6, 2), cover="all", lanes=2).open_round().plan
+    >>> [(each.lane, number) for each, number in plans_of_others([plan], cohort=6, grouped=False)[0]]
+    [(0, 2.0), (1, 3.0)]
+    """
+    count = plans[0].lanes
+    if grouped:
+        return _of_groups(list(plans), count, max(cohort - len(plans), 1))
+    held, taken = {plan.digest: plan for plan in plans}, Counter(plan.lane for plan in plans)
+    expected = expected_others([taken[lane] for lane in range(count)], cohort)
+    return [(_lane(held, plans[0], lane), number) for lane, number in enumerate(expected)], 0.0
 
 
 def expected_others(taken: Sequence[int], cohort: int) -> list[float]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dbcl.audit.estimators.others import Lanes, lanes_of_others
@@ -152,5 +153,6 @@ def _part(seen: Seen, client: str, name: str, cohort: int) -> Part:
     """What one client received of a tensor in a round, and its own part of the round's change, as matrices."""
     tensor = seen.broadcast.tensors[name].double()
     matrix = tensor.reshape(len(tensor), -1) if tensor.ndim > 1 else tensor.reshape(1, -1)
-    own = (seen.updates[client].tensors[name] / cohort).double().reshape(matrix.shape)
+    sent = seen.updates.get(client)  # none where the client was only shown the round
+    own = torch.zeros_like(matrix) if sent is None else (sent.tensors[name] / cohort).double().reshape(matrix.shape)
     return Part(seen.broadcast.plan.sketches.get(name) or Identity(matrix.shape[1]), matrix, own)

@@ -193,7 +193,7 @@ class World:
             weights += self.start.to(self.dtype)
         return [sketch.apply(each) for sketch, each in zip(self.sketches, weights, strict=True)]
 
-    def solve(self) -> "Posterior":
+    def solve(self, tolerance: float = TOLERANCE) -> "Posterior":
         """Explain all that was seen: e = K^-1 (V - mean), and what follows from it."""
         seen = [*self.view.seen, *(each.value for each in self.more)]
         left = [each.to(self.dtype) - mean for each, mean in zip(seen, self.mean(), strict=True)]
@@ -203,7 +203,7 @@ class World:
             return Posterior(self, list(solved.to(self.dtype)))
         rows = len(left[0])
         step = max(1, min(rows, NUMBERS // (len(left) * self.view.dim)))
-        parts = [self._conjugate([each[start : start + step] for each in left]) for start in range(0, rows, step)]
+        parts = [self._conjugate([each[start : start + step] for each in left], tolerance) for start in range(0, rows, step)]
         return Posterior(self, [torch.cat(each) for each in zip(*parts, strict=True)])
 
     def covariance_times(self, e: Sequence[Tensor]) -> list[Tensor]:
@@ -233,7 +233,7 @@ class World:
             for each, sketch, noise in zip(scaled, self.sketches, self.noise.diagonal(), strict=True)
         ]
 
-    def _conjugate(self, left: list[Tensor]) -> list[Tensor]:
+    def _conjugate(self, left: list[Tensor], tolerance: float) -> list[Tensor]:
         solved = [torch.zeros_like(each) for each in left]
         residual = [each.clone() for each in left]
         direction = self._precondition(residual)
@@ -248,7 +248,7 @@ class World:
                 r.sub_(i, alpha=length)
             turned = self._precondition(residual)
             power, before = _inner(residual, turned), power
-            if not power > TOLERANCE**2 * first:
+            if not power > tolerance**2 * first:
                 break
             direction = [t + (power / before) * d for t, d in zip(turned, direction, strict=True)]
         return solved
@@ -284,6 +284,13 @@ class Posterior:
         """
         seen = self._pulls[torch.from_numpy(np.flatnonzero(self.world.known))]
         return list(seen[: len(self.world.view.rounds) - 1])
+
+    def pull(self, index: int) -> tuple[Tensor, Tensor]:
+        """The pull of a seen round, and the sum of those of the rounds after it that were missed."""
+        places = [place for place in range(len(self.world.ticks)) if self.world.before(place) == index]
+        missed = [self._pulls[place] for place in places if not self.world.known[place]]
+        here = int(np.flatnonzero(self.world.ticks == self.world.view.rounds[index])[0])
+        return self._pulls[here], sum(missed, torch.zeros_like(self._pulls[here]))
 
     def changes(self) -> list[Tensor]:
         """The expected change of W from each seen round to the next by the others' updates: lr (drift + Q pull)."""
