@@ -1,9 +1,12 @@
-"""Which examples the others train on, by matched filters over all rounds. Reads: client-N and its allies; server, for lanes.
+"""Which examples the others train on, by matched filters over all rounds.
+
+Reads: client-N and its allies; server, for the clients' lanes.
 
 A client that trains on the same examples in every round shows them again and again, and noise that is fresh each round
-averages out. What is in the way then is not the noise but that examples are alike: one that looks like a member moves the
-model as a member does. So a score counts as far as examples of the attacker's own, which surely are no members, do not
-predict it: the attacker regresses the scores of its own examples on their gradients, round by round, and takes what is left.
+averages out. What is in the way then is not the noise but that examples are alike: one that looks like a member moves
+the model as a member does. So a score counts as far as examples of the attacker's own, which surely are no members, do
+not predict it: the attacker regresses the scores of its own examples on their gradients, round by round, and takes what
+is left.
 """
 
 from collections.abc import Sequence
@@ -13,17 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dbcl.audit.attacks.layer_gradients import layer_gradients
 from dbcl.audit.attacks.membership import judge
 from dbcl.audit.attacks.roc import Array, measure_auc
 from dbcl.audit.attacks.trajectory import Lane, Trajectory, loaded
 from dbcl.audit.findings import Curve, Finding
 from dbcl.audit.run_rehearsal import RunRehearsal
 from dbcl.data import Examples
-from dbcl.data.trees import call
 from dbcl.errors import AuditError
-from dbcl.objective import Objective
 from dbcl.run.task import pooled
 
 RIDGE = 0.03
@@ -76,14 +78,8 @@ def round_scores(trajectory: Trajectory, examples: Examples, null: Examples) -> 
 def _scored(trajectory: Trajectory, index: int, lane: Lane, both: Examples, count: int) -> RoundScores:
     slopes = torch.from_numpy(trajectory.example_slopes(index, lane, both))
     model = loaded(trajectory.template, trajectory.middle(lane))
-    layers = layer_gradients(model, both, trajectory.knowledge.objective)
-    sketches = lane.broadcast.plan.sketches
-    layers = [
-        LayerGradients(each.name, sketches[each.name].project(each.inputs), each.deltas)
-        if each.name in sketches and each.inputs.shape[1] == sketches[each.name].dim
-        else each
-        for each in layers
-    ]
+    plan, objective = lane.broadcast.plan, trajectory.knowledge.objective
+    layers = [each.through(plan) for each in layer_gradients(model, both, objective)]
     lengths = sum((each.squares for each in layers), torch.full((len(both),), LEAST)).sqrt()
     z = slopes.float() / lengths
     z = (z - z[count:].mean()) / (z[count:].std() + LEAST)
@@ -94,93 +90,7 @@ def _scored(trajectory: Trajectory, index: int, lane: Lane, both: Examples, coun
     explained = torch.linalg.solve_triangular(factor, kernel[:count].T, upper=False).square().sum(dim=0)
     left = ((z[:count] - predicted) / ((1 - explained).clamp(min=0) + RIDGE).sqrt()).double().numpy()
     losses = trajectory.losses(lane, both)
-    return RoundScores(lane.broadcast.plan.digest, lane.others, left / (left.std() + LEAST), losses)
-
-
-@dataclass(frozen=True, eq=False)
-class LayerGradients:
-    """The gradients of single examples by one layer's weight and bias: deltas x (inputs, 1), (examples, ...) each.
-
-    >>> each = LayerGradients("weight", torch.ones(2, 3), torch.tensor([[1.0], [2.0]]))
-    >>> each.squares, each.products(1)
-    (tensor([ 4., 16.]), tensor([[ 8.],
-            [16.]]))
-    """
-
-    name: str
-    inputs: Tensor
-    deltas: Tensor
-
-    @property
-    def squares(self) -> Tensor:
-        """Their squared lengths."""
-        return (self.inputs.square().sum(1) + 1) * self.deltas.square().sum(1)
-
-    def products(self, start: int) -> Tensor:
-        """The inner products of all of them with those from `start` on."""
-        return (self.inputs @ self.inputs[start:].T + 1) * (self.deltas @ self.deltas[start:].T)
-
-
-def layer_gradients(model: nn.Module, examples: Examples, objective: Objective) -> list[LayerGradients]:
-    """The gradients of single examples by every dense and convolutional layer, in one pass.
-
-    Of dense layers on vectors they are exact. Where a layer sees many positions of one example, they are those of the
-    mean input and the summed delta.
-
-    >>> from dbcl.data import examples_of
-    >>> from dbcl.objective import CLASSIFICATION
-    >>> examples = examples_of((torch.ones(5, 6), torch.arange(5) % 2))
-    >>> [each.deltas.shape for each in layer_gradients(nn.Linear(6, 2), examples, CLASSIFICATION)]
-    [torch.Size([5, 2])]
-    """
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def keep(name: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor) and output.requires_grad:
-                seen[name] = inputs[0].detach(), output
-
-        return hook
-
-    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    hooks = [
-        module.register_forward_hook(keep(f"{name}.weight" if name else "weight"))
-        for name, module in model.named_modules()
-        if isinstance(module, kinds)
-    ]
-    training = model.training
-    model.eval()
-    batch = examples.take(np.arange(len(examples)))
-    try:
-        outputs = call(model, batch.inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.train(training)
-    if not seen:
-        return []
-    # The loss is a mean over the examples; each example's own gradient is as many times what the mean gives.
-    deltas = torch.autograd.grad(objective.loss(outputs, batch.targets), [output for _, output in seen.values()])
-    return [
-        LayerGradients(name, _flat(inputs, name, model), len(examples) * _summed(delta, name, model))
-        for (name, (inputs, _)), delta in zip(seen.items(), deltas, strict=True)
-    ]
-
-
-def _positions(tensor: Tensor, name: str, model: nn.Module) -> tuple[int, ...]:
-    """The axes over which a layer sees many positions."""
-    dense = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear)
-    return tuple(range(1, tensor.ndim - 1)) if dense else tuple(range(2, tensor.ndim))
-
-
-def _flat(inputs: Tensor, name: str, model: nn.Module) -> Tensor:
-    axes = _positions(inputs, name, model)
-    return inputs.float().mean(dim=axes) if axes else inputs.float()
-
-
-def _summed(delta: Tensor, name: str, model: nn.Module) -> Tensor:
-    axes = _positions(delta, name, model)
-    return delta.float().sum(dim=axes) if axes else delta.float()
+    return RoundScores(plan.digest, lane.others, left / (left.std() + LEAST), losses)
 
 
 def filter_scores(scores: Sequence[Sequence[RoundScores]], lanes: Sequence[str | None]) -> Array:
@@ -194,7 +104,8 @@ def filter_scores(scores: Sequence[Sequence[RoundScores]], lanes: Sequence[str |
     for each, plan in zip(scores, lanes, strict=True):
         known = [lane for lane in each if lane.plan == plan] or each
         everyone = sum(lane.others for lane in known)
-        total = total + sum(lane.others / everyone * lane.left for lane in known)
+        for lane in known:
+            total += lane.others / everyone * lane.left
     return total
 
 
@@ -309,5 +220,5 @@ def _groups(examples: Examples) -> Array:
     """The class of each example; one for all where targets are no classes."""
     targets = examples.take(np.arange(len(examples))).targets
     if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
-        return targets.numpy().astype(np.float64)
+        return np.asarray(targets.numpy(), dtype=np.float64)
     return np.zeros(len(examples))

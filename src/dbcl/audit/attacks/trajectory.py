@@ -1,14 +1,14 @@
 """All rounds that an attacker saw as one observation, and matched filters over them. Reads: client-N and its allies.
 
-The attacker models every tensor by a `World`: unknown W_0, known sketches, veil, momentum, its own updates. What the others
-are expected to do, the drift, it computes from examples of its own, by training as a client would on what the clients of
-every lane were sent. What is left over, it explains by the likelihood. Anything that would move the others' updates by d_t,
-such as one more example among theirs, adds
+The attacker models every tensor by a `World`: unknown W_0, known sketches, veil, momentum, its own updates. What the
+others are expected to do, the drift, it computes from examples of its own, by training as a client would on what the
+clients of every lane were sent. What is left over, it explains by the likelihood. Anything that would move the others'
+updates by d_t, such as one more example among theirs, adds
 
     sum_t <d_t, pull_t>
 
-to the log-likelihood, to first order, where pull_t is its derivative by the update of round t. So one pass over the rounds
-serves any number of examples, groups of them or labels.
+to the log-likelihood, to first order, where pull_t is its derivative by the update of round t. So one pass over the
+rounds serves any number of examples, groups of them or labels.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,11 @@ from dbcl import seeds
 from dbcl.audit.attacks.roc import Array
 from dbcl.audit.estimators.others import plans_of_others
 from dbcl.audit.estimators.smoother import known_scales
-from dbcl.audit.estimators.view import View, views
+from dbcl.audit.estimators.view import views
 from dbcl.audit.estimators.world import Posterior, Seen, World
 from dbcl.cover import named_tensors
 from dbcl.data import Examples
-from dbcl.data.trees import call, map_tensors, tensors
+from dbcl.data.trees import Tree, call, map_tensors, tensors
 from dbcl.engines import LocalTraining
 from dbcl.objective import CLASSIFICATION, Objective
 from dbcl.protocol import Broadcast, blinded, update
@@ -47,9 +47,9 @@ class Knowledge:
     """What an attacker has besides its transcript.
 
     `own` are examples like the others', `examples` of them for the drift of a round. `start` is W_0 where it is known.
-    `released` are published means of W, by the rounds' shares: {60: 1.0} is W before round 60. `noise` is the covariance
-    of the veil over rounds where that is known and not white, as a function of the seen rounds. `clip` is the length to
-    which updates are clipped.
+    `released` are published means of W, by the rounds' shares: {60: 1.0} is W before round 60. `noise` is the
+    covariance of the veil over rounds where that is known and not white, as a function of the seen rounds. `clip` is
+    the length to which updates are clipped.
 
     >>> Knowledge(None).clip is None
     True
@@ -287,6 +287,13 @@ class Trajectory:
             more=more,
         )
 
+    def information(self, name: str) -> Array:
+        """How much the seen rounds but the last show of a tensor's updates, by entry: the covariance of its pulls."""
+        world = self.posteriors[name].world
+        places = [int(np.flatnonzero(world.ticks == round)[0]) for round in self.rounds[:-1]]
+        found: Array = world.information[np.ix_(places, places)]
+        return found
+
     def changes(self) -> dict[str, list[Tensor]]:
         """For each tensor the expected change of W by the others from each seen round to the next."""
         return {name: posterior.changes() for name, posterior in self.posteriors.items()}
@@ -294,12 +301,29 @@ class Trajectory:
     def example_slopes(self, index: int, lane: Lane, examples: Examples) -> Array:
         """How much likelier all rounds are by what each example adds in one lane of a seen round: <d(x), pull>.
 
-        A client's step on an example moves V by -lr dL/dV. Of the rounds that were missed after this one the attacker does
-        not know the sketches: it takes their mean, which is no sketch.
+        A client's step on an example moves V by -lr dL/dV, and W by 1 / cohort of that. Of the rounds that were missed
+        after this one the attacker does not know the sketches: it takes their mean, which is no sketch.
         """
-        rate = self.setting.local.rate(self.rounds[index]) * self._clipped(lane.change)
-        slopes = self._slopes(lane, self._along(index, lane), examples)
-        return -rate * slopes
+        return -self.rate(index, lane) * self._slopes(lane, self._along(index, lane), examples)
+
+    def weighted_change(self, index: int, lane: Lane, examples: Examples, weights: Array) -> dict[str, Tensor]:
+        """How W changes, over its columns, by a step of a client of a lane on the weighted sum of examples' losses."""
+        model = loaded(self.template, self.middle(lane))
+        names = [name for name in self.views if name in dict(model.named_parameters())]
+        batch = examples.take(np.arange(len(examples)))
+        each = each_loss(call(model, batch.inputs), batch.targets, self.knowledge.objective)
+        held = dict(model.named_parameters())
+        total = (each * torch.from_numpy(weights).to(each)).sum()
+        gradients = torch.autograd.grad(total, [held[name] for name in names])
+        found = {}
+        for name, gradient in zip(names, gradients, strict=True):
+            sketch, matrix = lane.broadcast.plan.sketches.get(name), self.views[name].matrix(gradient)
+            found[name] = -self.rate(index, lane) * (matrix if sketch is None else sketch.lift(sketch.project(matrix)))
+        return found
+
+    def rate(self, index: int, lane: Lane) -> float:
+        """By how many of its gradients an example moves W in one step of its client."""
+        return self.setting.local.rate(self.rounds[index]) * self._clipped(lane.change) / self.cohort
 
     def _along(self, index: int, lane: Lane) -> dict[str, Tensor]:
         """The direction of the effective weights V D R^T along which a client's steps are looked for."""
@@ -312,7 +336,8 @@ class Trajectory:
 
     def middle(self, lane: Lane) -> dict[str, Tensor]:
         """The weights that a client of a lane computes with halfway through its steps."""
-        moved = {name: V + lane.change[name] / 2 if name in lane.change else V for name, V in lane.broadcast.tensors.items()}
+        change, sent = lane.change, lane.broadcast.tensors
+        moved = {name: V + change[name] / 2 if name in change else V for name, V in sent.items()}
         return effective(Broadcast(lane.broadcast.plan, moved, lane.broadcast.veil))
 
     def losses(self, lane: Lane, examples: Examples) -> Array:
@@ -336,7 +361,8 @@ class Trajectory:
         for sign in (1, -1):
             moved = {name: weights[name] + sign * step * each.to(weights[name]) for name, each in directions.items()}
             ends.append(example_losses(loaded(self.template, {**weights, **moved}), examples, self.knowledge.objective))
-        return (ends[0] - ends[1]) / (2 * step)
+        slopes: Array = (ends[0] - ends[1]) / (2 * step)
+        return slopes
 
 
 def effective(broadcast: Broadcast) -> dict[str, Tensor]:
@@ -383,19 +409,26 @@ def example_losses(model: nn.Module, examples: Examples, objective: Objective) -
     for start in range(0, len(examples), TOGETHER):
         batch = examples.take(np.arange(start, min(start + TOGETHER, len(examples))))
         outputs = call(model, batch.inputs)
-        found.append(_each_loss(outputs, batch.targets, objective))
+        found.append(each_loss(outputs, batch.targets, objective).double().numpy())
     model.train(training)
     return np.concatenate(found)
 
 
-def _each_loss(outputs: object, targets: object, objective: Objective) -> Array:
-    plain = isinstance(outputs, Tensor) and isinstance(targets, Tensor) and targets.ndim == 1
-    if objective.classifies and plain and outputs.ndim == 2 and outputs.shape[1] > 1:
-        each = torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
-    else:
-        rows = range(len(next(tensors(targets))))
-        each = torch.stack([objective.loss(*map_tensors(lambda t: t[n : n + 1], (outputs, targets))) for n in rows])
-    return np.asarray(each.double().numpy())
+def each_loss(outputs: Tree, targets: Tree, objective: Objective) -> Tensor:
+    """The loss of each example of a batch.
+
+    >>> each_loss(torch.zeros(2, 4), torch.tensor([0, 1]), CLASSIFICATION)
+    tensor([1.3863, 1.3863])
+    """
+    classes = isinstance(targets, Tensor) and targets.ndim == 1 and isinstance(outputs, Tensor) and outputs.ndim == 2
+    if objective.classifies and classes and outputs.shape[1] > 1:
+        return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+    return torch.stack(
+        [
+            objective.loss(*map_tensors(lambda tensor: tensor[row : row + 1], (outputs, targets)))  # noqa: B023
+            for row in range(len(next(tensors(targets))))
+        ]
+    )
 
 
 def train_on(model: nn.Module, examples: Examples, training: LocalTraining, round: int, objective: Objective) -> None:

@@ -76,7 +76,7 @@ class World:
         view: View,
         *,
         veil: float | Tensor,
-        update: float | Sequence[float],
+        update: float | Array,
         weight: float,
         drift: Sequence[Tensor] | None = None,
         start: Tensor | None = None,
@@ -129,7 +129,7 @@ class World:
         found = self.noise + self.weight**2
         missed = np.flatnonzero(~self.known)
         if len(missed):
-            response = self.kernel[:, missed] * np.sqrt([self.missed(s) for s in missed])
+            response = self.kernel[:, missed] * np.sqrt([self.missed(int(s)) for s in missed])
             found = found + response @ response.T
         if self.view.momentum and self.view.rounds[0] > 0:  # a velocity from before
             beta, age = self.view.momentum, np.array([min(each) for each in self._ages()])
@@ -161,7 +161,21 @@ class World:
                 return None
             variances.append(sum(variance for _, variance in lanes))
         response = self.kernel[:, self.known]
-        return self.isotropic + (response * np.array(variances)) @ response.T
+        found: Array = self.isotropic + (response * np.array(variances)) @ response.T
+        return found
+
+    @cached_property
+    def information(self) -> Array:
+        """What is seen of an entry of the updates: the covariance of its pulls over ticks, C^T K^-1 C.
+
+        It is that of a tensor that is not sketched, times the share of the columns that an observation shows.
+        """
+        response = self.kernel[:, self.known]
+        variances = np.array([sum(variance for _, variance in lanes) for lanes in self.lanes])
+        covariance = self.isotropic + (response * variances) @ response.T
+        share = np.mean([sketch.width / sketch.dim for sketch in self.sketches])
+        found: Array = share * self.kernel.T @ np.linalg.solve(covariance, self.kernel)
+        return found
 
     @cached_property
     def precision(self) -> Tensor:
@@ -171,7 +185,8 @@ class World:
             for rows, columns, values in sketch_range(sketch, found):
                 found[rows, columns] += values / float(noise)
         found.diagonal().add_(1 / max(self.weight, 1e-12) ** 2)
-        return torch.linalg.cholesky(found).to(self.dtype)
+        factor: Tensor = torch.linalg.cholesky(found)
+        return factor.to(self.dtype)
 
     def mean(self, moved: Sequence[Tensor] | None = None) -> list[Tensor]:
         """What is expected of every observation: from the start, the attacker's own updates, and the drift or `moved`.
@@ -203,7 +218,8 @@ class World:
             return Posterior(self, list(solved.to(self.dtype)))
         rows = len(left[0])
         step = max(1, min(rows, NUMBERS // (len(left) * self.view.dim)))
-        parts = [self._conjugate([each[start : start + step] for each in left], tolerance) for start in range(0, rows, step)]
+        starts = range(0, rows, step)
+        parts = [self._conjugate([each[start : start + step] for each in left], tolerance) for start in starts]
         return Posterior(self, [torch.cat(each) for each in zip(*parts, strict=True)])
 
     def covariance_times(self, e: Sequence[Tensor]) -> list[Tensor]:
@@ -328,7 +344,8 @@ def _unsketched(view: View) -> View:
 
 def _over_rounds(matrix: Array, stack: Tensor) -> Tensor:
     """A matrix over rounds times a stack with a leading axis of rounds."""
-    return torch.tensordot(torch.from_numpy(np.ascontiguousarray(matrix)).to(stack), stack, 1)
+    found: Tensor = torch.tensordot(torch.from_numpy(np.ascontiguousarray(matrix)).to(stack), stack, 1)
+    return found
 
 
 def _restrict(lanes: Sequence[tuple[Sketch, float]], x: Tensor) -> Tensor:
