@@ -3,12 +3,17 @@
 from difflib import get_close_matches
 
 from dbcl.errors import ConfigError
-from dbcl.experiments import table1, theory
+from dbcl.experiments import cifar10, complexity, gradient_error, lfw_roc, non_iid, table1, theory
 from dbcl.experiments.experiment import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     table1.EXPERIMENT,
+    non_iid.EXPERIMENT,
+    cifar10.EXPERIMENT,
+    lfw_roc.EXPERIMENT,
+    gradient_error.EXPERIMENT,
     theory.EXPERIMENT,
+    complexity.EXPERIMENT,
 )
 
 

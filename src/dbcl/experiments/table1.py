@@ -1,8 +1,9 @@
 """`table1`: rounds to an accuracy on MNIST by participation, with and without sketching."""
 
+import math
 import statistics
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -132,12 +133,25 @@ def choose(found: Results) -> str:
     ]
     for network in TARGETS:
         for preset in NAMES:
-            chosen = [(percent, best) for percent in PERCENTS if (best := _best(found, network, preset, percent))]
+            chosen = {percent: best for percent in PERCENTS if (best := _best(found, network, preset, percent))}
             if chosen:
                 lines.append(f"\n[{network}.{preset}]")
-            for percent, rate in chosen:
-                lines.append(f"{percent} = {{ {', '.join(f'{name} = {value}' for name, value in rate.items())} }}")
+            for percent in PERCENTS:
+                near = _nearest(percent, chosen)
+                if near is not None:
+                    rate = ", ".join(f"{name} = {value}" for name, value in chosen[near].items())
+                    lines.append(f"{percent} = {{ {rate} }}{'' if near == percent else f'  # that of {near} %'}")
     return "\n".join(lines) + "\n"
+
+
+def _nearest(percent: int, tuned: Collection[int]) -> int | None:
+    """The tuned participation that a rate is taken from: the nearest from 10 % on; a single client is like no other.
+
+    >>> _nearest(20, [10, 100]), _nearest(1, [10, 100]), _nearest(50, [])
+    (10, None, None)
+    """
+    alike = [each for each in tuned if (each == 1) == (percent == 1)]
+    return min(alike, key=lambda each: abs(math.log(each / percent)), default=None)
 
 
 def _best(found: Results, network: str, preset: str, percent: int) -> dict[str, float] | None:
