@@ -128,10 +128,10 @@ def table(found: Results) -> str:
     every = ["sweep", "batch", "din", "dout", "s", *(f"{name}, ms" for name in NAMES.values())]
     every += ["sketched / plain", "bytes", "of plain"]
     text = (
-        "One dense layer, forward and backward, float32, on one thread: the exponent p of time ~ size^p, over a factor "
-        "of 16 in one size with the others fixed. The paper: O(b din + din dout + b s dout) for a pass with the sketch "
-        "of W in it, against O(b din dout). Here the server sketches W once a round, apart from the clients' passes. A "
-        "message has s / din of the plain bytes."
+        "One dense layer, forward and backward, float32, one thread on a CPU: the exponent p of time ~ size^p over a "
+        "factor of 16 in one size with the others fixed. The paper: O(b din + din dout + b s dout) for a pass with the "
+        "sketch of W in it, against O(b din dout). Here the server sketches W once a round, apart from the clients' "
+        "passes. A message has s / din of the plain bytes."
     )
     jobs, times = _times(found)
     off = np.abs(np.array([_terms(job) @ weights for job in jobs]) / times - 1)
@@ -173,7 +173,7 @@ def _fitted(found: Results) -> NDArray[np.float64]:
 def _growth(runs: Mapping[int, Any], value: Callable[[Any], float]) -> str:
     if len(runs) < 3:
         return NOT_RUN
-    return f"{exponent(list(runs), [value(run) for run in runs.values()]):.2f}"
+    return f"{round(exponent(list(runs), [value(run) for run in runs.values()]), 2) + 0.0:.2f}"  # no minus before 0
 
 
 def _cells(run: Mapping[str, Any]) -> list[str]:

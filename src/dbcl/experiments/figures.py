@@ -1,6 +1,7 @@
 """Figures as PNG and SVG, in the colours of the other pictures; the only file here that needs matplotlib."""
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def label(axes: Any, x: str, y: str, title: str = "") -> None:
 
 
 def log_scale(axes: Any, *names: str, base: int = 10) -> None:
-    """Make the axes x or y of a panel logarithmic, with plain numbers.
+    """Make the axes x or y of a panel logarithmic, with plain numbers; an axis without data stays as it is.
 
     >>> figure, panels = new(2, 2)
     >>> log_scale(panels[0, 0], "x")
@@ -50,6 +51,8 @@ def log_scale(axes: Any, *names: str, base: int = 10) -> None:
     from matplotlib.ticker import FormatStrFormatter, LogFormatter, NullFormatter
 
     for name in names:
+        if not math.isfinite(getattr(axes.dataLim, f"minpos{name}")):
+            continue
         getattr(axes, f"set_{name}scale")("log", base=base)
         axis = getattr(axes, f"{name}axis")
         axis.set_major_formatter(FormatStrFormatter("%g"))

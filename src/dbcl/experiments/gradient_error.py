@@ -56,7 +56,8 @@ class AttendedEngine(StackedEngine):
     >>> import dbcl
     >>> from dbcl.engines import LocalTraining
     >>> clients, net = [(torch.zeros(4, 6), torch.arange(4) % 2)] * 10, torch.nn.Linear(6, 2)
-    >>> engine = AttendedEngine(dbcl.Server(net), net, clients, LocalTraining(), fraction=0.3, seed=bytes(32))
+    >>> server, training = dbcl.Server(net, cover="all"), LocalTraining()
+    >>> engine = AttendedEngine(server, net, clients, training, fraction=0.3, seed=bytes(32))
     >>> all(ATTACKER in engine.cohort(number) and len(engine.cohort(number)) == 3 for number in range(5))
     True
     """
@@ -78,7 +79,7 @@ def play(job: Job, context: Context) -> dict[str, Any]:
         for name in ESTIMATORS:
             guesses = []
             for view in seen:
-                context.tell(f"{TITLES[job['network']]}: {name} of {view.name}", 1, 1)
+                context.tell(f"{_title(job)}: {name} of {view.name}", 1, 1)
                 guesses.append(updates.ESTIMATORS[name][1](view, 0.0))
             found[name] = _compare(truth, seen, guesses)
         shapes = {view.name: [len(view.seen[0]), view.dim] for view in seen}
@@ -105,7 +106,7 @@ def _record(job: Job, context: Context, folder: Path) -> Truth:
     engine.observer = Recorder(folder, [str(ATTACKER)], session, public_setting(config, task, session.plan))
     for number in range(1, config.rounds + 1):
         engine.play_round()
-        context.tell(f"{TITLES[job['network']]}, sees {SEEN[job['sees']]}: round {number}", number, config.rounds)
+        context.tell(f"{_title(job)}, sees {SEEN[job['sees']]}: round {number}", number, config.rounds)
     return Truth(folder)
 
 
@@ -128,7 +129,7 @@ def table(found: Results) -> str:
     lines = []
     for job in found.jobs:
         runs = found.of(network=job["network"], sees=job["sees"])
-        place = [TITLES[job["network"]], SEEN[job["sees"]]]
+        place = [_title(job), SEEN[job["sees"]]]
         if not runs:
             lines.append([*place, NOT_RUN, *[""] * 5])
             continue
@@ -140,12 +141,16 @@ def table(found: Results) -> str:
     heads += ["error, first half", "cosine, first half"]
     text = (
         "How far a client's estimate D_hat of what the others changed is from the truth D, with the preset `paper` at "
-        "10 % participation: medians of \\|D_hat - D\\| / \\|D\\| and of the cosine over all sketched tensors together. "
+        "10 % participation: medians of \\|D_hat - D\\| / \\|D\\| and of the cosine, over all sketched tensors. "
         "Saying that nothing changed has error 1. A change lies between two rounds that the attacker sees. Rewind and "
         "the smoother look back, so that the first half of the rounds is what they know best. The paper: options I and "
         "II are far from the truth, and their error grows with the rounds; it has no other estimates."
     )
     return "\n\n".join([text, markdown(heads, lines)])
+
+
+def _title(job: Job) -> str:
+    return "embedded digits, MLP" if job["data"] == "digits" else TITLES[job["network"]]
 
 
 def _medians(errors: Sequence[float], cosines: Sequence[float]) -> list[str]:
@@ -169,7 +174,8 @@ def draw(found: Results) -> Mapping[str, Any]:
         upper.axhline(1, color=figures.MORE[-1], linewidth=0.8, linestyle=":")
         figures.log_scale(upper, "y")
         lower.set_ylim(-0.15, 1.05)
-        figures.label(upper, "round", "error relative to the change", TITLES[network])
+        title = _title(found.jobs_of(network=network)[0])
+        figures.label(upper, "round", "error relative to the change", title)
         figures.label(lower, "round", "cosine with the change")
     return {"gradient-error": figure}
 
