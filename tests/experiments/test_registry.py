@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,21 @@ def test_an_unknown_name_is_told_what_there_is() -> None:
         registry.find("table")
     with pytest.raises(ConfigError, match=r"no experiment 'x'; choose all or one of table1, non-iid"):
         registry.find("x")
+
+
+def test_playing_loads_nothing_that_only_figures_or_audits_need() -> None:
+    """A machine with a GPU may lack them: jobs are played there and reported elsewhere."""
+    code = """
+import sys
+from pathlib import Path
+from dbcl.experiments import runner
+from dbcl.experiments.experiment import Context
+from dbcl.experiments.registry import EXPERIMENTS, find
+for name, settings in (("table1", {"rounds": 1}), ("lfw-roc", {"rounds": 1}), ("theory", {})):
+    job = {**find(name).jobs(True, Path("nowhere"))[0], **settings}
+    find(name).play(job, Context())
+print(sorted({"matplotlib", "scipy", "sklearn", "flwr", "torchmetrics"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"

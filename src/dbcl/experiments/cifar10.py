@@ -72,7 +72,7 @@ def draw(found: Results) -> Mapping[str, Any]:
         if not runs:
             continue
         best = max(runs, key=lambda run: run["accuracies"][-1])
-        rounds = best["numbers"] or range(1, len(best["accuracies"]) + 1)
+        rounds = best["numbers"]
         losses = [float("nan") if loss is None else loss for loss in best["losses"]]
         left.plot(rounds, losses, color=figures.COLOURS[preset], label=preset)
         right.plot(rounds, [100 * score for score in best["accuracies"]], color=figures.COLOURS[preset], label=preset)

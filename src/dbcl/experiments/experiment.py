@@ -19,7 +19,7 @@ Tell = Callable[[str, int, int], None]
 class Context:
     """Where a job is played: on which device (never "auto"), with which datasets, and who is told of its progress.
 
-    `tell` must be called often: it is where a time limit or Ctrl-C ends a job.
+    `tell` must be called often: it is where a time limit ends a job.
 
     >>> Context().device
     'cpu'
@@ -28,6 +28,8 @@ class Context:
     device: str = "cpu"
     data_dir: str | None = None
     tell: Tell = lambda text, done, total: None
+    scratch: Path | None = None
+    """Where a long job may keep its state when its time is over, so that it goes on from there; removed at its end."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Plays what is left of an experiment, and writes what came out."""
 
+import hashlib
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -87,12 +89,14 @@ def play(experiment: Experiment, order: Order, context: Context, on_job: OnJob =
 
     for number, job in enumerate(left, len(jobs) - len(left)):
         on_job(number, len(jobs), job)
+        scratch = folder / f"unfinished-{hashlib.sha256(rows.key(job).encode()).hexdigest()[:12]}"
         try:
             tell("", 0, 0)
-            row = _row(experiment, job, replace(context, tell=tell))
+            row = _row(experiment, job, replace(context, tell=tell, scratch=scratch))
         except OutOfTime:
             return False
         rows.append(path, row)
+        shutil.rmtree(scratch, ignore_errors=True)
         on_job(number + 1, len(jobs), job)
     return True
 

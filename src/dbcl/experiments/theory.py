@@ -102,7 +102,7 @@ def _lines(found: Results, statement: str, said: str, **which: Any) -> list[list
             said,
             f"{run['predicted']:.4g}",
             f"{run['measured']:.4g} ± {run['error']:.2g}",
-            f"{run['deviation']:+.1f}",
+            f"{round(run['deviation'], 1) + 0.0:+.1f}",
         ]
         for run in found.of(**which)
     ]
