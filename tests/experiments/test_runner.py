@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +104,18 @@ def test_parts_are_all_jobs_once_and_share_a_file(tmp_path: Path) -> None:
     path = Order(tmp_path).folder("squares") / "rows.jsonl"
     assert len(rows.read(path)) == len(JOBS)
     assert [row["job"] for row in rows.played(JOBS, rows.read(path))] == JOBS
+
+
+def test_processes_that_append_at_the_same_time_lose_no_row(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from dbcl.experiments import rows\n"
+        "for n in range(40): rows.append(Path(sys.argv[1]), {'job': {'who': sys.argv[2], 'n': n}, 'result': {}})"
+    )
+    path = tmp_path / "rows.jsonl"
+    both = [subprocess.Popen([sys.executable, "-c", code, str(path), who]) for who in "ab"]
+    assert [each.wait() for each in both] == [0, 0]
+    found = {(row["job"]["who"], row["job"]["n"]) for row in rows.read(path)}
+    assert found == {(who, n) for who in "ab" for n in range(40)}
 
 
 def test_only_takes_jobs_by_a_setting(tmp_path: Path) -> None:

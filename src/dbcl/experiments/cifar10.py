@@ -17,7 +17,7 @@ RATES = {"plain": (0.02, 0.05), "paper": (0.01, 0.02), "blind": (0.02, 0.01)}
 def jobs(quick: bool, folder: Path) -> list[Job]:
     """One run for each preset and rate; in the reduced setting one rate and the embedded digits."""
     if quick:
-        fixed: Job = {"data": "digits", "clients": 20, "epochs": 1, "rounds": 10, "every": 1, "lr": 0.01, "seed": 0}
+        fixed: Job = {"data": "digits", "clients": 20, "epochs": 1, "rounds": 8, "every": 1, "lr": 0.01, "seed": 0}
         return [{"preset": preset, **fixed} for preset in RATES]
     fixed = {"data": "cifar10", "clients": 100, "epochs": 5, "rounds": 300, "every": 5, "seed": 0}
     return [{"preset": preset, "lr": rates[place], **fixed} for place in (0, 1) for preset, rates in RATES.items()]

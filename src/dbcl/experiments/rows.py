@@ -56,7 +56,7 @@ def append(path: Path, row: Row) -> None:
     >>> [row["job"] for row in read(path)]
     [{'seed': 1}]
     """
-    with open(path, "r+b" if path.exists() else "x+b") as file:
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
         _lock(file.fileno())
         text = file.read()
         whole = text.rfind(b"\n") + 1
