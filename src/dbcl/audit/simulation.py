@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dbcl.audit.theory import linear_error, option_one, option_one_error, smooth, veil_cosine
+from dbcl.audit.theory import linear_error, option_one, option_one_error, product_error, smooth, veil_cosine
 from dbcl.sketch import Sketch, draw
 
 
@@ -41,7 +41,7 @@ def simulate_option_one(
     >>> abs(check.deviation) < 4, check.predicted > 100  # the estimate is worse than none
     (True, True)
     """
-    W_old, W_new, _ = _weights(dout, dim, 1, seed)
+    W_old, W_new, _ = draw_weights(dout, dim, 1, seed)
     D = W_old - W_new
     values = [float((hat - D).square().sum()) for hat in _estimates(scheme, W_old, W_new, width, draws, seed)]
     size = float(D.square().sum())
@@ -60,7 +60,7 @@ def simulate_linear(
     >>> abs(simulate_linear("sampling-v1", draws=50).deviation) < 4
     True
     """
-    W_old, W_new, V = _weights(dout, dim, 2, seed)
+    W_old, W_new, V = draw_weights(dout, dim, 2, seed)
     target = (W_old - W_new) @ V.T
     values = [float((h @ V.T - target).square().sum()) for h in _estimates(scheme, W_old, W_new, width, draws, seed)]
     size = float(target.square().sum())
@@ -69,6 +69,22 @@ def simulate_linear(
         np.array(values) / size,
         linear_error(scheme, W_old, W_new, V, width) / size,
     )
+
+
+def simulate_product(
+    scheme: str, *, rows: int = 3, dim: int = 24, width: int = 12, draws: int = 1000, seed: int = 0
+) -> Check:
+    """Lemma 5 by simulation: the mean of |A S S^T B^T - A B^T|^2 over fresh sketches, relative to |A B^T|^2.
+
+    >>> abs(simulate_product("count-hashed-v1", draws=50).deviation) < 4
+    True
+    """
+    A, _, B = draw_weights(rows, dim, rows, seed)
+    product = A @ B.T
+    sketches = (_sketch(scheme, dim, width, seed, index) for index in range(draws))
+    values = [float((sketch.expand(sketch.apply(A)) @ B.T - product).square().sum()) for sketch in sketches]
+    size = float(product.square().sum())
+    return _check(f"product, {scheme}", np.array(values) / size, product_error(scheme, A, B, width) / size)
 
 
 def simulate_unbiased(scheme: str, *, dim: int = 25, width: int = 12, draws: int = 1000, seed: int = 0) -> list[Check]:
@@ -126,8 +142,12 @@ def simulate_veil(kappa: float, *, rounds: int = 20_000, seed: int = 0) -> Check
     return Check(f"veil, kappa {kappa:g}", float(whole), veil_cosine(kappa), float(spread) if spread > 1e-12 else 0.0)
 
 
-def _weights(dout: int, dim: int, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights with an update that is a tenth of them, and a detector."""
+def draw_weights(dout: int, dim: int, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights of the simulations, W_old and W_new = W_old - D, where D is a tenth of them; and a detector V.
+
+    >>> [tuple(each.shape) for each in draw_weights(4, 24, 2, seed=0)]
+    [(4, 24), (4, 24), (2, 24)]
+    """
     generator = torch.Generator().manual_seed(seed)
     W = torch.randn(dout, dim, generator=generator, dtype=torch.float64)
     D = 0.1 * torch.randn(dout, dim, generator=generator, dtype=torch.float64)

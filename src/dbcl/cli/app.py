@@ -19,6 +19,7 @@ from dbcl.cli.data import data, fetch
 from dbcl.cli.env import env
 from dbcl.cli.plan import plan
 from dbcl.cli.privacy import privacy
+from dbcl.cli.reproduce import reproduce
 from dbcl.cli.train import train
 from dbcl.errors import DbclError
 from dbcl.models import short
@@ -64,6 +65,7 @@ app.command()(plan)
 app.command()(privacy)
 app.command()(audit)
 app.command()(compare)
+app.command()(reproduce)
 app.command()(env)
 
 datasets = typer.Typer(invoke_without_command=True)
