@@ -39,6 +39,30 @@ class Budget:
     """Seen rounds that must follow a round for its estimate to count."""
     canary_rounds: int | None = None
     """Rounds of the rehearsal that measures a guarantee; None: all of the run's."""
+    run_rounds: int = 60
+    """Rounds of the rehearsals with fixed shards in which all clients take part."""
+    all_rounds: int = 200
+    """Rounds of the rehearsal with the run's own participation."""
+    drift_examples: int = 1000
+    """The attacker's own examples in the drift of a round."""
+    null_examples: int = 600
+    """The attacker's own examples that scores of members are compared with."""
+    property_examples: int = 1500
+    """The attacker's own examples that the filter for a property over all rounds is made of."""
+    property_rounds: int = 120
+    """Rounds that this filter looks at."""
+    whole_cohort: bool = True
+    """Whether as many clients as the run has in a round are rehearsed, too."""
+    known_ends: bool = True
+    """Whether attackers are tried who know the first weights or receive the released model."""
+    programmes: int = 200
+    """Linear programmes by which the server looks for pictures in one update; 0: it does not."""
+    fixed_pictures: int = 5
+    """Rehearsals in which the victim has one and the same picture in every round."""
+    fixed_rounds: int = 60
+    """Rounds of each of these."""
+    fixed_steps: int = 60
+    """Steps of fitting a picture to all rounds."""
 
 
 QUICK = Budget(
@@ -53,6 +77,18 @@ QUICK = Budget(
     inverting=False,
     shadow_models=4,
     canary_rounds=60,
+    run_rounds=40,
+    all_rounds=60,
+    drift_examples=500,
+    null_examples=300,
+    property_examples=500,
+    property_rounds=60,
+    whole_cohort=False,
+    known_ends=False,
+    programmes=0,
+    fixed_pictures=2,
+    fixed_rounds=40,
+    fixed_steps=30,
 )
 FULL = Budget(
     estimators=("option I", "option II", "rewind", "smoother", "smoother, sizes fitted", "shaped smoother"),

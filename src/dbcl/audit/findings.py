@@ -54,6 +54,8 @@ class Finding:
     curves: tuple[Curve, ...] = ()
     axes: tuple[str, str] = ("", "")
     images: tuple[tuple[str, str], ...] = ()
+    rehearsal: str = ""
+    """In which rehearsal it was found, where there are several; audits of older versions do not say."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,18 @@ from dbcl.audit.attacks.labels import label_finding
 from dbcl.audit.attacks.matching import Matching
 from dbcl.audit.attacks.membership import membership_findings
 from dbcl.audit.attacks.properties import property_findings
+from dbcl.audit.attacks.trajectory import Knowledge, Trajectory
+from dbcl.audit.attacks.trajectory_pictures import TrajectoryMatching, trajectory_picture_findings
+from dbcl.audit.attacks.trajectory_properties import trajectory_property_findings
+from dbcl.audit.attacks.trajectory_updates import trajectory_update_findings
 from dbcl.audit.attacks.updates import estimates, update_findings
 from dbcl.audit.attacks.victim import Changes
 from dbcl.audit.budget import FULL, Budget
 from dbcl.audit.findings import Audit, Finding, with_interval
 from dbcl.audit.guarantee import MEASURE, TARGET, guarantee_finding, measure_guarantee
+from dbcl.audit.job import Job, Steps
 from dbcl.audit.rehearsal import ATTACKER, VICTIM, Rehearsal, Script, colluders_of, draw_batches, rehearse
+from dbcl.audit.run_audit import as_it_is, few_parties, whole_cohort
 from dbcl.data.examples import Rows
 from dbcl.errors import AuditError, DataError, DbclError
 from dbcl.plan import SketchPlan
@@ -38,64 +44,10 @@ from dbcl.run.metrics import read_metrics
 from dbcl.run.task import Task, task_of
 from dbcl.transcripts import Transcript, Truth
 
-NO_OTHERS = (
-    "these attacks take noise for independent from round to round, and on this run they would find too little; the "
-    "guarantee bounds them all"
-)
-"""Why a run with a guarantee is attacked by canaries alone."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every part of an audit needs: the run's settings and data, where to write, and how much to spend.
-
-    `tell` is called with each thing that is done, `step` when one is: a round, a tensor, a picture, a shadow model.
-
-    >>> from dbcl.audit.budget import QUICK
-    >>> Job(RunConfig(), task_of(RunConfig()), Path("run"), Path("scratch"), QUICK, 2, 0, print).budget.rounds
-    60
-    """
-
-    config: RunConfig
-    task: Task
-    folder: Path  # of the run
-    scratch: Path
-    budget: Budget
-    clients: int
-    seed: int
-    tell: OnProgress
-    step: Callable[[], None] = lambda: None
-    not_attacked: dict[str, str] = field(default_factory=dict)
-
-
-class Steps:
-    """Counts the steps of an audit's parts, of which it knows roughly how many there will be.
-
-    >>> steps = Steps([2, 3], lambda done, total: print(f"{done} of {total}"))
-    >>> steps.step()
-    1 of 5
-    >>> steps.end_part()
-    2 of 5
-    """
-
-    def __init__(self, expected: Sequence[int], progress: Callable[[int, int], None]) -> None:
-        self.ends = [sum(expected[: number + 1]) for number in range(len(expected))]
-        self.part = self.done = 0
-        self.progress = progress
-
-    def step(self) -> None:
-        """One step is done. A part that takes more than was expected waits at its last one."""
-        self._go_to(min(self.done + 1, self.ends[self.part] - 1))
-
-    def end_part(self) -> None:
-        """The part is done, however many steps it took."""
-        self._go_to(self.ends[self.part])
-        self.part = min(self.part + 1, len(self.ends) - 1)
-
-    def _go_to(self, done: int) -> None:
-        if done > self.done:
-            self.done = done
-            self.progress(done, self.ends[-1])
+BOUNDED = "the guarantee bounds what they can tell of one client, from every seat but the server's"
+"""Why a run with a guarantee is attacked by canaries and by looking for members, and by nothing else."""
+SINGLE = "{clients} parties, single steps on fresh batches"
+"""What the rehearsals of rehearsal.py are called."""
 
 
 def audit(
@@ -144,7 +96,7 @@ def audit(
 
     findings: list[Finding] = []
     with tempfile.TemporaryDirectory() as scratch:
-        job = Job(config, task, folder, Path(scratch), budget, clients, seed, tell_and_step, steps.step)
+        job = Job(config, task, folder, Path(scratch), budget, clients, seed, tell_and_step, steps.step, plan.lanes)
         for name, part in parts.items():
             try:
                 findings += part(job)
@@ -152,7 +104,7 @@ def audit(
                 findings.append(_failed(name, error))
             steps.end_part()
     promised = config.epsilon is not None
-    rehearsal = "all clients of the run, and canaries" if promised else f"{clients} parties, one SGD step a round"
+    rehearsal = "all clients of the run, and canaries" if promised else f"{clients} parties or more, as each says"
     settings = {**asdict(config), "clear": plan.in_clear, "rehearsal": rehearsal}
     return Audit(
         folder.name,
@@ -174,8 +126,12 @@ def _parts(
     config: RunConfig, folder: Path, plan: SketchPlan, budget: Budget
 ) -> tuple[dict[str, Callable[[Job], list[Finding]]], list[int]]:
     """What an audit does, by name, and about how many steps each part takes."""
+    tensors = len(plan.tensors)
     if config.epsilon is not None:
-        return {TARGET: _guarantee}, [min(budget.canary_rounds or config.rounds, config.rounds) + 2]
+        canaries = min(budget.canary_rounds or config.rounds, config.rounds) + 2
+        if config.unit == "example":
+            return {TARGET: _guarantee}, [canaries]
+        return {TARGET: _guarantee, "members as the run is": as_it_is}, [canaries, budget.all_rounds + 3 * tensors]
     parts: dict[str, Callable[[Job], list[Finding]]] = {
         f"updates from {transcript.name}": partial(_recorded, transcript)
         for transcript in sorted((folder / "transcripts").glob("client-*"))
@@ -184,12 +140,23 @@ def _parts(
     parts |= {"properties": _properties, "pictures": _pictures, "membership": _membership}
     if plan.lanes > 1:
         parts["colluders"] = partial(_colluders, plan.lanes)
-    return parts, _expected(budget, len(plan.tensors), recordings, plan.lanes)
+    expected = _expected(budget, tensors, recordings, plan.lanes)
+    seen = 3 * budget.run_rounds + 2 * tensors  # played, drift, scores
+    if config.server_optimizer != "adam":
+        parts |= {"pictures in all rounds": _fixed_pictures, "members": few_parties}
+        fits = budget.fixed_pictures * (budget.fixed_rounds + budget.fixed_steps)
+        expected += [fits, seen * (4 if budget.known_ends else 1) + budget.programmes]
+        if budget.whole_cohort:
+            parts["members of a cohort"] = whole_cohort
+            expected.append(seen * min(plan.lanes, 2))
+        parts["members as the run is"] = as_it_is
+        expected.append(budget.all_rounds + budget.all_rounds // 3 + 2 * tensors)
+    return parts, expected
 
 
 def _guarantee(job: Job) -> list[Finding]:
     """The epsilon of a run with a guarantee, from a rehearsal in which canaries take part."""
-    job.not_attacked["updates, pictures, labels, properties and membership"] = NO_OTHERS
+    job.not_attacked["updates, pictures, labels and properties"] = BOUNDED
     job.tell("rehearsal: canaries among the run's clients")
     found = measure_guarantee(job.config, job.task, rounds=job.budget.canary_rounds, seed=job.seed, step=job.step)
     return [guarantee_finding(found)]
@@ -199,6 +166,7 @@ def _expected(budget: Budget, tensors: int, recordings: int, lanes: int) -> list
     """About how many steps each part takes: recorded transcripts, properties, pictures, membership and colluders."""
     updates = 2 * len(budget.estimators) * tensors  # estimated, then scored
     learners = 2 + len(budget.estimators) + 2  # the attacker's own batches, a forest for each source, fidelities
+    learners += 2 * budget.rounds + tensors  # over all rounds: the drift, and the filter
     filters = budget.rounds - min(budget.min_lag, budget.rounds // 3)
     # With several lanes server and client have different models of the victim's, and each its own filters.
     properties = 1 + budget.rounds + updates + learners + filters * min(lanes, 2)
@@ -242,10 +210,24 @@ def _properties(job: Job) -> list[Finding]:
     rehearsal = rehearse(job.config, job.task, script, where, seed=job.seed, progress=lambda *_: job.step())
     found = estimates(rehearsal.attacker, job.budget.estimators, job.tell)
     findings = _updates(rehearsal.attacker, rehearsal.truth, found, job)
+    trajectory = Trajectory(
+        rehearsal.attacker, Knowledge(job.task.train.subset(own), job.task.objective, len(own)), step=job.step
+    )
+    findings += trajectory_update_findings(trajectory, rehearsal.truth, rehearsal.seat)
     if job.task.holds is None:
         job.not_attacked["property"] = "no property of these examples is known; it can be given with the data"
-        return findings
-    return findings + _inferred(rehearsal, job, job.task.holds, own, found)
+        return _in_single_steps(findings, job)
+    holds, few = job.task.holds, own[: job.budget.property_examples]
+    truth = [bool(holds[script[round, VICTIM]].mean() > 0.5) for round in trajectory.rounds[:-1]]
+    job.tell("property: the attacker's own examples, over all rounds")
+    findings += trajectory_property_findings(
+        rehearsal, trajectory, job.task.train.subset(few), holds[few], truth, seed=job.seed
+    )
+    return _in_single_steps(findings + _inferred(rehearsal, job, holds, own, found), job)
+
+
+def _in_single_steps(findings: Sequence[Finding], job: Job) -> list[Finding]:
+    return [replace(each, rehearsal=SINGLE.format(clients=job.clients)) for each in findings]
 
 
 def _inferred(
@@ -284,7 +266,10 @@ def _colluders(lanes: int, job: Job) -> list[Finding]:
     if job.task.holds is not None:
         findings += _inferred(rehearsal, job, job.task.holds, own, found)
     together = f"{lanes} of {clients} clients together, one of each lane"
-    return [replace(each, note=f"{together}; {each.note}" if each.note else together) for each in findings]
+    return [
+        replace(each, note=f"{together}; {each.note}" if each.note else together, rehearsal=SINGLE.format(clients=clients))
+        for each in findings
+    ]
 
 
 def property_script(task: Task, budget: Budget, clients: int, seed: int) -> tuple[Rows, Script]:
@@ -344,7 +329,25 @@ def _pictures(job: Job) -> list[Finding]:
         inverting=inverting,
         solver_steps=budget.solver_steps,
     )
-    return [*findings, label_finding(rehearsal, dataset, list(range(rounds - 1)))]
+    return _in_single_steps([*findings, label_finding(rehearsal, dataset, list(range(rounds - 1)))], job)
+
+
+def _fixed_pictures(job: Job) -> list[Finding]:
+    """Pictures and labels, from rehearsals of two parties in which the victim has one picture for all rounds."""
+    dataset, budget = job.task.pictures, job.budget
+    if dataset is None or job.clients != 2:
+        return []
+    rehearsals = []
+    for number in range(budget.fixed_pictures):
+        job.tell(f"rehearsal: one picture in all rounds, {number + 1} of {budget.fixed_pictures}")
+        script = draw_batches(np.arange(len(dataset.y_train)), (budget.fixed_rounds, 2, 1), job.seed + 31 + number)
+        script[:, VICTIM] = script[0, VICTIM]
+        where = job.scratch / f"fixed-{number}"
+        played = rehearse(job.config, job.task, script, where, seed=job.seed + number, progress=lambda *_: job.step())
+        rehearsals.append(played)
+    matching = TrajectoryMatching(steps=budget.fixed_steps)
+    findings = trajectory_picture_findings(rehearsals, dataset, matching, tell=job.tell, step=job.step)
+    return [replace(each, rehearsal="2 parties, one picture in all rounds") for each in findings]
 
 
 def _membership(job: Job) -> list[Finding]:
@@ -416,6 +419,7 @@ def _run_facts(folder: Path) -> dict[str, Any]:
 def _failed(what: str, error: Exception) -> Finding:
     if what == TARGET:
         return Finding("matched filter", "client", "adaptive", TARGET, MEASURE, float("nan"), failures=(str(error),))
-    target = {"pictures": "image", "properties": "property", "membership": "membership"}.get(what, "update")
+    words = {"pictures": "image", "properties": "property", "member": "membership"}
+    target = next((target for word, target in words.items() if what.startswith(word)), "update")
     seat = "colluders" if what == "colluders" else "client"
     return Finding(what, seat, "adaptive", target, "cosine", float("nan"), failures=(str(error),))
