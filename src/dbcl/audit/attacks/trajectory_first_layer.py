@@ -21,8 +21,21 @@ class FirstLayerLikelihood:
 
         -log p = rows/2 log det (I + Sigma M) - 1/2 sum over rows of g (Sigma^-1 + M)^-1 g.
 
-    `sizes` are the deltas' standard deviations, one for each round: they are estimated with the pictures, since a victim
+    `sizes` are the deltas' standard deviations, one for each round. They are estimated with the pictures: a victim
     that has learnt its pictures says no more about them.
+
+    >>> from dbcl.audit.estimators.kalman import Scales
+    >>> from dbcl.audit.estimators.view import View
+    >>> from dbcl.sketch import Identity
+    >>> x, still = torch.tensor([[3.0, 1.0]]).double(), (torch.zeros(1, 2).double(),) * 3
+    >>> shown = View("w", (0, 1, 2), (1,) * 3, (Identity(2),) * 3, tuple(t * x for t in range(3)), still)
+    >>> ones = tuple(torch.full((1, 1), float(t)).double() for t in range(3))  # what one picture's bias does
+    >>> bias = View("b", (0, 1, 2), (1,) * 3, (Identity(1),) * 3, ones, (torch.zeros(1, 1).double(),) * 3)
+    >>> likelihood = FirstLayerLikelihood(*(TensorLikelihood(v, Scales(1e-4, 0.0, 1.0)) for v in (shown, bias)))
+    >>> likelihood.deltas(x, torch.ones(2).double()).flatten().round(decimals=3)
+    tensor([1., 1.], dtype=torch.float64)
+    >>> bool(likelihood(x, torch.ones(2).double()) < likelihood(2 * x, torch.ones(2).double()))
+    True
     """
 
     def __init__(self, weight: TensorLikelihood, bias: TensorLikelihood) -> None:
@@ -36,18 +49,19 @@ class FirstLayerLikelihood:
 
     def __call__(self, images: Tensor, sizes: Tensor) -> Tensor:  # (count, dim), (rounds,) -> ()
         """-log p, up to a constant."""
-        M, g, count = *self._form(images), len(images)
-        size = sizes.repeat_interleave(count)
+        M, g = self._form(images)
+        size = sizes.repeat_interleave(len(images))
         factor = torch.linalg.cholesky(size[:, None] * M * size + torch.eye(len(M), dtype=M.dtype))
         solved = torch.linalg.solve_triangular(factor, size[:, None] * g, upper=False)
-        return self.rows * factor.diagonal().log().sum() - solved.square().sum() / 2
+        value: Tensor = self.rows * factor.diagonal().log().sum() - solved.square().sum() / 2
+        return value
 
     def deltas(self, images: Tensor, sizes: Tensor) -> Tensor:  # -> (rounds, count, rows)
         """The expected deltas, given the pictures."""
         M, g = self._form(images)
         size = sizes.repeat_interleave(len(images))
         whole = size[:, None] * M * size + torch.eye(len(M), dtype=M.dtype)
-        found = -size[:, None] * torch.linalg.solve(whole, size[:, None] * g)
+        found: Tensor = -size[:, None] * torch.linalg.solve(whole, size[:, None] * g)
         return found.reshape(self.rounds, len(images), self.rows)
 
     def _form(self, images: Tensor) -> tuple[Tensor, Tensor]:

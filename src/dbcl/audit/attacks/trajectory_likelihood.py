@@ -1,6 +1,5 @@
 """How likely a client's broadcasts are, given what another client did in every round. Reads: no transcript, views."""
 
-import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -38,7 +37,7 @@ class TensorLikelihood:
         self, view: View, scales: Scales, start: Tensor | None = None, through: Sequence[Map] | None = None
     ) -> None:
         if max(view.gaps) > 1:
-            raise AuditError(f"{view.name}: all rounds must be seen; what the victim was sent in a missed one is unknown")
+            raise AuditError(f"{view.name}: rounds were missed, and what the others were sent there is unknown")
         self.view, self.precision = view, scales.veil**-2
         self.projections = [projection(sketch) for sketch in view.sketches]
         self.through = list(through or [_same] * (len(view.rounds) - 1))
@@ -57,16 +56,10 @@ class TensorLikelihood:
         self.at_zero = self._adjoint(kept).neg_().to(self.dtype)
         self.moved, self.lifted = torch.stack(moved).to(self.dtype), kept.sum(dim=0).to(self.dtype)
 
-    def of_rows(self, basis: Tensor) -> "TensorLikelihood":  # (rows, combinations)
-        """The same for changes whose rows are orthonormal combinations of the tensor's: those that they stay within."""
-        twin = copy.copy(self)
-        twin.at_zero = torch.tensordot(self.at_zero, basis.to(self.dtype), ([1], [0])).transpose(1, 2).contiguous()
-        return twin
-
     def weights(self, changes: Tensor) -> Tensor:  # (rounds - 1, rows, dim) -> (rounds, rows, dim)
         """The expected W before every round, given the changes: W_0 as it follows from them, and what was added."""
         added, kept = self._added(changes)
-        return self.moved + added if self.inverse is None else self.moved + added + self.expected_start(self.lifted - kept.sum(0))
+        return self.moved + added + self.expected_start(self.lifted - kept.sum(dim=0))
 
     def __call__(self, changes: Tensor) -> tuple[float, Tensor]:  # (rounds - 1, rows, dim)
         """-log p(changes) + log p(0), and its gradient: c (g(0) + g(c)) / 2 and g(c)."""
@@ -92,13 +85,11 @@ class TensorLikelihood:
         return b @ self.inverse.to(b) if isinstance(self.inverse, Tensor) else b * self.inverse
 
     def _adjoint(self, kept: Tensor) -> Tensor:
-        """From y_t R_t^T of all rounds to the sum of (y_t - W R_t) R_t^T / tau^2 over the rounds that a change enters."""
-        weights = None if self.inverse is None else self.expected_start(kept.sum(dim=0))
+        """From y_t R_t^T of all rounds to the sum of (y_t - W R_t) R_t^T / tau^2 over the rounds after a change."""
+        weights = self.expected_start(kept.sum(dim=0))
         out, total, entering = torch.empty_like(kept[1:]), torch.zeros_like(kept[0]), torch.zeros_like(kept[0])
         for t in range(len(out), 0, -1):
-            total += kept[t]
-            if weights is not None:
-                total -= self.projections[t](weights)
+            total += kept[t] - self.projections[t](weights)
             entering = total + self.view.momentum * entering
             torch.mul(self.through[t - 1](entering), self.view.lr * self.precision, out=out[t - 1])
         return out

@@ -4,7 +4,8 @@ Reads: client-0 and its allies; server, for the victim's plan.
 
 Such pictures x are the parameters of one regression over all that the attacker saw. In round t it saw
 V_t = W_t R_t + tau Z_t, and W_t = W_0 + S_t(x): its own updates are known, and the victim's follow from x by the
-gradients of the loss at the model that the victim was sent. W_0 is integrated out; white noise averages out over rounds.
+gradients of the loss at the model that the victim was sent. W_0 is integrated out, and noise averages
+out over the rounds.
 """
 
 import math
@@ -89,7 +90,7 @@ def trajectory_of(rehearsal: Rehearsal, dataset: Dataset) -> Trajectory:
     setting = rehearsal.attacker.setting
     if setting.cohort != len(attackers) + 1:
         raise AuditError(
-            f"{setting.cohort} clients a round, {len(attackers)} of them attackers: the fit takes one client beside them"
+            f"{setting.cohort} clients a round, {len(attackers)} of them attackers: the fit takes one more client"
         )
     seen = views(rehearsal.attacker, allies=rehearsal.allies)
     plans = [rehearsal.server[round].answered(str(VICTIM)).plan for round in rehearsal.attacker.rounds[:-1]]
@@ -111,6 +112,19 @@ def fit_pictures(
 
     Behind a dense first layer they follow from that layer alone (trajectory_first_layer.py). Elsewhere the victim is
     simulated (trajectory_victim.py), with `labels` where they are known. `start` is W_0, where that is known.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl import data
+    >>> from dbcl.audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.run import preset, task_of
+    >>> config, digits = preset("blind", model="dlg-lenet", lr=0.1), data.load("digits")
+    >>> script = draw_batches(np.arange(100), (4, 2, 1), seed=0)
+    >>> script[:, VICTIM] = script[0, VICTIM]
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> found = fit_pictures(trajectory_of(played, digits), settings=TrajectoryMatching(steps=3, trial=1))
+    >>> found.images.shape, found.labels.shape
+    (torch.Size([1, 1, 28, 28]), torch.Size([1]))
     """
     settings, began = settings or TrajectoryMatching(), perf_counter()
     generator = torch.Generator().manual_seed(seed)
@@ -137,7 +151,7 @@ class _Fit:
         self.output_bias = names[-1] if names else None
 
     def starts(self, count: int, starts: int, generator: torch.Generator) -> list[Tensor]:
-        """The mean of the attacker's own pictures, then means of it and single ones; these only for several pictures."""
+        """The mean of the attacker's own pictures, then means of it and single ones, to tell several apart."""
         own, found = self.trajectory.own, list[Tensor]()
         mean = own.mean(dim=0, keepdim=True).repeat(count, *(1 for _ in self.trajectory.setting.shape))
         for number in range(starts):
@@ -237,7 +251,7 @@ class _DenseFit(_Fit):
 
 
 class _SimulatedFit(_Fit):
-    """Pictures by simulating the victim; the rest is the veil of what it was sent, where the attacker does not hold it."""
+    """Pictures by simulating the victim; the rest is the veil of what it was sent, where that is unknown."""
 
     def __init__(
         self,
@@ -248,9 +262,7 @@ class _SimulatedFit(_Fit):
     ) -> None:
         super().__init__(trajectory, settings, on_step)
         template, setting, seen, plans, *_ = trajectory
-        self.victim = SimulatedVictim(
-            template, setting, seen, plans, start=start, local_steps=settings.local_steps
-        )
+        self.victim = SimulatedVictim(template, setting, seen, plans, start=start, local_steps=settings.local_steps)
 
     def best(self, count: int, labels: Tensor | None, generator: torch.Generator) -> _Point:
         """The likeliest labels by a few steps each; the steps with them in three parts, each with a better W."""
@@ -278,7 +290,7 @@ class _SimulatedFit(_Fit):
 
     def _noise(self, rest: Tensor) -> dict[str, Tensor]:
         empty = self.victim.noise()
-        parts = rest.split([each.numel() for each in empty.values()]) if empty else []
+        parts = torch.split(rest, [each.numel() for each in empty.values()]) if empty else ()
         return {
             name: part.reshape(each.shape).to(each) for (name, each), part in zip(empty.items(), parts, strict=True)
         }
@@ -326,6 +338,19 @@ def trajectory_picture_findings(
     """Fit the victim's pictures in each of several rehearsals of two parties, in all rounds of which it has the same.
 
     `step` is called after every step of a fit.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl import data
+    >>> from dbcl.audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.run import preset, task_of
+    >>> config, digits = preset("blind", model="dlg-lenet", lr=0.1), data.load("digits")
+    >>> script = draw_batches(np.arange(100), (4, 2, 1), seed=0)
+    >>> script[:, VICTIM] = script[0, VICTIM]
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> few = TrajectoryMatching(steps=3, trial=1)
+    >>> [finding.measure for finding in trajectory_picture_findings([played], digits, few)]
+    ['psnr', 'ssim', 'share above 20 dB', 'accuracy']
     """
     results, victims, seat = list[Recovered | str](), list[int](), rehearsals[0].seat
     for number, rehearsal in enumerate(rehearsals):

@@ -1,4 +1,4 @@
-"""A victim with given pictures, as an attacker who saw all rounds simulates it. Reads: no transcript, views and plans."""
+"""A victim with given pictures, as an attacker who saw all rounds simulates it. Reads: views and plans."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ def likelihood_of(
 ) -> TensorLikelihood:
     """How likely a tensor's broadcasts are, given the only other client's summed gradients dL/dW_eff in every round.
 
-    `plans` are those that it was sent in all rounds but the last; `start` holds W_0 of the tensors of which it is known.
+    `plans` are those that it was sent in all rounds but the last; `start` holds W_0 where it is known.
     """
     sketches = [plan.sketches.get(view.name) or Identity(view.dim) for plan in plans]
     maps = [projection(sketch, 1, -setting.local.lr / setting.cohort) for sketch in sketches]
@@ -101,25 +101,24 @@ class SimulatedVictim:
     def __call__(self, images: Tensor, labels: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
         """-log p of the broadcasts given pictures and veil, up to a constant, for autograd."""
         found = self._gradients(self.held(noise), images.to(self.dtype), labels)
-        return sum(
-            (
-                _LogLikelihood.apply(self.matrices(name, found[name]), likelihood)
-                for name, likelihood in self.likelihoods.items()
-            ),
-            torch.zeros((), dtype=torch.float64),
-        )
+        value = torch.zeros((), dtype=torch.float64)
+        for name, likelihood in self.likelihoods.items():
+            part: Tensor = _LogLikelihood.apply(self.matrices(name, found[name]), likelihood)  # type: ignore[no-untyped-call]
+            value = value + part
+        return value
 
     def held(self, noise: Mapping[str, Tensor]) -> Stacks:
         """The effective weights of all rounds under a veil."""
         held = dict(self.sent)
         for name, each in noise.items():
-            size = self.likelihoods[name].precision**-0.5 * self.unknown[name].to(self.dtype)
+            size = self.likelihoods[name].precision ** -0.5 * self.unknown[name].to(self.dtype)
             held[name] = held[name] + self._effective(name, size[:, None, None] * each)
         return held
 
     def _gradients(self, held: Stacks, images: Tensor, labels: Tensor) -> Stacks:
         """The sum of dL/dW_eff over the local steps, for all rounds."""
-        total = last = self.of_rounds(held, images, labels)
+        total: Stacks = self.of_rounds(held, images, labels)
+        last = total
         for _ in range(self.local_steps - 1):
             moved = {}
             for name, gradient in last.items():
