@@ -266,7 +266,7 @@ def test_known_initial_weights_do_not_hurt() -> None:
 @pytest.mark.slow
 def test_the_picture_of_a_convolutional_network_without_its_label() -> None:
     rehearsal, victim = played(VICTIMS[:1], model="dlg-lenet", lr=0.1, rounds=51), int(VICTIMS[0])
-    settings = TrajectoryMatching(steps=90, tv=1.0)
+    settings = TrajectoryMatching(steps=90)
     found = fit_pictures(trajectory_of(rehearsal, DIGITS), settings=settings)
     assert found.labels.tolist() == [int(DIGITS.y_train[victim])]
     assert float(pictures.psnr(found.images, DIGITS.x_train[[victim]].double(), SPAN)) > class_mean(victim) + 4

@@ -50,9 +50,9 @@ class TrajectoryMatching:
     """How pictures are fitted to a trajectory: by L-BFGS with bounds, in `steps` steps.
 
     `starts` points are tried for `trial` steps each, and the likeliest goes on. The prior is Laplacian: `tv` times the
-    sum of the differences of neighbouring pixels, in a range from 0 to 1, is added to -log p. Where labels are part of
-    the fit, the `candidates` that the output layer's bias makes likeliest are tried. `local_steps` is how many steps of
-    SGD on all its pictures the victim takes in a round.
+    sum of the differences of neighbouring pixels, in a range from 0 to 1, is added to -log p; where the victim is
+    simulated it is `simulated_tv`. There the `candidates` that the output layer's bias makes likeliest are tried, if
+    labels are unknown, and `local_steps` is how many steps of SGD on all its pictures the victim takes in a round.
 
     >>> TrajectoryMatching(steps=40).tv
     6.0
@@ -62,6 +62,7 @@ class TrajectoryMatching:
     starts: int = 3
     trial: int = 12
     tv: float = 6.0
+    simulated_tv: float = 2.0
     candidates: int = 2
     local_steps: int = 1
 
@@ -69,8 +70,9 @@ class TrajectoryMatching:
         for name in ("steps", "starts", "trial", "candidates", "local_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        if not (math.isfinite(self.tv) and self.tv >= 0):
-            raise ConfigError(f"tv must be 0 or more, got {self.tv}")
+        for name in ("tv", "simulated_tv"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
 
 
 class Trajectory(NamedTuple):
@@ -82,6 +84,7 @@ class Trajectory(NamedTuple):
     plans: list[RoundPlan]  # of all rounds but the last
     box: tuple[float, float]
     own: Tensor  # pictures of the attacker's own
+    own_labels: Tensor
 
 
 def trajectory_of(rehearsal: Rehearsal, dataset: Dataset) -> Trajectory:
@@ -94,8 +97,9 @@ def trajectory_of(rehearsal: Rehearsal, dataset: Dataset) -> Trajectory:
         )
     seen = views(rehearsal.attacker, allies=rehearsal.allies)
     plans = [rehearsal.server[round].answered(str(VICTIM)).plan for round in rehearsal.attacker.rounds[:-1]]
-    own = dataset.x_train[torch.from_numpy(np.unique(rehearsal.script[:, list(attackers)]))].double()
-    return Trajectory(rehearsal.attacker.template(), setting, seen, plans, pictures.span(dataset), own)
+    rows = torch.from_numpy(np.unique(rehearsal.script[:, list(attackers)]))
+    own, own_labels = dataset.x_train[rows].double(), dataset.y_train[rows]
+    return Trajectory(rehearsal.attacker.template(), setting, seen, plans, pictures.span(dataset), own, own_labels)
 
 
 def fit_pictures(
@@ -110,8 +114,9 @@ def fit_pictures(
 ) -> Recovered:
     """The `count` pictures that make what the attacker saw likeliest; `on_step` is called after every step.
 
-    Behind a dense first layer they follow from that layer alone (trajectory_first_layer.py). Elsewhere the victim is
-    simulated (trajectory_victim.py), with `labels` where they are known. `start` is W_0, where that is known.
+    One picture behind a dense first layer follows from that layer alone (trajectory_first_layer.py). Several would be
+    known only up to mixtures of them: there, and behind other layers, the victim is simulated (trajectory_victim.py),
+    with `labels` where they are known. `start` is W_0, where that is known.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -128,7 +133,7 @@ def fit_pictures(
     """
     settings, began = settings or TrajectoryMatching(), perf_counter()
     generator = torch.Generator().manual_seed(seed)
-    kind = _DenseFit if _dense_first_layer(trajectory) else _SimulatedFit
+    kind = _DenseFit if count == 1 and _dense_first_layer(trajectory) else _SimulatedFit
     best = kind(trajectory, start, settings, on_step).best(count, labels, generator)
     return Recovered(best.images, best.labels, best.value, (best.value,), (), perf_counter() - began)
 
@@ -149,15 +154,6 @@ class _Fit:
         self.trajectory, self.settings, self.on_step = trajectory, settings, on_step
         names = [name for name in trajectory.seen if name.endswith("bias")]
         self.output_bias = names[-1] if names else None
-
-    def starts(self, count: int, starts: int, generator: torch.Generator) -> list[Tensor]:
-        """The mean of the attacker's own pictures, then means of it and single ones, to tell several apart."""
-        own, found = self.trajectory.own, list[Tensor]()
-        mean = own.mean(dim=0, keepdim=True).repeat(count, *(1 for _ in self.trajectory.setting.shape))
-        for number in range(starts):
-            single = own[torch.randint(len(own), (count,), generator=generator)]
-            found.append(mean if number == 0 and count == 1 else (mean + single) / 2)
-        return found
 
     def label_scores(self, sizes: Tensor, likelihood: TensorLikelihood) -> Tensor:  # (rounds,) -> (classes,)
         """How fast -log p falls where the output layer's bias grows for a class, by the size of each round's errors."""
@@ -216,7 +212,7 @@ class _DenseFit(_Fit):
         """The likeliest of several starts, taken further, stretched and fitted again."""
         size, unknown = self.typical.expand(count), torch.zeros(count, dtype=torch.long)
         tried = []
-        for images in self.starts(count, self.settings.starts, generator):
+        for images in self._starts(count, self.settings.starts, generator):
             rest = min(np.arange(-6.0, 0.0), key=lambda each: self._likeliness(images, each))
             begun = _Point(math.inf, images, unknown, np.full(self.likelihood.rounds, rest))
             tried.append(self._fitted(begun, size, self.settings.trial))
@@ -226,6 +222,15 @@ class _DenseFit(_Fit):
         scores = self.label_scores(torch.from_numpy(np.exp(best.rest)), self.of_output)
         guessed = scores.topk(min(count, len(scores))).indices.repeat(-(-count // len(scores)))[:count]
         return best._replace(labels=guessed if labels is None else labels)
+
+    def _starts(self, count: int, starts: int, generator: torch.Generator) -> list[Tensor]:
+        """The mean of the attacker's own pictures, then means of it and single ones, to tell several apart."""
+        own, found = self.trajectory.own, list[Tensor]()
+        mean = own.mean(dim=0, keepdim=True).repeat(count, *(1 for _ in self.trajectory.setting.shape))
+        for number in range(starts):
+            single = own[torch.randint(len(own), (count,), generator=generator)]
+            found.append(mean if number == 0 and count == 1 else (mean + single) / 2)
+        return found
 
     def _likeliness(self, images: Tensor, size: float) -> float:
         with torch.no_grad():
@@ -266,10 +271,9 @@ class _SimulatedFit(_Fit):
 
     def best(self, count: int, labels: Tensor | None, generator: torch.Generator) -> _Point:
         """The likeliest labels by a few steps each; the steps with them in three parts, each with a better W."""
-        (images,) = self.starts(count, 1, generator)
         rest = np.zeros(sum(each.numel() for each in self.victim.noise().values()))
         asked = self._candidates(count) if labels is None else [labels]
-        points = [_Point(math.inf, images, each, rest) for each in asked]
+        points = [_Point(math.inf, self._start(each, generator), each, rest) for each in asked]
         if len(points) > 1:
             points = [self._fitted(point, self.settings.trial) for point in points]
         best = min(points, key=lambda point: point.value)
@@ -277,6 +281,16 @@ class _SimulatedFit(_Fit):
             best = self._fitted(best, -(-self.settings.steps // PARTS))
             self.victim.believe(self.victim.changes(best.images, best.labels, self._noise(torch.from_numpy(best.rest))))
         return best
+
+    def _start(self, labels: Tensor, generator: torch.Generator) -> Tensor:
+        """For each label the mean of the attacker's own pictures with it; of several, half of that and half of one."""
+        own, found = self.trajectory.own, list[Tensor]()
+        for label in labels:
+            alike = own[self.trajectory.own_labels == label]
+            alike = alike if len(alike) else own
+            single = alike[torch.randint(len(alike), (), generator=generator)]
+            found.append(alike.mean(dim=0) if len(labels) == 1 else (alike.mean(dim=0) + single) / 2)
+        return torch.stack(found)
 
     def _candidates(self, count: int) -> list[Tensor]:
         """The labels that the output layer's bias makes likeliest: for one picture several, for more one choice."""
@@ -298,7 +312,7 @@ class _SimulatedFit(_Fit):
     def _fitted(self, point: _Point, steps: int) -> _Point:
         def objective(images: Tensor, rest: Tensor) -> Tensor:
             likeliness = self.victim(images, point.labels, self._noise(rest))
-            prior = self.settings.tv * variation(images, self.trajectory.box).sum()
+            prior = self.settings.simulated_tv * variation(images, self.trajectory.box).sum()
             return likeliness + prior + rest.square().sum() / 2
 
         return self.minimized(objective, point, (None, None), steps)

@@ -16,6 +16,8 @@ from dbcl.transcripts import Setting
 
 Stacks = dict[str, Tensor]
 """For each tensor its values in all rounds."""
+NUMBERS = 1_000_000
+"""A hidden veil of more numbers is not estimated: it would take minutes a picture."""
 
 
 def likelihood_of(
@@ -36,7 +38,8 @@ class SimulatedVictim:
     Its gradients of all rounds are computed at once, at the effective weights V D R^T of what it was sent. In the
     attacker's own lane that is what the attacker was sent. In another lane it is (W + N) R with an unknown N; W is as
     the changes say that are believed at the time, and `hidden` names the tensors whose N R is estimated together with
-    the pictures. `plans` are the victim's, of all rounds but the last.
+    the pictures, unless it has more than `NUMBERS`; then it is taken for 0. `plans` are the victim's,
+    of all rounds but the last.
     """
 
     def __init__(
@@ -60,7 +63,13 @@ class SimulatedVictim:
             name: torch.tensor([not _shows(*pair) for pair in zip(seen[name].sketches, sketches, strict=False)])
             for name, sketches in self.sketches.items()
         }
-        self.hidden = [name for name, rounds in self.unknown.items() if setting.veil and rounds.any()]
+        hidden = [name for name, rounds in self.unknown.items() if setting.veil and rounds.any()]
+        numbers = sum(
+            likelihood.view.seen[0].numel() * len(plans)
+            for name, likelihood in self.likelihoods.items()
+            if name in hidden
+        )
+        self.hidden = hidden if numbers <= NUMBERS else []
         self.model = template.to(self.dtype)
         self.of_rounds = torch.func.vmap(torch.func.grad(self._loss), in_dims=(0, None, None))
         self.believe({})
