@@ -8,10 +8,12 @@
 | `properties.py` | a property of the victim's batch  | server; client-0                                           |
 | `membership.py` | whether an example was trained on | no transcript: the finished model, and one broadcast of it |
 | `span.py`       | a client's examples and pictures  | no transcript: one client's update, and its broadcast      |
+| `trajectory_pictures.py` | pictures that a client trains on in every round | client-0                            |
 
 In a rehearsal client 0 is the attacker, or several clients are together; client-N is any client of the run itself. The
 rest is what these attacks are made of: `victim.py` for the lane that the victim is in; `gradients.py`, `matching.py`
-and `first_layer.py` for pictures; `sources.py`, `own_data.py`, `learners.py` and `round_filters.py` for properties;
+and `first_layer.py` for pictures, `trajectory_likelihood.py`, `trajectory_first_layer.py` and `trajectory_victim.py`
+for those of all rounds; `sources.py`, `own_data.py`, `learners.py` and `round_filters.py` for properties;
 `roc.py` for all that is told apart by scores.
 """
 
