@@ -6,7 +6,7 @@ that lies in the row space was most likely trained on, and the sparse vectors of
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -24,7 +24,7 @@ from dbcl.audit.attacks.roc import Array
 from dbcl.audit.findings import Curve, Finding
 from dbcl.errors import ConfigError
 from dbcl.protocol import Broadcast
-from dbcl.sketch import Identity
+from dbcl.sketch import Identity, Sketch
 
 RIDGE = 1e-3  # of the candidates' mean variance: what is added to each, since some pixels are always black
 CLEAR = 3000  # times the rounding noise: weaker directions are too inexact to look for zeros in
@@ -68,10 +68,8 @@ def span_scores(change: FirstLayer, candidates: Tensor) -> Array:
     [0, 1, 2]
     """
     rows, eps = _rows(change), torch.finfo(change.weight.dtype).eps
-    x = candidates.detach().cpu().double().flatten(1)
-    c = np.concatenate([change.sketch.project(x).numpy(), np.ones((len(x), 1))], axis=1)
-    values, vectors = np.linalg.eigh(c.T @ c / len(c))
-    root = vectors / np.sqrt(np.maximum(values, 0) + RIDGE * values.mean())  # M = root root^T
+    c = _seen(change.sketch, candidates)
+    root = _root(c)
     c, y = c @ root, rows @ root
     _, s, basis = np.linalg.svd(y, full_matrices=False)
     floor = eps**2 * float(np.square(rows).mean()) * float(np.square(root).sum())
@@ -80,6 +78,45 @@ def span_scores(change: FirstLayer, candidates: Tensor) -> Array:
     residual = np.square(c - inside @ basis).sum(axis=1) + np.square(inside) @ (floor / (np.square(s) + floor))
     scores: Array = np.log(np.square(c).sum(axis=1)) - np.log(np.maximum(residual, 1e-300))
     return scores
+
+
+class ClassEnergies:
+    """How much of each class lies in the row space of an update: the mean of |P c|^2 / |c|^2 over its examples.
+
+    P projects onto the row space, in the metric of `span_scores`. Each example that a client has adds one direction to
+    that space, however little it changed the model, and examples of its class lie nearer to it than others.
+
+    >>> import dbcl
+    >>> broadcast = dbcl.Server(torch.nn.Linear(4, 8), sketch="identity-v1").open_round()
+    >>> energies = ClassEnergies(broadcast, [torch.eye(4)[:2], torch.eye(4)[2:]])
+    >>> delta = torch.rand(8, 1, generator=torch.Generator().manual_seed(0))
+    >>> one, other = energies({"weight": delta * torch.tensor([0.5, 0.5, 0.0, 0.0]), "bias": delta[:, 0]})
+    >>> bool(one > other)
+    True
+    """
+
+    def __init__(self, broadcast: Broadcast, examples: Sequence[Tensor]) -> None:
+        self.broadcast, self.shape = broadcast, tuple(examples[0].shape[1:])
+        change = first_layer_change(broadcast, broadcast.tensors, self.shape)
+        if change is None:
+            raise ConfigError("the network has no dense first layer with a bias, whose change spans examples")
+        seen = _seen(change.sketch, torch.cat(list(examples)))
+        self.root = _root(seen)
+        c = seen @ self.root
+        c /= np.linalg.norm(c, axis=1, keepdims=True)
+        self.c = np.split(c, np.cumsum([len(each) for each in examples])[:-1])
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> Array:
+        """The energy of each class in an update; zeros where its first layer did not change."""
+        change = first_layer_change(self.broadcast, tensors, self.shape)
+        assert change is not None
+        if not change.bias.any():
+            return np.zeros(len(self.c))
+        y = _rows(change) @ self.root
+        squares, vectors = np.linalg.eigh(y @ y.T)
+        clear = squares > torch.finfo(change.weight.dtype).eps * squares[-1]
+        basis = y.T @ (vectors[:, clear] / np.sqrt(squares[clear]))
+        return np.array([np.square(c @ basis).sum() / max(len(c), 1) for c in self.c])
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,6 +381,19 @@ class _Search:
 def _sign(lowest: Any, highest: Any) -> Any:
     """1 and -1 where a bucket's values cannot be negative or positive, else 0."""
     return np.where(lowest > -1e-9, 1, np.where(highest < 1e-9, -1, 0))
+
+
+def _seen(sketch: Sketch, examples: Tensor) -> Array:
+    """What a first layer with a bias sees of examples: c = (x R D, 1)."""
+    x = examples.detach().cpu().double().flatten(1)
+    return np.concatenate([sketch.project(x).numpy(), np.ones((len(x), 1))], axis=1)
+
+
+def _root(c: Array) -> Array:
+    """A root of the metric M = root root^T, the inverse of the examples' second moments."""
+    values, vectors = np.linalg.eigh(c.T @ c / len(c))
+    root: Array = vectors / np.sqrt(np.maximum(values, 0) + RIDGE * values.mean())
+    return root
 
 
 def _rows(change: FirstLayer) -> Array:
