@@ -37,7 +37,9 @@ class LocalSteps:
     def of(training: LocalTraining, examples: int, round: int = 0) -> "LocalSteps":
         """The steps of a client with so many examples, in the order 0, 1, 2 and so on in every epoch."""
         if not training.is_sgd or training.example_clip is not None:
-            raise ConfigError("only the steps of SGD without clipping are replayed; other updates are read as a gradient")
+            raise ConfigError(
+                "only the steps of SGD without clipping are replayed; other updates are read as a gradient"
+            )
         each = [
             tuple(range(start, min(start + training.batch_size, examples)))
             for start in range(0, examples, training.batch_size)
@@ -58,8 +60,8 @@ class LocalSteps:
         >>> bool(two.mean_gradient(model, x, y)["bias"][0] < gradients(model, x, y)["bias"][0])  # a better fit, then
         True
         """
-        sent = {full: parameter.detach() for full, parameter in model.named_parameters()}
-        now = {full: tensor.requires_grad_() for full, tensor in sent.items()}
+        sent = {full: p.detach().requires_grad_() for full, p in model.named_parameters() if p.requires_grad}
+        now = sent
         velocity: dict[str, Tensor] = {}
         for batch in self.batches:
             rows = list(batch)
@@ -73,4 +75,5 @@ class LocalSteps:
                 step = velocity
             now = {full: now[full] - self.rate * g for full, g in step.items()}
         scale = -1 / (self.rate * len(self.batches))
-        return {plan_name(full): scale * (now[full] - tensor) for full, tensor in sent.items()}
+        frozen = {plan_name(full): torch.zeros_like(p) for full, p in model.named_parameters() if full not in sent}
+        return {plan_name(full): scale * (now[full] - tensor) for full, tensor in sent.items()} | frozen

@@ -6,7 +6,7 @@ that lies in the row space was most likely trained on, and the sparse vectors of
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -18,15 +18,14 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from dbcl.audit import picture_quality as pictures
-from dbcl.audit.attacks.first_layer import FirstLayer, dense_first_layer, solve_inputs
+from dbcl.audit.attacks.first_layer import FirstLayer, dense_first_layer, metric_root, solve_inputs
 from dbcl.audit.attacks.membership import judge
 from dbcl.audit.attacks.roc import Array
 from dbcl.audit.findings import Curve, Finding
 from dbcl.errors import ConfigError
 from dbcl.protocol import Broadcast
-from dbcl.sketch import Identity, Sketch
+from dbcl.sketch import Identity
 
-RIDGE = 1e-3  # of the candidates' mean variance: what is added to each, since some pixels are always black
 CLEAR = 3000  # times the rounding noise: weaker directions are too inexact to look for zeros in
 ZERO = 2e-3  # of a pixel's range
 MORE_ZEROS = 0.2  # a picture has so large a share of zeros beyond those that any solution has
@@ -67,9 +66,9 @@ def span_scores(change: FirstLayer, candidates: Tensor) -> Array:
     >>> sorted(np.argsort(-scores)[:3].tolist())
     [0, 1, 2]
     """
-    rows, eps = _rows(change), torch.finfo(change.weight.dtype).eps
-    c = _seen(change.sketch, candidates)
-    root = _root(c)
+    rows, eps = change.rows(), torch.finfo(change.weight.dtype).eps
+    c = change.sees(candidates)
+    root = metric_root(c)
     c, y = c @ root, rows @ root
     _, s, basis = np.linalg.svd(y, full_matrices=False)
     floor = eps**2 * float(np.square(rows).mean()) * float(np.square(root).sum())
@@ -78,45 +77,6 @@ def span_scores(change: FirstLayer, candidates: Tensor) -> Array:
     residual = np.square(c - inside @ basis).sum(axis=1) + np.square(inside) @ (floor / (np.square(s) + floor))
     scores: Array = np.log(np.square(c).sum(axis=1)) - np.log(np.maximum(residual, 1e-300))
     return scores
-
-
-class ClassEnergies:
-    """How much of each class lies in the row space of an update: the mean of |P c|^2 / |c|^2 over its examples.
-
-    P projects onto the row space, in the metric of `span_scores`. Each example that a client has adds one direction to
-    that space, however little it changed the model, and examples of its class lie nearer to it than others.
-
-    >>> import dbcl
-    >>> broadcast = dbcl.Server(torch.nn.Linear(4, 8), sketch="identity-v1").open_round()
-    >>> energies = ClassEnergies(broadcast, [torch.eye(4)[:2], torch.eye(4)[2:]])
-    >>> delta = torch.rand(8, 1, generator=torch.Generator().manual_seed(0))
-    >>> one, other = energies({"weight": delta * torch.tensor([0.5, 0.5, 0.0, 0.0]), "bias": delta[:, 0]})
-    >>> bool(one > other)
-    True
-    """
-
-    def __init__(self, broadcast: Broadcast, examples: Sequence[Tensor]) -> None:
-        self.broadcast, self.shape = broadcast, tuple(examples[0].shape[1:])
-        change = first_layer_change(broadcast, broadcast.tensors, self.shape)
-        if change is None:
-            raise ConfigError("the network has no dense first layer with a bias, whose change spans examples")
-        seen = _seen(change.sketch, torch.cat(list(examples)))
-        self.root = _root(seen)
-        c = seen @ self.root
-        c /= np.linalg.norm(c, axis=1, keepdims=True)
-        self.c = np.split(c, np.cumsum([len(each) for each in examples])[:-1])
-
-    def __call__(self, tensors: Mapping[str, Tensor]) -> Array:
-        """The energy of each class in an update; zeros where its first layer did not change."""
-        change = first_layer_change(self.broadcast, tensors, self.shape)
-        assert change is not None
-        if not change.bias.any():
-            return np.zeros(len(self.c))
-        y = _rows(change) @ self.root
-        squares, vectors = np.linalg.eigh(y @ y.T)
-        clear = squares > torch.finfo(change.weight.dtype).eps * squares[-1]
-        basis = y.T @ (vectors[:, clear] / np.sqrt(squares[clear]))
-        return np.array([np.square(c @ basis).sum() / max(len(c), 1) for c in self.c])
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +125,7 @@ def unmix(
     """
     began = perf_counter()
     low, high = box
-    sketch, rows = change.sketch, _rows(change)
+    sketch, rows = change.sketch, change.rows()
     like = torch.ones(sketch.dim, dtype=torch.float64)
     black, gain = sketch.apply(low * like).numpy(), sketch.gain(like).numpy()
     coefficients = sketch.dense().numpy() * (high - low)
@@ -362,8 +322,8 @@ class _Search:
             return True  # what was found before: this start leads nowhere else
         if abs(scale) < 1e-6 or (len(w) > 1 and squares[1] < 100 * max(squares[0], 1e-14)):
             return False
-        # Halves of two pictures that cancel somewhere are a corner as well. In buckets with one sign nothing cancels, so
-        # these must hold a picture by themselves; and no single place alone may.
+        # Halves of two pictures that cancel somewhere are a corner as well. In buckets with one sign nothing cancels,
+        # so these must hold a picture by themselves; and no single place alone may.
         sure = z[:, _sign(self.lowest[zeros], self.highest[zeros]) != 0]
         if len(w) > 1 and np.linalg.eigvalsh(sure @ sure.T)[1] < 1e-10:
             return False
@@ -381,33 +341,3 @@ class _Search:
 def _sign(lowest: Any, highest: Any) -> Any:
     """1 and -1 where a bucket's values cannot be negative or positive, else 0."""
     return np.where(lowest > -1e-9, 1, np.where(highest < 1e-9, -1, 0))
-
-
-def _seen(sketch: Sketch, examples: Tensor) -> Array:
-    """What a first layer with a bias sees of examples: c = (x R D, 1)."""
-    x = examples.detach().cpu().double().flatten(1)
-    return np.concatenate([sketch.project(x).numpy(), np.ones((len(x), 1))], axis=1)
-
-
-def _root(c: Array) -> Array:
-    """A root of the metric M = root root^T, the inverse of the examples' second moments."""
-    values, vectors = np.linalg.eigh(c.T @ c / len(c))
-    root: Array = vectors / np.sqrt(np.maximum(values, 0) + RIDGE * values.mean())
-    return root
-
-
-def _rows(change: FirstLayer) -> Array:
-    """[dV, db] without the units that did not change."""
-    weight, bias = (part.detach().cpu().double().numpy() for part in (change.weight, change.bias))
-    if weight.shape != (len(bias), change.sketch.width):
-        raise ConfigError(
-            f"the first layer's change must have the shape {(len(bias), change.sketch.width)} that its bias and "
-            f"{change.sketch} say, got {weight.shape}"
-        )
-    rows: Array = np.concatenate([weight, bias[:, None]], axis=1)
-    if not np.isfinite(rows).all():
-        raise ConfigError("the first layer's change holds numbers that are not finite")
-    rows = rows[np.abs(rows).max(axis=1) > 0]
-    if not len(rows) or not rows[:, -1].any():
-        raise ConfigError("the first layer's bias did not change: no unit was active, and nothing can be read")
-    return rows

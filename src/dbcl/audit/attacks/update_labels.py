@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from sklearn.linear_model import RidgeCV
 from torch import Tensor, nn
 
-from dbcl.audit.attacks.first_layer import dense_first_layer
+from dbcl.audit.attacks.first_layer import dense_first_layer, metric_root
 from dbcl.audit.attacks.roc import Array
-from dbcl.audit.attacks.span import ClassEnergies
+from dbcl.audit.attacks.span import first_layer_change
 from dbcl.audit.findings import Finding
 from dbcl.engines import LocalTraining
 from dbcl.errors import ConfigError
@@ -29,12 +29,12 @@ PENALTIES = 10.0 ** np.arange(-5.0, 2.5, 0.5)  # of the regression, in units of 
 Counts = NDArray[np.int64]
 
 
-class Played(NamedTuple):
-    """A client's update: what it was sent, what it answered, and for measuring alone the labels that it trained on."""
+class Answered(NamedTuple):
+    """What a client was sent and what it answered; and, for measuring alone, which examples it trained on."""
 
     broadcast: Broadcast
     tensors: Mapping[str, Tensor]
-    labels: Tensor
+    rows: NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class LabelReader:
     template: nn.Module
     training: LocalTraining
     own: tuple[Tensor, Tensor]
-    simulations: int = 200
+    simulations: int = 100
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -95,6 +95,45 @@ class LabelReader:
         examples = tuple(part[rows] for part in self.own)
         self.training.train(local, examples, seed=rng.bytes(32), round=broadcast.round, client=0)
         return dict(update(local, broadcast, examples=len(rows)).tensors)
+
+
+class ClassEnergies:
+    """How much of each class lies in the row space of an update: the mean of |P c|^2 / |c|^2 over its examples.
+
+    P projects onto the row space, in the metric of `span_scores`. Each example that a client has adds one direction to
+    that space, however little it changed the model, and examples of its class lie nearer to it than others.
+
+    >>> from dbcl import Server
+    >>> broadcast = Server(nn.Linear(4, 8), sketch="identity-v1").open_round()
+    >>> energies = ClassEnergies(broadcast, [torch.eye(4)[:2], torch.eye(4)[2:]])
+    >>> delta = torch.rand(8, 1, generator=torch.Generator().manual_seed(0))
+    >>> one, other = energies({"weight": delta * torch.tensor([0.5, 0.5, 0.0, 0.0]), "bias": delta[:, 0]})
+    >>> bool(one > other)
+    True
+    """
+
+    def __init__(self, broadcast: Broadcast, examples: Sequence[Tensor]) -> None:
+        self.broadcast, self.shape = broadcast, tuple(examples[0].shape[1:])
+        change = first_layer_change(broadcast, broadcast.tensors, self.shape)
+        if change is None:
+            raise ConfigError("the network has no dense first layer with a bias, whose change spans examples")
+        seen = change.sees(torch.cat(list(examples)))
+        self.root = metric_root(seen)
+        c = seen @ self.root
+        c /= np.linalg.norm(c, axis=1, keepdims=True)
+        self.c = np.split(c, np.cumsum([len(each) for each in examples])[:-1])
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> Array:
+        """The energy of each class in an update; zeros where its first layer did not change."""
+        change = first_layer_change(self.broadcast, tensors, self.shape)
+        assert change is not None
+        if not change.bias.any():
+            return np.zeros(len(self.c))
+        y = change.rows() @ self.root
+        squares, vectors = np.linalg.eigh(y @ y.T)
+        clear = squares > torch.finfo(change.weight.dtype).eps * squares[-1]
+        basis = y.T @ (vectors[:, clear] / np.sqrt(squares[clear]))
+        return np.array([np.square(c @ basis).sum() / max(len(c), 1) for c in self.c])
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,39 +207,39 @@ def named_correctly(guessed: Counts, true: Counts) -> float:
     return float(np.minimum(guessed, true).sum() / true.sum())
 
 
-def update_label_findings(updates: Sequence[Played], reader: LabelReader) -> list[Finding]:
-    """How well the server names the labels of clients, of how many examples each, from one update of each.
+def update_label_findings(updates: Sequence[Answered], labels: Tensor, reader: LabelReader) -> list[Finding]:
+    """How well the server names how many examples of each label a client has, from one update of each client.
 
-    `labels` of an update are compared as a multiset, and guessing is to name every label equally often.
+    `labels` are those of all examples. Counts are compared by `named_correctly`, and guessing is to name every label
+    equally often.
 
     >>> from dbcl import Server
     >>> x, y = torch.eye(3).repeat(8, 1), torch.arange(3).repeat(8)
     >>> net = nn.Linear(3, 3)
     >>> broadcast = Server(net, veil=0, cover="all", sketch="identity-v1").open_round()
-    >>> local, training = blinded(net, broadcast), LocalTraining(lr=0.1, batch_size=4)
-    >>> _ = training.train(local, (x[:6:3], y[:6:3]), seed=bytes(32), round=0, client=0)
-    >>> sent = Played(broadcast, update(local, broadcast, examples=2).tensors, y[:6:3])
-    >>> (found,) = update_label_findings([sent], LabelReader(net, training, (x, y), simulations=20))
+    >>> local, training, rows = blinded(net, broadcast), LocalTraining(lr=0.1, batch_size=4), np.array([0, 3])
+    >>> _ = training.train(local, (x[rows], y[rows]), seed=bytes(32), round=0, client=0)
+    >>> sent = Answered(broadcast, update(local, broadcast, examples=2).tensors, rows)
+    >>> (found,) = update_label_findings([sent], y, LabelReader(net, training, (x, y), simulations=20))
     >>> found.value, found.chance
     (1.0, 0.5)
     """
     began = perf_counter()
     right, chance = list[float](), list[float]()
-    for broadcast, tensors, labels in updates:
-        found = reader.counts(broadcast, tensors, len(labels))
-        true = np.bincount(labels.cpu().numpy(), minlength=len(found))
-        found = np.pad(found, (0, len(true) - len(found)))
-        right.append(named_correctly(found, true))
-        chance.append(named_correctly(_whole(np.full(len(true), len(labels) / len(true)), len(labels)), true))
-    examples = sum(len(each.labels) for each in updates)
+    for broadcast, tensors, rows in updates:
+        found = reader.counts(broadcast, tensors, len(rows))
+        true = np.bincount(labels[rows].numpy(), minlength=len(found))
+        right.append(named_correctly(np.pad(found, (0, len(true) - len(found))), true))
+        chance.append(named_correctly(_whole(np.full(len(true), len(rows) / len(true)), len(rows)), true))
     budget = {
-        "members": examples, "clients": len(updates), "own examples": len(reader.own[1]),
-        "simulations": reader.simulations, "seconds": round(perf_counter() - began, 1),
+        "members": sum(len(each.rows) for each in updates), "clients": len(updates),
+        "own examples": len(reader.own[1]), "simulations": reader.simulations,
+        "seconds": round(perf_counter() - began, 1),
     }  # fmt: skip
     return [
         Finding(
             "labels of one update", "server", "adaptive", "label", "accuracy", float(np.mean(right)),
             chance=float(np.mean(chance)), budget=budget,
-            note="share of a client's examples whose labels are named, in no order; guessing: every label equally often",
+            note="share of a client's examples whose labels are named, in no order; guessing: all labels equally often",
         )
     ]  # fmt: skip
