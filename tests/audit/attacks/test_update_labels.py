@@ -111,3 +111,10 @@ def test_what_cannot_be_used_is_refused():
         LabelReader(model, TRAINING, OWN, simulations=3)
     with pytest.raises(ConfigError, match="got 3 examples and 2 labels"):
         LabelReader(model, TRAINING, (OWN[0][:3], OWN[1][:2]))
+    each = answered("blind", 1)
+    infinite = {**each.tensors, "5.bias": torch.full((10,), torch.inf)}
+    with pytest.raises(ConfigError, match="not finite, and no label can be read"):
+        reader(simulations=4).counts(each.broadcast, infinite, 40)
+    diverging = LabelReader(model, LocalTraining(lr=1e30, batch_size=10), OWN, simulations=6)
+    with pytest.raises(ConfigError, match="0 of the server's simulations did not diverge"):
+        diverging.counts(each.broadcast, each.tensors, 40)

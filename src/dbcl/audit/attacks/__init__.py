@@ -1,15 +1,15 @@
 """The attacks, one file for each thing that can leak, from transcripts to findings.
 
-| module               | looks for                         | reads                                                      |
-|----------------------|-----------------------------------|------------------------------------------------------------|
-| `updates.py`         | the others' updates               | client-N                                                   |
-| `images.py`          | the victim's pictures             | server; client-0                                           |
-| `labels.py`          | the victim's labels               | client-0                                                   |
-| `properties.py`      | a property of the victim's batch  | server; client-0                                           |
-| `membership.py`      | whether an example was trained on | no transcript: the finished model, and one broadcast of it |
-| `span.py`            | a client's examples and pictures  | no transcript: one client's update, and its broadcast      |
-| `update_labels.py`   | a client's labels                 | the same                                                   |
-| `update_pictures.py` | a client's few pictures           | the same                                                   |
+| module               | looks for                         | reads                                                     |
+|----------------------|-----------------------------------|-----------------------------------------------------------|
+| `updates.py`         | the others' updates               | client-N                                                  |
+| `images.py`          | the victim's pictures             | server; client-0                                          |
+| `labels.py`          | the victim's labels               | client-0                                                  |
+| `properties.py`      | a property of the victim's batch  | server; client-0                                          |
+| `membership.py`      | whether an example was trained on | no transcript: the finished model and one broadcast of it |
+| `span.py`            | a client's examples and pictures  | no transcript: one client's update, and its broadcast     |
+| `update_labels.py`   | a client's labels                 | the same                                                  |
+| `update_pictures.py` | a client's few pictures           | the same                                                  |
 
 In a rehearsal client 0 is the attacker, or several clients are together; client-N is any client of the run itself. The
 rest is what these attacks are made of: `victim.py` for the lane that the victim is in; `gradients.py`, `matching.py`,

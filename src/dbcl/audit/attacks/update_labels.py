@@ -74,6 +74,8 @@ class LabelReader:
 
     def counts(self, broadcast: Broadcast, tensors: Mapping[str, Tensor], examples: int) -> Counts:
         """How many of a client's `examples` have each label, from the update `tensors` that it answered."""
+        if not _finite(tensors):
+            raise ConfigError("the update holds numbers that are not finite, and no label can be read from it")
         rng = np.random.default_rng(self.seed)
         look = _Look.of(broadcast, self.own)
         seen = look.features(tensors)
@@ -85,8 +87,10 @@ class LabelReader:
                 shares = np.maximum(estimate, 0) + 0.5  # so that no label is ruled out
             counts = rng.multinomial(examples, rng.dirichlet(shares))
             rows = look.shard(counts, rng)
-            simulated.append(look.features(self._update(broadcast, rows, rng)))
-            known.append(np.bincount(self.own[1][rows].numpy(), minlength=look.classes))
+            answer = self._update(broadcast, rows, rng)
+            if _finite(answer):  # a shard on which training diverges teaches nothing
+                simulated.append(look.features(answer))
+                known.append(np.bincount(self.own[1][rows].numpy(), minlength=look.classes))
         return _whole(_regressed(simulated, known, seen), examples)
 
     def _update(self, broadcast: Broadcast, rows: NDArray[np.int64], rng: np.random.Generator) -> dict[str, Tensor]:
@@ -178,6 +182,8 @@ class _Look:
 
 def _regressed(simulated: Sequence[Sequence[Array]], known: Sequence[Counts], seen: Sequence[Array]) -> Array:
     """The counts of what was seen, by ridge regression with the penalty that does best on each simulation left out."""
+    if len(simulated) < 2:
+        raise ConfigError(f"{len(simulated)} of the server's simulations did not diverge, and 2 are needed; lower lr")
     rows, wanted = [], []
     for number, one in enumerate(seen):
         group = np.stack([each[number] for each in simulated])
@@ -188,6 +194,10 @@ def _regressed(simulated: Sequence[Sequence[Array]], known: Sequence[Counts], se
     fitted = RidgeCV(alphas=PENALTIES * len(x)).fit(x, np.stack(known))
     found: Array = fitted.predict(np.concatenate(wanted)[None])[0]
     return found
+
+
+def _finite(tensors: Mapping[str, Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors.values())
 
 
 def _whole(estimate: Array, examples: int) -> Counts:
