@@ -57,6 +57,8 @@ class Budget:
     """Whether attackers are tried who know the first weights or receive the released model."""
     programmes: int = 200
     """Linear programmes by which the server looks for pictures in one update; 0: it does not."""
+    step_pictures: int = 3
+    """Single pictures that the server matches through several local steps."""
     fixed_pictures: int = 5
     """Rehearsals in which the victim has one and the same picture in every round."""
     fixed_rounds: int = 60
@@ -86,6 +88,7 @@ QUICK = Budget(
     whole_cohort=False,
     known_ends=False,
     programmes=0,
+    step_pictures=0,
     fixed_pictures=2,
     fixed_rounds=40,
     fixed_steps=30,

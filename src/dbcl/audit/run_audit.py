@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from scipy.linalg import toeplitz
 from torch import Tensor
 
 from dbcl.audit import picture_quality as pictures
@@ -19,11 +18,15 @@ from dbcl.audit.attacks.roc import Array
 from dbcl.audit.attacks.span import span_membership_findings, unmixed_findings
 from dbcl.audit.attacks.trajectory import Knowledge, Trajectory
 from dbcl.audit.attacks.trajectory_updates import trajectory_update_findings
+from dbcl.audit.attacks.update_labels import Answered, LabelReader, update_label_findings
+from dbcl.audit.attacks.update_pictures import COSINE, update_picture_findings
 from dbcl.audit.findings import Finding
 from dbcl.audit.job import Job
+from dbcl.audit.rehearsal import ServerSaw
 from dbcl.audit.run_rehearsal import RunRehearsal, Shards, rehearse_run, shards_of
 from dbcl.privacy import PrivacyPlan
 from dbcl.privacy.factorization import quotient
+from dbcl.protocol import blinded, update
 from dbcl.run.config import RunConfig
 
 SERVER_ROUND = 2
@@ -129,7 +132,8 @@ def noise_covariance(plan: PrivacyPlan, rounds: Sequence[int]) -> Array:
     """
     last = max(rounds)
     strategy, workload = plan.strategy, plan.workload
-    column = workload.lr * quotient(strategy.denominator, np.convolve(strategy.numerator, workload.inverse), max(last, 1))
+    whole = np.convolve(strategy.numerator, workload.inverse)
+    column = workload.lr * quotient(strategy.denominator, whole, max(last, 1))
     streams = np.zeros((len(rounds), last + 1))
     for row, seen in enumerate(rounds):
         if seen == 0:
@@ -182,6 +186,7 @@ def _server(job: Job, played: RunRehearsal) -> list[Finding]:
     members, others = (_inputs(shards, each) for each in (rows, shards.others))
     job.tell("server's seat: one update of several steps")
     findings = span_membership_findings(saw.broadcast, saw.tensors, members, others)
+    findings += _labels_and_few_pictures(job, played, saw)
     limit = job.budget.programmes
     if limit and len(saw.clients) == 1:
         findings += unmixed_findings(
@@ -189,6 +194,31 @@ def _server(job: Job, played: RunRehearsal) -> list[Finding]:
             solver_steps=job.budget.solver_steps,
         )  # fmt: skip
     return findings
+
+
+def _labels_and_few_pictures(job: Job, played: RunRehearsal, saw: ServerSaw) -> list[Finding]:
+    """The labels of the client's shard, and single pictures of clients that have one and take the run's steps on it."""
+    dataset, shards = job.task.pictures, played.shards
+    if dataset is None or len(saw.clients) > 1:
+        return []
+    training, every = job.task.training(job.config), shards.examples.take(np.arange(len(shards.examples)))
+    own = shards.examples.take(shards.own)
+    template = played.recorded.attacker.template()
+    reader = LabelReader(template, training, (own.inputs, own.targets), seed=job.seed)
+    client = Answered(saw.broadcast, saw.tensors, shards.of_clients[saw.clients[0]])
+    job.tell("server's seat: the labels of one update")
+    findings = update_label_findings([client], every.targets, reader)
+    if not job.budget.step_pictures:
+        return findings
+    single = []
+    for row in shards.others[: job.budget.step_pictures]:
+        local = blinded(template, saw.broadcast)
+        alone, number = shards.examples.subset(np.array([row])), saw.broadcast.round
+        training.train(local, alone, seed=bytes(32), round=number, client=0)
+        sent = update(local, saw.broadcast, examples=1).tensors
+        single.append(Answered(saw.broadcast, sent, np.array([row])))
+    whole = replace(dataset, x_train=every.inputs, y_train=every.targets)
+    return findings + update_picture_findings(template, single, whole, training, [COSINE], tell=job.tell)
 
 
 def _inputs(shards: Shards, rows: np.ndarray) -> Tensor:

@@ -11,9 +11,12 @@ from scipy.optimize import Bounds, minimize
 from torch import Tensor
 
 from dbcl.audit.attacks.matching import total_variation
+from dbcl.audit.attacks.roc import Array
 from dbcl.errors import ConfigError
 from dbcl.protocol import Broadcast
 from dbcl.sketch import Sketch
+
+RIDGE = 1e-3  # of the examples' mean variance: what is added to each, since some pixels are always black
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +38,39 @@ class FirstLayer:
         if not bias.any():
             raise ConfigError("the first layer's bias gradient is zero: no unit was active, and nothing can be read")
         return (bias @ weight) / (bias @ bias) / self.sketch.gain(weight)
+
+    def sees(self, examples: Tensor) -> Array:
+        """What the layer and its bias see of examples: c = (x R D, 1)."""
+        x = examples.detach().cpu().double().flatten(1)
+        return np.concatenate([self.sketch.project(x).numpy(), np.ones((len(x), 1))], axis=1)
+
+    def rows(self) -> Array:
+        """[dV, db] without the units that did not change."""
+        weight, bias = (part.detach().cpu().double().numpy() for part in (self.weight, self.bias))
+        if weight.shape != (len(bias), self.sketch.width):
+            raise ConfigError(
+                f"the first layer's change must have the shape {(len(bias), self.sketch.width)} that its bias and "
+                f"{self.sketch} say, got {weight.shape}"
+            )
+        rows: Array = np.concatenate([weight, bias[:, None]], axis=1)
+        if not np.isfinite(rows).all():
+            raise ConfigError("the first layer's change holds numbers that are not finite")
+        rows = rows[np.abs(rows).max(axis=1) > 0]
+        if not len(rows) or not rows[:, -1].any():
+            raise ConfigError("the first layer's bias did not change: no unit was active, and nothing can be read")
+        return rows
+
+
+def metric_root(c: Array) -> Array:
+    """A root of the metric M = root root^T, the inverse of the second moments of examples, so that c root is white.
+
+    >>> root = metric_root(np.array([[2.0, 0.0], [0.0, 1.0]]))
+    >>> (root @ root.T).round(2).tolist()
+    [[0.5, 0.0], [0.0, 2.0]]
+    """
+    values, vectors = np.linalg.eigh(c.T @ c / len(c))
+    root: Array = vectors / np.sqrt(np.maximum(values, 0) + RIDGE * values.mean())
+    return root
 
 
 def dense_first_layer(broadcast: Broadcast, shape: Sequence[int]) -> str | None:

@@ -1,7 +1,8 @@
 """Training examples back from a gradient, by gradient matching (DLG, iDLG, Inverting Gradients).
 
 The naive attacker, that of the papers, matches the lifted update with the gradients of the plain model W. The adaptive
-one knows the sketch: it matches the update as it was sent with the gradients of a client's own sketched model.
+one knows the sketch: it matches the update as it was sent with the gradients of a client's own sketched model, and
+replays all local steps where the client took several.
 """
 
 import copy
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from dbcl.audit.attacks.gradients import gradients, parameters
 from dbcl.audit.attacks.labels import labels_of_gradient
+from dbcl.audit.attacks.local_steps import LocalSteps
 from dbcl.errors import ConfigError, PlanError
 from dbcl.round_plan import mismatches
 
@@ -87,12 +89,16 @@ def recover(
     count: int = 1,
     settings: Matching | None = None,
     seed: int = 0,
+    steps: LocalSteps | None = None,
 ) -> Recovered:
     """Find images whose gradients are those seen: min over x of distance(dL/dV(x), target) + tv TV(x).
 
     `target` holds gradients by the plan's names, in the shape of the model's own parameters. Only what it holds is
     matched, so the tensors in clear alone are an attack of their own; buffers in it are ignored. `labels` are used only
     where the settings say that they are known. The model is copied, in float64, on the device that it lies on.
+
+    Where the client took several `steps`, the target is its change as `as_gradient(changes, rate, number of steps)`
+    reads it, and the images are those whose replayed training changes the model so.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2)).double()
     >>> x = torch.tensor([[0.1, -0.2, 0.3, 0.4]]).double()
@@ -104,10 +110,12 @@ def recover(
     model = copy.deepcopy(model).double()
     wanted = _matched(model, target)
     given = _labels(model, wanted, labels, count, settings)
+    if steps is not None and {row for batch in steps.batches for row in batch} != set(range(count)):
+        raise ConfigError(f"the batches must be of the examples 0 to {count - 1}, all of them, got {steps.batches}")
     generator = torch.Generator().manual_seed(seed)
     best, losses, failures = None, list[float](), list[str]()
     for number in range(settings.restarts):
-        attempt = _Restart(model, wanted, shape, given, count, settings, generator)
+        attempt = _Restart(model, wanted, shape, given, count, settings, generator, steps)
         failure = (attempt.lbfgs if settings.objective == "l2" else attempt.adam)()
         if failure:
             failures.append(f"restart {number + 1}: {failure}")
@@ -134,9 +142,10 @@ class _Restart:
         count: int,
         settings: Matching,
         generator: torch.Generator,
+        steps: LocalSteps | None,
     ) -> None:
         like = next(iter(wanted.values()))
-        self.model, self.wanted, self.settings = model, wanted, settings
+        self.model, self.wanted, self.settings, self.steps = model, wanted, settings, steps
         noise = torch.randn(count, *shape, generator=generator, dtype=torch.float64)
         self.images = settings.start_std * noise.to(like.device)
         if settings.box is not None:
@@ -165,7 +174,10 @@ class _Restart:
 
     def distance(self) -> Tensor:
         """How far the gradients of the images are from those seen, whatever their size."""
-        found = gradients(self.model, self.images, self.soft_labels(), create_graph=True)
+        if self.steps is None:
+            found = gradients(self.model, self.images, self.soft_labels(), create_graph=True)
+        else:
+            found = self.steps.mean_gradient(self.model, self.images, self.soft_labels())
         pairs = [(found[name], wanted) for name, wanted in self.wanted.items()]
         if self.settings.objective == "l2":
             errors = torch.stack([(one - other).square().sum() for one, other in pairs])

@@ -18,7 +18,7 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from dbcl.audit import picture_quality as pictures
-from dbcl.audit.attacks.first_layer import FirstLayer, dense_first_layer, solve_inputs
+from dbcl.audit.attacks.first_layer import FirstLayer, dense_first_layer, metric_root, solve_inputs
 from dbcl.audit.attacks.membership import judge
 from dbcl.audit.attacks.roc import Array
 from dbcl.audit.findings import Curve, Finding
@@ -26,7 +26,6 @@ from dbcl.errors import ConfigError
 from dbcl.protocol import Broadcast
 from dbcl.sketch import Identity
 
-RIDGE = 1e-3  # of the candidates' mean variance: what is added to each, since some pixels are always black
 CLEAR = 3000  # times the rounding noise: weaker directions are too inexact to look for zeros in
 ZERO = 2e-3  # of a pixel's range
 MORE_ZEROS = 0.2  # a picture has so large a share of zeros beyond those that any solution has
@@ -67,11 +66,9 @@ def span_scores(change: FirstLayer, candidates: Tensor) -> Array:
     >>> sorted(np.argsort(-scores)[:3].tolist())
     [0, 1, 2]
     """
-    rows, eps = _rows(change), torch.finfo(change.weight.dtype).eps
-    x = candidates.detach().cpu().double().flatten(1)
-    c = np.concatenate([change.sketch.project(x).numpy(), np.ones((len(x), 1))], axis=1)
-    values, vectors = np.linalg.eigh(c.T @ c / len(c))
-    root = vectors / np.sqrt(np.maximum(values, 0) + RIDGE * values.mean())  # M = root root^T
+    rows, eps = change.rows(), torch.finfo(change.weight.dtype).eps
+    c = change.sees(candidates)
+    root = metric_root(c)
     c, y = c @ root, rows @ root
     _, s, basis = np.linalg.svd(y, full_matrices=False)
     floor = eps**2 * float(np.square(rows).mean()) * float(np.square(root).sum())
@@ -128,7 +125,7 @@ def unmix(
     """
     began = perf_counter()
     low, high = box
-    sketch, rows = change.sketch, _rows(change)
+    sketch, rows = change.sketch, change.rows()
     like = torch.ones(sketch.dim, dtype=torch.float64)
     black, gain = sketch.apply(low * like).numpy(), sketch.gain(like).numpy()
     coefficients = sketch.dense().numpy() * (high - low)
@@ -325,8 +322,8 @@ class _Search:
             return True  # what was found before: this start leads nowhere else
         if abs(scale) < 1e-6 or (len(w) > 1 and squares[1] < 100 * max(squares[0], 1e-14)):
             return False
-        # Halves of two pictures that cancel somewhere are a corner as well. In buckets with one sign nothing cancels, so
-        # these must hold a picture by themselves; and no single place alone may.
+        # Halves of two pictures that cancel somewhere are a corner as well. In buckets with one sign nothing cancels,
+        # so these must hold a picture by themselves; and no single place alone may.
         sure = z[:, _sign(self.lowest[zeros], self.highest[zeros]) != 0]
         if len(w) > 1 and np.linalg.eigvalsh(sure @ sure.T)[1] < 1e-10:
             return False
@@ -344,20 +341,3 @@ class _Search:
 def _sign(lowest: Any, highest: Any) -> Any:
     """1 and -1 where a bucket's values cannot be negative or positive, else 0."""
     return np.where(lowest > -1e-9, 1, np.where(highest < 1e-9, -1, 0))
-
-
-def _rows(change: FirstLayer) -> Array:
-    """[dV, db] without the units that did not change."""
-    weight, bias = (part.detach().cpu().double().numpy() for part in (change.weight, change.bias))
-    if weight.shape != (len(bias), change.sketch.width):
-        raise ConfigError(
-            f"the first layer's change must have the shape {(len(bias), change.sketch.width)} that its bias and "
-            f"{change.sketch} say, got {weight.shape}"
-        )
-    rows: Array = np.concatenate([weight, bias[:, None]], axis=1)
-    if not np.isfinite(rows).all():
-        raise ConfigError("the first layer's change holds numbers that are not finite")
-    rows = rows[np.abs(rows).max(axis=1) > 0]
-    if not len(rows) or not rows[:, -1].any():
-        raise ConfigError("the first layer's bias did not change: no unit was active, and nothing can be read")
-    return rows
