@@ -2,7 +2,7 @@
 
 Client 0 is the attacker, client 1 the victim, the others are bystanders; or some of them, one in every lane, are
 attackers together (`colluders_of`), and client 0 is a bystander. Everybody takes one step of plain SGD a round,
-which shows a single batch most clearly, and is the setting of the paper. run_rehearsal.py plays the settings as they are.
+which shows a single batch most clearly, and is the setting of the paper. run_rehearsal.py plays settings as they are.
 """
 
 from collections.abc import Callable, Iterator, Mapping

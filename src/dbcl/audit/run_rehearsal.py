@@ -1,7 +1,7 @@
 """A rehearsal of a run as it is: clients with fixed shards, its own local steps, cohort, participation and server.
 
-Where a client trains on the same examples in every round, each round is another look at them. That is what FedAvg is, and
-what the rehearsals of single steps on fresh batches (rehearsal.py) do not have.
+Where a client trains on the same examples in every round, each round is another look at them. That is what FedAvg is,
+and what the rehearsals of single steps on fresh batches (rehearsal.py) do not have.
 """
 
 from collections.abc import Callable, Mapping

@@ -46,6 +46,8 @@ from dbcl.transcripts import Transcript, Truth
 
 BOUNDED = "the guarantee bounds what they can tell of one client, from every seat but the server's"
 """Why a run with a guarantee is attacked by canaries and by looking for members, and by nothing else."""
+PROPERTY_LEEWAY = 10.0
+"""Batches are fresh in every round, so that a round must stand out from its neighbours."""
 SINGLE = "{clients} parties, single steps on fresh batches"
 """What the rehearsals of rehearsal.py are called."""
 
@@ -211,7 +213,9 @@ def _properties(job: Job) -> list[Finding]:
     found = estimates(rehearsal.attacker, job.budget.estimators, job.tell)
     findings = _updates(rehearsal.attacker, rehearsal.truth, found, job)
     trajectory = Trajectory(
-        rehearsal.attacker, Knowledge(job.task.train.subset(own), job.task.objective, len(own)), step=job.step
+        rehearsal.attacker,
+        Knowledge(job.task.train.subset(own), job.task.objective, len(own), leeway=PROPERTY_LEEWAY),
+        step=job.step,
     )
     findings += trajectory_update_findings(trajectory, rehearsal.truth, rehearsal.seat)
     if job.task.holds is None:
@@ -267,7 +271,9 @@ def _colluders(lanes: int, job: Job) -> list[Finding]:
         findings += _inferred(rehearsal, job, job.task.holds, own, found)
     together = f"{lanes} of {clients} clients together, one of each lane"
     return [
-        replace(each, note=f"{together}; {each.note}" if each.note else together, rehearsal=SINGLE.format(clients=clients))
+        replace(
+            each, note=f"{together}; {each.note}" if each.note else together, rehearsal=SINGLE.format(clients=clients)
+        )
         for each in findings
     ]
 

@@ -1,19 +1,19 @@
 """The attacks, one file for each thing that can leak, from transcripts to findings.
 
-| module                     | looks for                                  | reads                                        |
-|----------------------------|--------------------------------------------|----------------------------------------------|
-| `updates.py`               | the others' updates                        | client-N                                     |
-| `trajectory_updates.py`    | the same, beyond what the drift says       | client-N and its allies                      |
-| `members.py`               | examples that clients train on             | client-N and its allies                      |
-| `images.py`                | the victim's pictures                      | server; client-0                             |
-| `trajectory_pictures.py`   | pictures that a client has in every round  | client-0                                     |
-| `labels.py`                | the victim's labels                        | client-0                                     |
-| `properties.py`            | a property of the victim's batch           | server; client-0                             |
-| `trajectory_properties.py` | the same, from all rounds together         | client-0                                     |
-| `membership.py`            | whether an example was trained on          | the finished model, and one broadcast of it  |
-| `span.py`                  | a client's examples and pictures           | one client's update, and its broadcast       |
-| `update_labels.py`         | a client's labels                          | the same                                     |
-| `update_pictures.py`       | a client's few pictures                    | the same                                     |
+| module                     | looks for                                 | reads                                       |
+|----------------------------|-------------------------------------------|---------------------------------------------|
+| `updates.py`               | the others' updates                       | client-N                                    |
+| `trajectory_updates.py`    | the same, beyond what the drift says      | client-N and its allies                     |
+| `members.py`               | examples that clients train on            | client-N and its allies                     |
+| `images.py`                | the victim's pictures                     | server; client-0                            |
+| `trajectory_pictures.py`   | pictures that a client has in every round | client-0                                    |
+| `labels.py`                | the victim's labels                       | client-0                                    |
+| `properties.py`            | a property of the victim's batch          | server; client-0                            |
+| `trajectory_properties.py` | the same, from all rounds together        | client-0                                    |
+| `membership.py`            | whether an example was trained on         | the finished model, and one broadcast of it |
+| `span.py`                  | a client's examples and pictures          | one client's update, and its broadcast      |
+| `update_labels.py`         | a client's labels                         | the same                                    |
+| `update_pictures.py`       | a client's few pictures                   | the same                                    |
 
 In a rehearsal client 0 is the attacker, or several clients are together; client-N is any client of the run itself. The
 rest is what these attacks are made of: `trajectory.py` for all rounds together, with `layer_gradients.py`; `victim.py`

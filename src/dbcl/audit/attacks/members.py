@@ -119,8 +119,8 @@ def loss_scores(scores: Sequence[Sequence[RoundScores]], groups: Array, null: sl
     True
     """
     losses = np.mean([np.mean([lane.losses for lane in each], axis=0) for each in scores], axis=0)
-    values = -np.log(np.maximum(losses, 0) + 1e-9)
-    found = np.zeros_like(values)
+    values: Array = -np.log(np.maximum(losses, 0) + 1e-9)
+    found = np.zeros(len(values))
     for group in np.unique(groups):
         inside = groups == group
         known = values[null][inside[null]]

@@ -49,7 +49,8 @@ class Knowledge:
     `own` are examples like the others', `examples` of them for the drift of a round. `start` is W_0 where it is known.
     `released` are published means of W, by the rounds' shares: {60: 1.0} is W before round 60. `noise` is the
     covariance of the veil over rounds where that is known and not white, as a function of the seen rounds. `clip` is
-    the length to which updates are clipped.
+    the length to which updates are clipped. `leeway` is how many times as far as the attacker's own update the others'
+    may be from what is expected: more makes single rounds stand out from their neighbours, less adds up all of them.
 
     >>> Knowledge(None).clip is None
     True
@@ -62,6 +63,7 @@ class Knowledge:
     released: Sequence[tuple[Mapping[int, float], Mapping[str, Tensor]]] = ()
     noise: Callable[[Sequence[int]], Array] | None = None
     clip: float | None = None
+    leeway: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,13 +237,16 @@ class Trajectory:
         """For each tensor and seen round what share of the drift clients really do.
 
         They learn their own examples by heart, and then change less than strangers to them would. How much is left the
-        attacker sees by itself: <own, mean client> / |mean client|^2, smoothed over rounds.
+        attacker sees by itself: <own, mean client> / |mean client|^2, smoothed over rounds. It is 1 but for what is
+        beyond the error of that.
         """
-        return {
-            name: self._over_rounds([float((own * mean).sum()) for own, mean in pairs])
-            / np.maximum(self._over_rounds([float((mean * mean).sum()) for _, mean in pairs]), 1e-30)
-            for name, pairs in self._own.items()
-        }
+        found = {}
+        for name, pairs in self._own.items():
+            shares = [float((own * mean).sum() / (mean.square().sum() + 1e-30)) for own, mean in pairs]
+            mean, square = self._over_rounds(shares), self._over_rounds([share**2 for share in shares])
+            error = np.maximum(square - mean**2, 0) / min(SMOOTH, len(shares))
+            found[name] = 1 + (mean - 1) * np.maximum(0, 1 - error / np.maximum((mean - 1) ** 2, 1e-12))
+        return found
 
     @cached_property
     def spread(self) -> dict[str, Array]:
@@ -254,7 +259,8 @@ class Trajectory:
             shares = self.share[name][self.answered]
             left = [(own - share * mean).square().mean() for (own, mean), share in zip(pairs, shares, strict=True)]
             variance = self._over_rounds([float(each) for each in left])
-            found[name] = np.sqrt(others * variance) / self.cohort + 1e-9 * self.scales[name].weight
+            size = self.knowledge.leeway * np.sqrt(others * variance) / self.cohort
+            found[name] = size + 1e-9 * self.scales[name].weight
         return found
 
     def _over_rounds(self, values: Sequence[float]) -> Array:
@@ -434,4 +440,3 @@ def each_loss(outputs: Tree, targets: Tree, objective: Objective) -> Tensor:
 def train_on(model: nn.Module, examples: Examples, training: LocalTraining, round: int, objective: Objective) -> None:
     """Train a model in place as a client does, with randomness that is nobody's secret."""
     training.train(model, examples, seed=bytes(seeds.SEED_BYTES), round=round, client=0, loss=objective.loss)
-

@@ -129,4 +129,3 @@ def trajectory_property_findings(
             curves=(Curve("", *result.roc),), axes=("false positive rate", "true positive rate"),
         )
     ]  # fmt: skip
-

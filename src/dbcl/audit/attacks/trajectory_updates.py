@@ -1,8 +1,8 @@
-"""The others' updates from all rounds together, beside what the drift alone says of them. Reads: client-N and its allies.
+"""The others' updates from all rounds together, beside what the drift alone says. Reads: client-N and its allies.
 
 The drift is what anybody with examples of the same kind would expect of the others. Only what an estimate has beyond it
-is about them, so every cosine stands beside that of the drift. Of sums over many rounds more is seen than of a single one:
-noise that is fresh in every round averages out.
+is about them, so every cosine stands beside that of the drift. Of sums over many rounds more is seen than of a single
+one: noise that is fresh in every round averages out.
 """
 
 from collections.abc import Sequence
