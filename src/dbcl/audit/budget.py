@@ -47,10 +47,8 @@ class Budget:
     """The attacker's own examples in the drift of a round."""
     null_examples: int = 600
     """The attacker's own examples that scores of members are compared with."""
-    property_examples: int = 1500
-    """The attacker's own examples that the filter for a property over all rounds is made of."""
-    property_rounds: int = 120
-    """Rounds that this filter looks at."""
+    property_examples: int = 2000
+    """The attacker's own examples that the filter for a property over all rounds, and the drift there, are made of."""
     whole_cohort: bool = True
     """Whether as many clients as the run has in a round are rehearsed, too."""
     known_ends: bool = True
@@ -72,7 +70,7 @@ QUICK = Budget(
     rounds=60,
     batch=16,
     own_batches=2,
-    own_examples=60,
+    own_examples=40,
     pictures=2,
     steps=200,
     restarts=1,
@@ -84,7 +82,6 @@ QUICK = Budget(
     drift_examples=500,
     null_examples=300,
     property_examples=500,
-    property_rounds=60,
     whole_cohort=False,
     known_ends=False,
     programmes=0,

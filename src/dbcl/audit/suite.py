@@ -1,5 +1,6 @@
 """One audit from beginning to end: rehearse, attack from every seat, score, and collect the findings."""
 
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -34,6 +35,7 @@ from dbcl.audit.job import Job, Steps
 from dbcl.audit.rehearsal import ATTACKER, VICTIM, Rehearsal, Script, colluders_of, draw_batches, rehearse
 from dbcl.audit.run_audit import as_it_is, few_parties, whole_cohort
 from dbcl.data.examples import Rows
+from dbcl.engines.stacked.engine import one_thread
 from dbcl.errors import AuditError, DataError, DbclError
 from dbcl.plan import SketchPlan
 from dbcl.protocol import blinded
@@ -46,6 +48,8 @@ from dbcl.transcripts import Transcript, Truth
 
 BOUNDED = "the guarantee bounds what they can tell of one client, from every seat but the server's"
 """Why a run with a guarantee is attacked by canaries and by looking for members, and by nothing else."""
+LARGE = 2_000_000
+"""Networks with fewer numbers are attacked in one thread: what their kernels take is less than threads wait."""
 PROPERTY_LEEWAY = 10.0
 """Batches are fresh in every round, so that a round must stand out from its neighbours."""
 SINGLE = "{clients} parties, single steps on fresh batches"
@@ -88,6 +92,7 @@ def audit(
     plan = build_plan(config, task.make_model(0), task.layers, examples=len(task.train))
     if config.secure_aggregation:  # the server sees sums of so many
         clients = max(clients, plan.lanes * config.min_cohort)
+    numbers = sum(math.prod(tensor.shape) for tensor in plan.tensors)
     parts, expected = _parts(config, folder, plan, budget)
     steps = Steps(expected, progress)
     progress(0, steps.ends[-1])
@@ -97,7 +102,7 @@ def audit(
         steps.step()
 
     findings: list[Finding] = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, one_thread(numbers < LARGE):
         job = Job(config, task, folder, Path(scratch), budget, clients, seed, tell_and_step, steps.step, plan.lanes)
         for name, part in parts.items():
             try:
@@ -212,22 +217,29 @@ def _properties(job: Job) -> list[Finding]:
     rehearsal = rehearse(job.config, job.task, script, where, seed=job.seed, progress=lambda *_: job.step())
     found = estimates(rehearsal.attacker, job.budget.estimators, job.tell)
     findings = _updates(rehearsal.attacker, rehearsal.truth, found, job)
-    trajectory = Trajectory(
-        rehearsal.attacker,
-        Knowledge(job.task.train.subset(own), job.task.objective, len(own), leeway=PROPERTY_LEEWAY),
-        step=job.step,
-    )
-    findings += trajectory_update_findings(trajectory, rehearsal.truth, rehearsal.seat)
+    findings += _over_all_rounds(rehearsal, job, own)
     if job.task.holds is None:
         job.not_attacked["property"] = "no property of these examples is known; it can be given with the data"
         return _in_single_steps(findings, job)
+    return _in_single_steps(findings + _inferred(rehearsal, job, job.task.holds, own, found), job)
+
+
+def _over_all_rounds(rehearsal: Rehearsal, job: Job, own: Rows) -> list[Finding]:
+    """Updates and properties from all rounds together, with the drift that the attacker's own examples give."""
+    job.tell("updates, over all rounds: the drift")
+    examples = job.task.train.subset(own)
+    knowledge = Knowledge(examples, job.task.objective, job.budget.property_examples, leeway=PROPERTY_LEEWAY)
+    trajectory = Trajectory(rehearsal.attacker, knowledge, allies=rehearsal.allies, step=job.step)
+    findings = trajectory_update_findings(trajectory, rehearsal.truth, rehearsal.seat)
+    if job.task.holds is None:
+        return findings
     holds, few = job.task.holds, own[: job.budget.property_examples]
-    truth = [bool(holds[script[round, VICTIM]].mean() > 0.5) for round in trajectory.rounds[:-1]]
+    truth = [bool(holds[rehearsal.script[round, VICTIM]].mean() > 0.5) for round in trajectory.rounds[:-1]]
     job.tell("property: the attacker's own examples, over all rounds")
-    findings += trajectory_property_findings(
-        rehearsal, trajectory, job.task.train.subset(few), holds[few], truth, seed=job.seed
+    few_examples = job.task.train.subset(few)
+    return findings + trajectory_property_findings(
+        rehearsal, trajectory, few_examples, holds[few], truth, seed=job.seed
     )
-    return _in_single_steps(findings + _inferred(rehearsal, job, holds, own, found), job)
 
 
 def _in_single_steps(findings: Sequence[Finding], job: Job) -> list[Finding]:
@@ -267,8 +279,7 @@ def _colluders(lanes: int, job: Job) -> list[Finding]:
     )
     found = estimates(rehearsal.attacker, ["smoother"], job.tell, allies=rehearsal.allies)
     findings = _updates(rehearsal.attacker, rehearsal.truth, found, job, rehearsal.allies)
-    if job.task.holds is not None:
-        findings += _inferred(rehearsal, job, job.task.holds, own, found)
+    findings += _over_all_rounds(rehearsal, job, own)
     together = f"{lanes} of {clients} clients together, one of each lane"
     return [
         replace(

@@ -27,7 +27,7 @@ from dbcl.sketch import Identity, Sketch
 
 Array = NDArray[np.float64]
 
-TOLERANCE = 1e-4
+TOLERANCE = 1e-3
 """Relative residual at which conjugate gradients stop."""
 STEPS = 200
 """More of them are never taken."""
