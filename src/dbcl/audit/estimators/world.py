@@ -7,8 +7,8 @@ The world is linear and Gaussian, so that every estimator, detector and reconstr
     W_(s+1) = W_s + lr m_(s+1)
     V_t = (W_t + N_t) R_t                        N white or correlated over the rounds, with a known covariance
 
-The drift is what the others are expected to do, as the attacker's own examples say (attacks/trajectory.py); u_s is what is
-left. The smoother of smoother.py is the case without drift, with a white veil.
+The drift is what the others are expected to do, as the attacker's own examples say (attacks/trajectory.py); u_s is what
+is left. The smoother of smoother.py is the case without drift, with a white veil.
 """
 
 from collections.abc import Sequence
