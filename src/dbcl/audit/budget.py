@@ -92,7 +92,7 @@ QUICK = Budget(
 )
 FULL = Budget(
     estimators=("option I", "option II", "rewind", "smoother", "smoother, sizes fitted", "shaped smoother"),
-    rounds=200,
+    rounds=120,
     batch=32,
     own_batches=3,
     own_examples=150,

@@ -194,7 +194,7 @@ def test_what_could_not_run_stands_beside_the_verdicts(page):
 
 def test_the_top_says_that_it_is_a_rehearsal_of_how_many_when_and_by_what(page):
     top = page[: page.index("<section>")]
-    assert "worst-case rehearsal of 3 parties, in which everybody takes one SGD step a round" in top
+    assert "These are rehearsals, most of them of 3 parties; they are not what happened in the run." in top
     assert "About 2 clients share a round of this run: there is no larger crowd" in top
     assert "2026-01-31 09:05 UTC, dbcl 9.8.7" in top
     crowd = replace(made_up(), settings={"clients": 200, "fraction": 0.1})

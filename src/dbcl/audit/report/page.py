@@ -42,6 +42,7 @@ def page(audit: Audit) -> str:
         ("Verdict" if promised(audit) else "Verdict for each seat", _verdicts(audit)),
         ("What was found", "" if promised(audit) else _found(audit)),
         ("Who sees what", _table("Who sees what", ("party", "receives or holds", "does not receive"), audit.seats)),
+        ("From the worst case to the run itself", _by_rehearsal(audit)),
         ("Risks", _risks(audit)),
         ("What it means, and what to change", _list(advice(audit))),
         ("Curves", figures(audit.findings)),
@@ -229,20 +230,50 @@ def _risks(audit: Audit) -> str:
     return intro + table + _details("How the words are chosen", _definitions(RULES)) if lines else ""
 
 
+def _by_rehearsal(audit: Audit) -> str:
+    """For each rehearsal the worst of what it was about: the worst case and the run itself, told apart."""
+    worst: dict[tuple[str, str, str], Finding] = {}
+    for finding in audit.findings:
+        key = finding.rehearsal, finding.target, finding.seat
+        if finding.rehearsal and (key not in worst or severity(finding) > severity(worst[key])):
+            worst[key] = finding
+    if len({rehearsal for rehearsal, _, _ in worst}) < 2:
+        return ""
+    rows = [
+        (
+            rehearsal,
+            target_text(target, audit.property_name),
+            seat,
+            f"{measure_text(found.measure)} {range_text(found)}",
+            number_text(chance_of(found), found.measure),
+            word(found),
+        )
+        for (rehearsal, target, seat), found in worst.items()
+    ]
+    intro = (
+        "<p>The same settings, rehearsed in several ways. With few parties that take part in every round an attacker "
+        "sees most; a row that begins with “as the run is” has the run's own clients, cohort, local steps and "
+        "participation.</p>"
+    )
+    heads = ("rehearsal", "what", "seat", "worst finding", "guessing", "rating")
+    return intro + _table("Rehearsals", heads, rows)
+
+
 def _worst(finding: Finding | None) -> str:
     if finding is None:
         return "<td class='long muted'>no such attack</td>"
     label = f"<span class='w{RANK[word(finding)]}'>{escape(word(finding))}</span>"
-    rests_on = ", ".join(text for text in (cases_text(finding), finding.attack) if text)
+    rests_on = ", ".join(text for text in (cases_text(finding), finding.attack, finding.rehearsal) if text)
     return f"<td class='long'>{escape(range_text(finding))}<br>{escape(rests_on)}<br>{label}</td>"
 
 
 def _attacks(findings: Sequence[Finding]) -> str:
-    groups: dict[tuple[str, str, str, str], list[Finding]] = {}
+    groups: dict[tuple[str, str, str, str, str], list[Finding]] = {}
     for finding in findings:
-        groups.setdefault((finding.attack, finding.seat, finding.attacker, finding.target), []).append(finding)
+        key = finding.attack, finding.seat, finding.attacker, finding.target, finding.rehearsal
+        groups.setdefault(key, []).append(finding)
     parts = []
-    for (attack, seat, attacker, target), group in groups.items():
+    for (attack, seat, attacker, target, rehearsal), group in groups.items():
         rows = [
             (
                 measure_text(f.measure),
@@ -254,7 +285,7 @@ def _attacks(findings: Sequence[Finding]) -> str:
             )
             for f in sorted(group, key=severity, reverse=True)
         ]
-        name = f"{attack} ({seat}, {attacker}) on the {target}"
+        name = f"{attack} ({seat}, {attacker}) on the {target}{f', {rehearsal}' if rehearsal else ''}"
         content = _table(name, ("measure", "cases", "value (interval)", "guessing", "rating", "note"), rows)
         for budget in _unique(plain_text(f.budget) for f in group if f.budget):
             content += f"<p><b>Settings and budget:</b> {escape(budget)}</p>"

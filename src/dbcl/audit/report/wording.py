@@ -124,6 +124,7 @@ def sentence(finding: Finding, property_name: str = "", *, subject: str = "") ->
         guess = _stated_text(finding)
     count = cases_text(finding)
     by = f"{f'From {count}, by' if count else 'By'} {finding.attack} ({finding.attacker})"
+    by += f", {finding.rehearsal}" if finding.rehearsal else ""
     return f"{subject or WHO.get(finding.seat, finding.seat)} {got}{guess}. {by}: {word(finding)}."
 
 
@@ -186,18 +187,19 @@ def promised(audit: Audit) -> bool:
 def rehearsal_text(audit: Audit) -> list[str]:
     """What kind of evidence the page holds, and what it means for a run with more clients, as paragraphs.
 
-    >>> rehearsal_text(Audit("a", {"clients": 100, "fraction": 0.1}, {}, (), (), 1.0, parties=2))[0][:62]
-    'This is a worst-case rehearsal of 2 parties, in which everybod'
+    >>> rehearsal_text(Audit("a", {"clients": 100, "fraction": 0.1}, {}, (), (), 1.0, parties=2))[0][:47]
+    'These are rehearsals, most of them of 2 parties'
     """
     if promised(audit):
         return [PROMISED_REHEARSAL]
     parties, cohort = audit.parties, _cohort(audit.settings)
     others = "a single victim" if parties == 2 else "a victim among the others"
     first = (
-        f"This is a worst-case rehearsal of {parties or 'a few'} parties, in which everybody takes one SGD step a "
-        "round; it is not what happened in the run. The auditor plays short runs under the same settings with an "
-        f"attacker and {others}, so that it knows what the attacker should find. Only membership, and attacks "
-        "marked “of the run”, are about the run itself."
+        f"These are rehearsals, most of them of {parties or 'a few'} parties; they are not what happened in the run. "
+        f"The auditor plays short runs under the same settings with an attacker and {others}, so that it knows what "
+        "the attacker should find: with single steps on fresh batches, with clients that train on the same examples in "
+        "every round, as FedAvg does, and as the run is. Each finding says which. Only attacks on the finished model, "
+        "and those marked “of the run”, are about the run itself."
     )
     if cohort is None:
         return [first]
@@ -229,9 +231,9 @@ def advice(audit: Audit) -> list[str]:
 def _about_promise(audit: Audit) -> list[str]:
     """What a measured guarantee means."""
     settings = audit.settings
-    rank = max((RANK[word(finding)] for finding in audit.findings), default=0)
+    measured = [RANK[word(finding)] for finding in audit.findings if kind(finding.measure) == "epsilon"]
     notes = []
-    if rank == 4:
+    if max(measured, default=0) == 4:
         notes.append(
             "Do not release this model nor go on with the run: more can be told of one client than is promised."
         )
@@ -324,6 +326,13 @@ def _about_findings(findings: Sequence[Finding]) -> list[str]:
             f"The {' and the '.join(weak)} can be told from many weak traces at once, which a small veil does not "
             "hide. More clients in a round help most, then a larger veil and fewer rounds."
         )
-    if any(finding.target == "membership" and RANK[word(finding)] >= 3 for finding in findings):
+    leaking = {f.seat for f in findings if f.target == "membership" and RANK[word(f)] >= 3}
+    if leaking & {"client", "colluders"}:
+        notes.append(
+            "Clients that train on the same examples in every round show them again and again, and a veil that is "
+            "drawn anew each time averages out. More clients in a round help, fewer rounds too; only noise that is "
+            "accounted over all rounds bounds it (--epsilon)."
+        )
+    if "anyone" in leaking:
         notes.append("Membership leaks from the model itself, so it does from the finished model too. Overfit less.")
     return notes
