@@ -24,6 +24,7 @@ from dbcl.audit.findings import Finding
 from dbcl.audit.job import Job
 from dbcl.audit.rehearsal import ServerSaw
 from dbcl.audit.run_rehearsal import RunRehearsal, Shards, rehearse_run, shards_of
+from dbcl.engines.session import decay_after
 from dbcl.privacy import PrivacyPlan
 from dbcl.privacy.factorization import quotient
 from dbcl.protocol import blinded, update
@@ -165,14 +166,16 @@ def _ends(job: Job, played: RunRehearsal) -> dict[str, Knowledge]:
 def released_shares(config: RunConfig, rounds: int) -> Mapping[int, float]:
     """Of which rounds' W the released model is the mean, after so many: the last one's, or a running mean.
 
-    >>> released_shares(RunConfig(ema_decay=0.5), 2)
-    {0: 0.25, 1: 0.25, 2: 0.5}
+    >>> {number: round(share, 3) for number, share in released_shares(RunConfig(ema_decay=0.5), 2).items()}
+    {0: 0.015, 1: 0.152, 2: 0.833}
     """
-    decay = config.ema_decay
-    if not decay:
+    if not config.ema_decay:
         return {rounds: 1.0}
-    shares = {number: (1 - decay) * decay ** (rounds - number) for number in range(1, rounds + 1)}
-    return {0: decay**rounds, **shares}
+    shares = {0: 1.0}
+    for number in range(1, rounds + 1):
+        decay = decay_after(config.ema_decay, number)
+        shares = {before: decay * share for before, share in shares.items()} | {number: 1 - decay}
+    return shares
 
 
 def _server(job: Job, played: RunRehearsal) -> list[Finding]:

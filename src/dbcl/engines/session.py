@@ -155,8 +155,7 @@ class ServerSession:
     def _average(self) -> None:
         if self.ema_model is None:
             return
-        # The decay rises from 0: an average of few rounds should not remember the initial weights.
-        decay = min(self.ema_decay, self.round / (self.round + 10))
+        decay = decay_after(self.ema_decay, self.round)
         shown = self.server.shown() if self.server.privacy else {}
         current = {**named_tensors(self.model), **shown}
         masters = {name: shown[name] for name in self._means} if shown else self._float32()
@@ -169,6 +168,15 @@ class ServerSession:
                 mean.copy_(current[name])
         if self.server.calibration is not None and self.server.statistics:
             calibrate(self.ema_model, self.server.calibration)
+
+
+def decay_after(ema_decay: float, rounds: int) -> float:
+    """The decay of a running mean after so many rounds: it rises from 0, so that few rounds forget the initial weights.
+
+    >>> decay_after(0.8, 1), decay_after(0.8, 100)
+    (0.09090909090909091, 0.8)
+    """
+    return min(ema_decay, rounds / (rounds + 10))
 
 
 def session_of(holder: Server | Session) -> Session:

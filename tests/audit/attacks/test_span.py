@@ -151,7 +151,8 @@ def test_found_pictures_are_unsketched_and_measured_over_all():
     recovered = psnr.budget["recovered"]
     assert 0 < recovered < 10
     assert share.value == pytest.approx(recovered / 10, abs=0.11)
-    assert psnr.high is not None and psnr.high > 25
+    assert psnr.high is not None
+    assert psnr.high > 25
     assert psnr.budget["linear programmes"] == 3
     strangers = DIGITS.x_train[ORDER[2000:2010]]
     assert unmixed_findings(broadcast, sent, strangers, SPAN, limit=3, solver_steps=25)[2].value == 0

@@ -7,8 +7,8 @@ The world is linear and Gaussian, so that every estimator, detector and reconstr
     W_(s+1) = W_s + lr m_(s+1)
     V_t = (W_t + N_t) R_t                        N white or correlated over the rounds, with a known covariance
 
-The drift is what the others are expected to do, as the attacker's own examples say (drift.py); u_s is what is left. The
-smoother of smoother.py is the case without drift, with a white veil.
+The drift is what the others are expected to do, as the attacker's own examples say (attacks/trajectory.py); u_s is what
+is left. The smoother of smoother.py is the case without drift, with a white veil.
 """
 
 from collections.abc import Sequence
@@ -131,9 +131,9 @@ class World:
         if len(missed):
             response = self.kernel[:, missed] * np.sqrt([self.missed(int(s)) for s in missed])
             found = found + response @ response.T
-        if self.view.momentum and self.view.rounds[0] > 0:  # a velocity from before
-            beta, age = self.view.momentum, np.array([min(each) for each in self._ages()])
-            response = self.view.lr * beta * (1 - beta**age) / (1 - beta) * self.update[0] / (1 - beta**2) ** 0.5
+        beta = self.view.momentum
+        if beta and self.view.rounds[0] > 0:  # a velocity from before, as of an update one round ago
+            response = beta * self.kernel[:, 0] * (self.missed(0) / (1 - beta**2)) ** 0.5
             found = found + np.outer(response, response)
         return found
 
@@ -145,10 +145,6 @@ class World:
         """The variance of an entry of W in a round that was missed, so that its update has the length of others."""
         t = self.before(place)
         return float(self.update[t] ** 2 * self.view.update_width(t) / self.view.dim)
-
-    def _ages(self) -> list[list[int]]:
-        first = self.view.rounds[0]
-        return [[round - first] for round in self.view.rounds] + [[max(each.shares) - first] for each in self.more]
 
     @cached_property
     def flat(self) -> Array | None:
