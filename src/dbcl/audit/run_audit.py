@@ -48,8 +48,7 @@ def few_parties(job: Job) -> list[Finding]:
     if job.budget.known_ends:
         for what, knowledge in _ends(job, played).items():
             job.tell(f"{where}: members, knowing {what}")
-            known = Trajectory(played.recorded.attacker, knowledge, step=job.step)
-            known.__dict__["lanes"] = trajectory.lanes  # what the others were sent is estimated as before
+            known = trajectory.knowing(knowledge)
             findings += [
                 replace(each, attack=f"{each.attack}, knowing {what}")
                 for each in member_findings(played, known, null=job.budget.null_examples, seed=job.seed)
