@@ -120,7 +120,9 @@ def test_the_command_measures_one_example_and_keeps_limits(tmp_path: Path) -> No
     said = " ".join(kept.output.split())
     assert "told canaries as well as an epsilon of" in said
     assert "8.00 is stated for these 4 rounds, at delta 1e-05" in said
-    assert "not attacked: updates, pictures, labels, properties and membership: the guarantee bounds what they can" in said
+    assert (
+        "not attacked: updates, pictures, labels, properties and membership: the guarantee bounds what they can" in said
+    )
     assert "the promise is a theorem" in said
     broken = invoke("client.epsilon=0.01,auc=0.9")
     assert broken.exit_code == 1

@@ -170,7 +170,7 @@ class Trajectory:
             if view.sketched:
                 scales = self.scales[name]
                 world = World(view, veil=self._veil(name), update=scales.update, weight=scales.weight)
-                found[name] = world.solve(tolerance=1e-2).weights()
+                found[name] = world.solve().weights()
         return found
 
     def _veil(self, name: str) -> float | Tensor:
@@ -391,7 +391,7 @@ def effective(broadcast: Broadcast) -> dict[str, Tensor]:
 def loaded(template: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     """The template with these weights, in place.
 
-    >>> float(loaded(nn.Linear(1, 1), {"bias": torch.ones(1), "weight": torch.zeros(1, 1)})(torch.ones(1)))
+    >>> float(loaded(nn.Linear(1, 1), {"bias": torch.ones(1), "weight": torch.zeros(1, 1)}).bias.detach())
     1.0
     """
     own = named_tensors(template)
