@@ -46,7 +46,7 @@ from dbcl.run.metrics import read_metrics
 from dbcl.run.task import Task, task_of
 from dbcl.transcripts import Transcript, Truth
 
-BOUNDED = "the guarantee bounds what they can tell of one client, from every seat but the server's"
+BOUNDED = "the guarantee bounds what they can tell of one {unit}, from every seat but the server's"
 """Why a run with a guarantee is attacked by canaries and by looking for members, and by nothing else."""
 LARGE = 2_000_000
 """Networks with fewer numbers are attacked in one thread: what their kernels take is less than threads wait."""
@@ -136,7 +136,7 @@ def _parts(
     tensors = len(plan.tensors)
     if config.epsilon is not None:
         canaries = min(budget.canary_rounds or config.rounds, config.rounds) + 2
-        if config.unit == "example":
+        if not _members_too(config):
             return {TARGET: _guarantee}, [canaries]
         return {TARGET: _guarantee, "members as the run is": as_it_is}, [canaries, budget.all_rounds + 3 * tensors]
     parts: dict[str, Callable[[Job], list[Finding]]] = {
@@ -161,9 +161,15 @@ def _parts(
     return parts, expected
 
 
+def _members_too(config: RunConfig) -> bool:
+    """Whether members of a run with a guarantee are looked for: where its unit is a client, whose shard is fixed."""
+    return config.unit == "client" and config.server_optimizer != "adam"
+
+
 def _guarantee(job: Job) -> list[Finding]:
     """The epsilon of a run with a guarantee, from a rehearsal in which canaries take part."""
-    job.not_attacked["updates, pictures, labels and properties"] = BOUNDED
+    rest = "labels and properties" if _members_too(job.config) else "labels, properties and membership"
+    job.not_attacked[f"updates, pictures, {rest}"] = BOUNDED.format(unit=job.config.unit)
     job.tell("rehearsal: canaries among the run's clients")
     found = measure_guarantee(job.config, job.task, rounds=job.budget.canary_rounds, seed=job.seed, step=job.step)
     return [guarantee_finding(found)]

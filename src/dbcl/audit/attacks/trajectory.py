@@ -191,7 +191,7 @@ class Trajectory:
             if view.sketched:
                 scales = self.scales[name]
                 world = World(view, veil=self._veil(name), update=scales.update, weight=scales.weight)
-                found[name] = world.solve(tolerance=1e-2).weights()
+                found[name] = world.solve().weights()
         return found
 
     def _veil(self, name: str) -> float | Tensor:

@@ -31,6 +31,8 @@ TOLERANCE = 1e-3
 """Relative residual at which conjugate gradients stop."""
 STEPS = 200
 """More of them are never taken."""
+LEAST_NOISE = 0.1
+"""Of sketches, noise of less than so many of the others' updates is taken for as much: steps without it do not end."""
 NUMBERS = 40_000_000
 """So many numbers a stack over all rounds has, at most: more rows are solved in parts."""
 
@@ -99,6 +101,8 @@ class World:
         self.noise[: len(rounds), : len(rounds)] = noise
         for place, each in enumerate(more, len(rounds)):
             self.noise[place, place] = max(each.noise, 1e-6 * (weight + size)) ** 2
+        if view.sketches[0].width < view.dim:
+            np.fill_diagonal(self.noise, np.maximum(self.noise.diagonal(), (LEAST_NOISE * size) ** 2))
         # Where the veil is not tiny, its noise is far above the rounding of single precision, which is faster.
         floor = float(self.noise.diagonal().min()) ** 0.5
         coarse = floor > 1e-3 * max(weight, size) and view.dim > 64

@@ -1,0 +1,28 @@
+"""Rehearsals with fixed shards, and what an attacker makes of them."""
+
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dbcl.audit.attacks.trajectory import Knowledge, Trajectory
+from dbcl.audit.run_rehearsal import RunRehearsal, rehearse_run, shards_of
+from dbcl.run import preset, task_of
+
+
+@cache
+def played(
+    name: str = "blind", *, clients: int = 2, rounds: int = 5, allies: int = 0, others: int = 300, **settings: Any
+) -> RunRehearsal:
+    """So many parties with fixed shards of 40 digits, all in every round."""
+    config = preset(name, **{"model": "audit.networks:twelve", **settings})
+    task = task_of(config)
+    shards = shards_of(config, task, clients=clients, others=others)
+    return rehearse_run(config, task, shards, Path(tempfile.mkdtemp()), rounds=rounds, allies=allies)
+
+
+def trajectory_of(found: RunRehearsal, **knowledge: Any) -> Trajectory:
+    """What client 0 and its allies know, with the examples that the attacker has beside its shard."""
+    own = Knowledge(found.shards.examples.subset(found.shards.own), examples=200)
+    return Trajectory(found.recorded.attacker, replace(own, **knowledge), allies=found.recorded.allies)
