@@ -156,19 +156,24 @@ def draw(results: list[dict[str, Any]]) -> None:
     figure.savefig(HERE / "presets.png", dpi=130)
 
 
+def held(path: Path) -> list[dict[str, Any]]:
+    """What was made before, in the order of the presets; another process may have added to it."""
+    read = json.loads(path.read_text())["results"] if path.exists() else []
+    return sorted(read, key=lambda each: list(PRESETS).index(each["name"]))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     path = HERE / "presets.json"
-    held = json.loads(path.read_text())["results"] if path.exists() else []
     for name in sys.argv[1:] or list(PRESETS):
-        if all(each["name"] != name for each in held):
-            held.append(made(name))
-            held.sort(key=lambda each: list(PRESETS).index(each["name"]))
+        if all(each["name"] != name for each in held(path)):
+            found = made(name)
             facts = {"command": "python results/audit/presets.py", "dbcl": __version__, "torch": torch.__version__}
-            path.write_text(json.dumps({**facts, "results": held}, indent=1) + "\n")
-    (HERE / "presets.md").write_text(table(held))
-    draw(held)
-    print(table(held))
+            path.write_text(json.dumps({**facts, "results": [*held(path), found]}, indent=1) + "\n")
+    results = held(path)
+    (HERE / "presets.md").write_text(table(results))
+    draw(results)
+    print(table(results))
 
 
 if __name__ == "__main__":
