@@ -1,0 +1,132 @@
+"""Members by matched filters over all rounds: where they must be found, and where they must not."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from audit.attacks.shards import played, trajectory_of
+from dbcl.audit.attacks.members import RoundScores, filter_scores, loss_scores, member_findings, round_scores
+from dbcl.audit.findings import Finding
+from dbcl.audit.run_rehearsal import RunRehearsal
+from dbcl.errors import AuditError
+
+BOTH = "matched filter and losses over all rounds"
+NET = "audit.networks:thirty_two"
+
+
+def aucs(findings: list[Finding]) -> dict[str, float]:
+    return {each.attack: each.value for each in findings if each.measure == "membership auc"}
+
+
+def looked_for(found: RunRehearsal, members: np.ndarray) -> RunRehearsal:
+    """The same rehearsal, as if the victim had had these examples."""
+    return replace(found, shards=replace(found.shards, of_clients=(found.shards.of_clients[0], members)))
+
+
+def test_members_of_two_parties_with_fixed_shards_are_found_and_strangers_are_not() -> None:
+    """40 members and 300 others: under the null the error of an AUC is 0.05, and 0.65 three of them above chance."""
+    rehearsal = played(model=NET, rounds=25)
+    trajectory = trajectory_of(rehearsal)
+    found = member_findings(rehearsal, trajectory, null=200)
+    values = aucs(found)
+    assert values["matched filter over all rounds"] > 0.85
+    assert values[BOTH] > 0.9
+    assert values[BOTH] >= max(values.values()) - 0.02
+    (auc,) = (each for each in found if each.attack == BOTH and each.measure == "membership auc")
+    assert auc.low < auc.value < auc.high  # type: ignore[operator]
+    assert (auc.seat, auc.attacker, auc.chance) == ("client", "adaptive", 0.5)
+    assert {name: auc.budget[name] for name in ("members", "non-members", "rounds seen", "own examples")} == {
+        "members": 40, "non-members": 300, "rounds seen": 25, "own examples": 200,
+    }  # fmt: skip
+    assert auc.curves[0].y[-1] == 1.0
+    # Examples like the members, of which nobody has any: what a client would be whose data were fresh in every round.
+    strangers = looked_for(rehearsal, rehearsal.shards.own[-40:])
+    for value in aucs(member_findings(strangers, trajectory, null=200)).values():
+        assert 0.35 < value < 0.65
+
+
+def test_who_has_which_shard_is_not_read_from_the_truth() -> None:
+    """Half of the members and half of the others exchanged: then there is nothing to tell."""
+    rehearsal = played(model=NET, rounds=25)
+    shards, trajectory = rehearsal.shards, trajectory_of(rehearsal)
+    rng = np.random.default_rng(0)
+    everyone = rng.permutation(np.concatenate([shards.of_clients[1], shards.others[:40]]))
+    mixed = replace(
+        rehearsal, shards=replace(shards, of_clients=(shards.of_clients[0], everyone[:40]), others=everyone[40:])
+    )
+    assert 0.3 < aucs(member_findings(mixed, trajectory, null=200))[BOTH] < 0.7
+
+
+@pytest.mark.slow
+def test_the_presets_own_network_and_ten_clients() -> None:
+    rehearsal = played(model="mnist-mlp", rounds=40)
+    assert aucs(member_findings(rehearsal, trajectory_of(rehearsal, examples=500), null=300))[BOTH] > 0.93
+    ten = played(model="mnist-mlp", rounds=60, clients=10)
+    value = aucs(member_findings(ten, trajectory_of(ten, examples=1000), null=600))[BOTH]
+    assert 0.7 < value < 0.95
+    strong = played(model="mnist-mlp", rounds=40, veil=5.0, lr=0.001)
+    assert aucs(member_findings(strong, trajectory_of(strong, examples=500), null=300))[BOTH] < 0.7
+
+
+def test_colluders_of_both_lanes_look_for_members_together() -> None:
+    rehearsal = played(clients=4, allies=1, rounds=6)
+    found = member_findings(rehearsal, trajectory_of(rehearsal), null=100)
+    assert {each.seat for each in found} == {"colluders"}
+    assert found[0].budget["members"] == 80
+
+
+def test_every_example_has_a_score_in_every_lane_of_every_round_but_the_last() -> None:
+    rehearsal = played(clients=5, rounds=4)
+    trajectory, shards = trajectory_of(rehearsal), rehearsal.shards
+    examples, null = shards.examples.subset(shards.members()), shards.examples.subset(shards.own[:50])
+    moved: list[int] = []
+    trajectory.step = lambda: moved.append(1)
+    assert trajectory.lanes
+    before = len(moved)
+    scores = round_scores(trajectory, examples, null)
+    assert len(moved) > before + 2
+    assert [len(lanes) for lanes in scores] == [2, 2, 2]
+    for index, lanes in enumerate(scores):
+        assert [each.plan for each in lanes] == [lane.broadcast.plan.digest for lane in trajectory.lanes[index]]
+        for each in lanes:
+            assert (each.left.shape, each.losses.shape) == ((160,), (210,))
+            assert np.isfinite(each.left).all()
+            assert each.left.std() == pytest.approx(1)
+
+
+def of_lane(plan: str, others: float, *left: float) -> RoundScores:
+    return RoundScores(plan, others, np.array(left), np.ones(len(left)))
+
+
+def test_a_filter_sums_the_lane_of_a_client_or_all_by_how_many_are_in_each() -> None:
+    rounds = [
+        [of_lane("a", 1.0, 1.0, 0.0), of_lane("b", 3.0, 5.0, 4.0)],
+        [of_lane("c", 2.0, -1.0, 2.0), of_lane("d", 2.0, 7.0, 0.0)],
+    ]
+    assert filter_scores(rounds, ["a", "d"]).tolist() == [8.0, 0.0]
+    assert filter_scores(rounds, [None, None]).tolist() == [4.0 + 3.0, 3.0 + 1.0]
+    assert filter_scores(rounds, ["nobody's", "c"]).tolist() == [3.0, 5.0]
+
+
+def test_losses_are_compared_within_a_class() -> None:
+    """An example of the harder class counts for more than one with the same loss of the easier one."""
+    rng = np.random.default_rng(0)
+    easy, hard = 0.01 * rng.lognormal(0, 0.3, 50), 1.0 * rng.lognormal(0, 0.3, 50)
+    losses = np.concatenate([[0.1, 0.1], easy, hard])
+    groups = np.array([0.0, 1.0] + [0.0] * 50 + [1.0] * 50)
+    found = loss_scores([[RoundScores("a", 1.0, np.zeros(2), losses)]], groups, slice(2, None))
+    assert found[0] < -3 < 3 < found[1]
+    # Of a class with next to no null examples all of them are taken.
+    alone = loss_scores([[RoundScores("a", 1.0, np.zeros(2), losses)]], np.array([2.0, *groups[1:]]), slice(2, None))
+    assert np.isfinite(alone).all()
+    assert alone[1] == found[1]
+
+
+def test_an_attacker_without_examples_is_refused() -> None:
+    rehearsal = played(rounds=3)
+    few = replace(rehearsal, shards=replace(rehearsal.shards, own=rehearsal.shards.own[:5]))
+    with pytest.raises(
+        AuditError, match="the attacker has 5 examples of its own beside its shard; it needs 20 or more"
+    ):
+        member_findings(few, trajectory_of(rehearsal))
