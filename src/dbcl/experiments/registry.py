@@ -3,7 +3,7 @@
 from difflib import get_close_matches
 
 from dbcl.errors import ConfigError
-from dbcl.experiments import cifar10, complexity, gradient_error, lfw_roc, non_iid, table1, theory
+from dbcl.experiments import cifar10, complexity, frontier, gradient_error, lfw_roc, non_iid, table1, theory
 from dbcl.experiments.experiment import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = (
@@ -14,6 +14,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     gradient_error.EXPERIMENT,
     theory.EXPERIMENT,
     complexity.EXPERIMENT,
+    frontier.EXPERIMENT,
 )
 
 

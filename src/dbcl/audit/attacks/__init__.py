@@ -12,6 +12,7 @@
 | `trajectory_properties.py` | the same, from all rounds together        | client-0                                    |
 | `membership.py`            | whether an example was trained on         | the finished model, and one broadcast of it |
 | `span.py`                  | a client's examples and pictures          | one client's update, and its broadcast      |
+| `span_rounds.py`           | examples, from the first rounds together  | server; client-N                            |
 | `update_labels.py`         | a client's labels                         | the same                                    |
 | `update_pictures.py`       | a client's few pictures                   | the same                                    |
 
