@@ -6,6 +6,7 @@ from dbcl.errors import ConfigError
 from dbcl.experiments import (
     cifar10,
     complexity,
+    gan,
     gradient_error,
     gradient_matching,
     lfw_roc,
@@ -24,6 +25,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     gradient_error.EXPERIMENT,
     property_inference.EXPERIMENT,
     gradient_matching.EXPERIMENT,
+    gan.EXPERIMENT,
     theory.EXPERIMENT,
     complexity.EXPERIMENT,
 )
