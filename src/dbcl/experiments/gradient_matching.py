@@ -188,8 +188,9 @@ def table(found: Results) -> str:
     text = (
         "PSNR of the victim's pictures as gradient matching rebuilds them (the median, and each in brackets); from "
         "about 20 dB on one sees what they show. DLG's own network, two clients, one SGD step of rate "
-        f"{first['lr']} a round; a picture is the victim's batch of one of the first rounds. Preset `plain` for no sketch, else `paper`. The "
-        "paper's attacker takes the lifted update for a gradient of W (server), or option I (client). The adaptive "
+        f"{first['lr']} a round; a picture is the victim's batch of one of the first rounds. Preset `plain` for no "
+        "sketch, else `paper`. The paper's attacker takes the lifted update for a gradient of W (server), or option I "
+        "(client). The adaptive "
         "server matches through the sketch that it knows; the adaptive client rewinds all rounds that it saw, of "
         f"which {LATER} come after the attacked ones. Labels are read off the output layer; with several pictures at "
         "once they are known. Where the data are CIFAR-10, all attackers have a total-variation prior that fades. "

@@ -7,6 +7,7 @@
 | `labels.py`     | the victim's labels               | client-0                                                   |
 | `properties.py` | a property of the victim's batch  | server; client-0                                           |
 | `membership.py` | whether an example was trained on | no transcript: the finished model, and one broadcast of it |
+| `gan.py`        | a class of the victim's, drawn    | client-N, round by round: it is a client of the run        |
 | `span.py`       | a client's examples and pictures  | no transcript: one client's update, and its broadcast      |
 
 In a rehearsal client 0 is the attacker, or several clients are together; client-N is any client of the run itself. The

@@ -28,7 +28,7 @@ from dbcl.transcripts import Transcript
 
 ATTACKER, VICTIM = 0, 1
 BLOCKS = (2, 4, 7)
-"""Sides of the blocks of pixels that change places in what the judge learns to be no picture."""
+"""Sides of the blocks of pixels in what the judge learns to be no picture."""
 REPLAY = 5
 """The drawings of so many rounds are kept: a model that forgot older ones would let the generator run in circles."""
 
@@ -236,8 +236,8 @@ def estimated_models(transcript: Transcript) -> Iterator[nn.Module]:
 def judge(dataset: Dataset, *, steps: int, seed: int = 0) -> nn.Module:
     """A classifier that no party of the run has: a CNN that learns from the held-out examples alone.
 
-    It has one class more, for what is no picture of any: half of what it learns from are held-out pictures whose blocks
-    of pixels change places. Without it, it would call any pattern some class.
+    It has one class more, for what is no picture of any, or it would call any pattern some class: held-out pictures
+    whose blocks of pixels change places, and blots.
 
     >>> from dbcl import data
     >>> judge(data.load("digits"), steps=1)(torch.zeros(2, 1, 28, 28)).shape
@@ -248,10 +248,11 @@ def judge(dataset: Dataset, *, steps: int, seed: int = 0) -> nn.Module:
     rng = np.random.default_rng(seed)
     for number in range(steps):
         rows = torch.from_numpy(rng.integers(len(dataset.y_test), size=64))
-        whole, mixed = dataset.x_test[rows], scrambled(dataset.x_test[rows], BLOCKS[number % len(BLOCKS)], rng)
-        labels = torch.cat([dataset.y_test[rows], torch.full((len(mixed),), dataset.outputs)])
+        whole, block = dataset.x_test[rows], BLOCKS[number % len(BLOCKS)]
+        none = torch.cat([scrambled(whole[::2], block, rng), blots(whole[1::2], block, quality.span(dataset), rng)])
+        labels = torch.cat([dataset.y_test[rows], torch.full((len(none),), dataset.outputs)])
         optimizer.zero_grad()
-        F.cross_entropy(model(torch.cat([whole, mixed])), labels).backward()
+        F.cross_entropy(model(torch.cat([whole, none])), labels).backward()
         optimizer.step()
     return model.eval()
 
@@ -267,6 +268,21 @@ def scrambled(pictures: Tensor, block: int, rng: np.random.Generator) -> Tensor:
     places = torch.from_numpy(rng.permuted(np.tile(np.arange(blocks.shape[2]), (len(blocks), 1)), axis=1))
     mixed = blocks.gather(2, places[:, None].expand_as(blocks))
     return F.fold(mixed, pictures.shape[-2:], block, stride=block)
+
+
+def blots(like: Tensor, block: int, box: tuple[float, float], rng: np.random.Generator) -> Tensor:
+    """Smooth noise of the shape of pictures: a normal value for every block of pixels, interpolated, in the box.
+
+    >>> found = blots(torch.zeros(3, 1, 28, 28), 7, (-1.0, 1.0), np.random.default_rng(0))
+    >>> found.shape, float(found.abs().max()) <= 1
+    (torch.Size([3, 1, 28, 28]), True)
+    """
+    count, channels, height, width = like.shape
+    coarse = rng.normal(size=(count, channels, height // block, width // block))
+    shift, contrast = (torch.from_numpy(rng.uniform(*ends, size=(count, 1, 1, 1))) for ends in ((-0.5, 1), (0.1, 1)))
+    smooth = F.interpolate(torch.from_numpy(coarse), size=(height, width), mode="bilinear")
+    low, high = box
+    return (low + (high - low) * (contrast * (smooth - shift)).clamp(0, 1)).to(like)
 
 
 @dataclass(frozen=True)
