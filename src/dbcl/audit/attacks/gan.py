@@ -115,7 +115,7 @@ class GanAttacker:
             self.optimizer.zero_grad()
             drawn = self._pictures(self.settings.batch)
             loss = F.cross_entropy(model(drawn), wanted) + self.settings.tv * _variation(drawn)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
         place = self.turns % REPLAY
         self.drawings[place::REPLAY] = self._drawn(len(self.drawings[place::REPLAY]))
@@ -252,7 +252,7 @@ def judge(dataset: Dataset, *, steps: int, seed: int = 0) -> nn.Module:
         none = torch.cat([scrambled(whole[::2], block, rng), blots(whole[1::2], block, quality.span(dataset), rng)])
         labels = torch.cat([dataset.y_test[rows], torch.full((len(none),), dataset.outputs)])
         optimizer.zero_grad()
-        F.cross_entropy(model(torch.cat([whole, none])), labels).backward()
+        F.cross_entropy(model(torch.cat([whole, none])), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return model.eval()
 
