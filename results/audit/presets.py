@@ -87,7 +87,8 @@ def table(results: list[dict[str, Any]]) -> str:
         texts = [_cell(each) if each else "–" for each in found]
         what = f"{key[2]}, {key[3]}"
         guess = "–" if chance is None or key[3] == "cosine" else f"{chance:.2f}"
-        lines.append(f"| {key[1]} | {what} | {key[0] or 'the finished model'} | {guess} | {' | '.join(texts)} |")
+        where = key[0] or ("all clients, and canaries" if key[2] == "guarantee" else "the finished model")
+        lines.append(f"| {key[1]} | {what} | {where} | {guess} | {' | '.join(texts)} |")
     costs = [
         ("accuracy", lambda run: f"{run.get('accuracy', float('nan')):.1%}"),
         ("rounds", lambda run: str(run.get("rounds"))),
