@@ -39,6 +39,18 @@ SMALL = Budget(
     shadow_models=4,
     solver_steps=5,
     min_lag=22,
+    run_rounds=6,
+    all_rounds=12,
+    drift_examples=50,
+    null_examples=50,
+    property_examples=50,
+    whole_cohort=False,
+    known_ends=False,
+    programmes=0,
+    step_pictures=0,
+    fixed_pictures=1,
+    fixed_rounds=6,
+    fixed_steps=3,
 )
 TINY = replace(SMALL, estimators=("rewind",), rounds=20, batch=2, own_batches=1, own_examples=4, min_lag=4)
 
@@ -248,7 +260,7 @@ def test_audit_fails_above_a_limit_and_leaves_page_and_json(
     assert "cosine: " in result.output
     assert "above the limit 0.3" in result.output
     assert "An attack that failed proves nothing" in result.output
-    assert "worst-case rehearsal of 2 parties" in result.output
+    assert "These are rehearsals, most of them of 2 parties" in result.output
     for verdict in ("A client got as much as if there were no defence.", "The server got as much as if there were no"):
         assert verdict in " ".join(result.output.split())
     html = (folder / "audit.html").read_text()

@@ -67,10 +67,10 @@ class Budget:
 
 QUICK = Budget(
     estimators=("option I", "smoother"),
-    rounds=60,
+    rounds=40,
     batch=16,
     own_batches=2,
-    own_examples=40,
+    own_examples=30,
     pictures=2,
     steps=200,
     restarts=1,

@@ -19,7 +19,7 @@ class Job:
     >>> from dbcl.audit.budget import QUICK
     >>> from dbcl.run import task_of
     >>> Job(RunConfig(), task_of(RunConfig()), Path("run"), Path("scratch"), QUICK, 2, 0, print).budget.rounds
-    60
+    40
     """
 
     config: RunConfig

@@ -304,7 +304,7 @@ def property_script(task: Task, budget: Budget, clients: int, seed: int) -> tupl
     >>> from dbcl.audit.budget import QUICK
     >>> own, script = property_script(task_of(RunConfig()), QUICK, 2, 0)
     >>> len(own), script.shape
-    (2000, (60, 2, 16))
+    (2000, (40, 2, 16))
     """
     half = len(task.train) // 2
     order = np.random.default_rng(seed).permutation(len(task.train))
