@@ -64,10 +64,11 @@ def trajectory_update_findings(trajectory: Trajectory, truth: Truth, seat: str, 
         )  # fmt: skip
         if length == 1:
             curve = Curve(worst.name, tuple(map(float, trajectory.rounds[:-1])), tuple(worst.left))
+            low, high = (float(np.quantile(worst.left, q)) for q in (0.025, 0.975))
             said = f"{worst.name}: what is estimated beyond the drift against what was beyond it"
             found.append(
                 Finding(
-                    "smoother beyond the drift", value=worst.beyond, chance=0.0, budget=budget,
+                    "smoother beyond the drift", value=worst.beyond, low=low, high=high, chance=0.0, budget=budget,
                     note=f"{said}; {note}" if note else said, curves=(curve,),
                     axes=("round", "cosine beyond the drift"), **named,
                 )
