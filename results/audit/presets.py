@@ -87,7 +87,8 @@ def table(results: list[dict[str, Any]]) -> str:
         texts = [_cell(each) if each else "–" for each in found]
         what = f"{key[2]}, {key[3]}"
         guess = "–" if chance is None or key[3] == "cosine" else f"{chance:.2f}"
-        lines.append(f"| {key[1]} | {what} | {key[0] or 'the finished model'} | {guess} | {' | '.join(texts)} |")
+        where = key[0] or ("all clients, and canaries" if key[2] == "guarantee" else "the finished model")
+        lines.append(f"| {key[1]} | {what} | {where} | {guess} | {' | '.join(texts)} |")
     costs = [
         ("accuracy", lambda run: f"{run.get('accuracy', float('nan')):.1%}"),
         ("rounds", lambda run: str(run.get("rounds"))),
@@ -156,19 +157,24 @@ def draw(results: list[dict[str, Any]]) -> None:
     figure.savefig(HERE / "presets.png", dpi=130)
 
 
+def held(path: Path) -> list[dict[str, Any]]:
+    """What was made before, in the order of the presets; another process may have added to it."""
+    read = json.loads(path.read_text())["results"] if path.exists() else []
+    return sorted(read, key=lambda each: list(PRESETS).index(each["name"]))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     path = HERE / "presets.json"
-    held = json.loads(path.read_text())["results"] if path.exists() else []
     for name in sys.argv[1:] or list(PRESETS):
-        if all(each["name"] != name for each in held):
-            held.append(made(name))
-            held.sort(key=lambda each: list(PRESETS).index(each["name"]))
+        if all(each["name"] != name for each in held(path)):
+            found = made(name)
             facts = {"command": "python results/audit/presets.py", "dbcl": __version__, "torch": torch.__version__}
-            path.write_text(json.dumps({**facts, "results": held}, indent=1) + "\n")
-    (HERE / "presets.md").write_text(table(held))
-    draw(held)
-    print(table(held))
+            path.write_text(json.dumps({**facts, "results": [*held(path), found]}, indent=1) + "\n")
+    results = held(path)
+    (HERE / "presets.md").write_text(table(results))
+    draw(results)
+    print(table(results))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
     0.5
     """
-    return float((models.predict(logits) == labels).float().mean())
+    # Counted, not a mean of single-precision numbers: 9,700 of 10,000 are 0.97 on every device.
+    return int((models.predict(logits) == labels).sum()) / max(len(labels), 1)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dbcl.experiments import complexity, gradient_error, lfw_roc, non_iid, theory
+from dbcl.experiments import complexity, gradient_error, lfw_roc, tables, theory
 from dbcl.experiments.experiment import Context, Results
 from dbcl.experiments.registry import EXPERIMENTS
 
@@ -91,8 +91,8 @@ def test_an_attacker_with_its_own_rounds_sees_the_others_not() -> None:
 
 def test_lower_targets_are_read_off_the_curve_of_a_run() -> None:
     run = {"accuracies": [0.5, 0.94, 0.9, 0.96], "error": ""}
-    assert non_iid.until(run, 0.95) == {"reached": True, "rounds": 4, "error": ""}
-    assert non_iid.until(run, 0.97) == {"reached": False, "rounds": 4, "error": ""}
+    assert tables.until(run, 0.95) == {"reached": True, "rounds": 4, "error": ""}
+    assert tables.until(run, 0.97) == {"reached": False, "rounds": 4, "error": ""}
 
 
 def test_a_roc_curve_comes_from_held_out_scores() -> None:

@@ -16,6 +16,7 @@ from dbcl.audit import picture_quality as pictures
 from dbcl.audit.attacks.members import member_findings
 from dbcl.audit.attacks.roc import Array
 from dbcl.audit.attacks.span import span_membership_findings, unmixed_findings
+from dbcl.audit.attacks.span_rounds import rewound_changes, round_span_findings
 from dbcl.audit.attacks.trajectory import Knowledge, Trajectory
 from dbcl.audit.attacks.trajectory_updates import trajectory_update_findings
 from dbcl.audit.attacks.update_labels import Answered, LabelReader, update_label_findings
@@ -44,12 +45,11 @@ def few_parties(job: Job) -> list[Finding]:
     job.tell(f"{where}: members, over all rounds")
     findings = member_findings(played, trajectory, null=job.budget.null_examples, seed=job.seed)
     findings += trajectory_update_findings(trajectory, played.recorded.truth, "client")
-    findings += _server(job, played)
+    findings += _server(job, played) + _exact_updates(job, played)
     if job.budget.known_ends:
         for what, knowledge in _ends(job, played).items():
             job.tell(f"{where}: members, knowing {what}")
-            known = Trajectory(played.recorded.attacker, knowledge, step=job.step)
-            known.__dict__["lanes"] = trajectory.lanes  # what the others were sent is estimated as before
+            known = trajectory.knowing(knowledge)
             findings += [
                 replace(each, attack=f"{each.attack}, knowing {what}")
                 for each in member_findings(played, known, null=job.budget.null_examples, seed=job.seed)
@@ -198,6 +198,15 @@ def _server(job: Job, played: RunRehearsal) -> list[Finding]:
             solver_steps=job.budget.solver_steps,
         )  # fmt: skip
     return findings
+
+
+def _exact_updates(job: Job, played: RunRehearsal) -> list[Finding]:
+    """Members by the span of the others' updates, where a client knows these exactly: no veil, and one lane."""
+    if job.task.pictures is None or job.config.veil or job.lanes > 1:
+        return []
+    shards = played.shards
+    members, others = (_inputs(shards, each) for each in (shards.members(played.known), shards.others))
+    return round_span_findings(rewound_changes(played.recorded.attacker), members, others, played.recorded.seat)
 
 
 def _labels_and_few_pictures(job: Job, played: RunRehearsal, saw: ServerSaw) -> list[Finding]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dbcl.experiments import figures
 from dbcl.experiments.experiment import Context, Experiment, Job, Results
-from dbcl.experiments.tables import markdown, rounds_cell
+from dbcl.experiments.tables import markdown, rounds_cell, until
 from dbcl.experiments.training import train
 from dbcl.run import presets
 
@@ -43,16 +43,6 @@ def play(job: Job, context: Context) -> dict[str, Any]:
     config = presets.preset(job["preset"], model="mnist-mlp", fraction=0.1, **SPLITS[job["split"]], **own)
     run = train(config, context, f"{job['preset']}, {TITLES[job['split']]}, seed {job['seed']}")
     return {name: value for name, value in run.items() if name not in ("losses", "numbers")}
-
-
-def until(run: Mapping[str, Any], target: float) -> dict[str, Any]:
-    """A run as if it had stopped at a lower target.
-
-    >>> until({"accuracies": [0.5, 0.8, 0.7, 0.9], "error": ""}, 0.75)
-    {'reached': True, 'rounds': 2, 'error': ''}
-    """
-    rounds = next((number for number, score in enumerate(run["accuracies"], 1) if score >= target), None)
-    return {"reached": rounds is not None, "rounds": rounds or len(run["accuracies"]), "error": run["error"]}
 
 
 def table(found: Results) -> str:

@@ -3,7 +3,19 @@
 from difflib import get_close_matches
 
 from dbcl.errors import ConfigError
-from dbcl.experiments import cifar10, complexity, gradient_error, lfw_roc, non_iid, table1, theory
+from dbcl.experiments import (
+    cifar10,
+    complexity,
+    frontier,
+    gan,
+    gradient_error,
+    gradient_matching,
+    lfw_roc,
+    non_iid,
+    property_inference,
+    table1,
+    theory,
+)
 from dbcl.experiments.experiment import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = (
@@ -12,8 +24,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     cifar10.EXPERIMENT,
     lfw_roc.EXPERIMENT,
     gradient_error.EXPERIMENT,
+    property_inference.EXPERIMENT,
+    gradient_matching.EXPERIMENT,
+    gan.EXPERIMENT,
     theory.EXPERIMENT,
     complexity.EXPERIMENT,
+    frontier.EXPERIMENT,
 )
 
 

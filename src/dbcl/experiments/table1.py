@@ -11,7 +11,7 @@ from typing import Any
 from dbcl.errors import ConfigError
 from dbcl.experiments import figures
 from dbcl.experiments.experiment import Context, Experiment, Job, Results, Tuning
-from dbcl.experiments.tables import NOT_RUN, markdown, rounds_cell
+from dbcl.experiments.tables import NOT_RUN, markdown, rounds_cell, until
 from dbcl.experiments.training import train
 from dbcl.run import presets
 
@@ -40,15 +40,27 @@ ORDER = {"mlp": (10, 100, 20, 50, 1), "cnn": (10, 20, 1, 50, 100)}
 GRIDS: dict[tuple[str, str], tuple[dict[str, float], ...]] = {
     ("mlp", "plain"): ({"lr": 0.1}, {"lr": 0.05}, {"lr": 0.2}),
     ("mlp", "paper"): ({"lr": 0.05}, {"lr": 0.1}, {"lr": 0.03}),
-    ("mlp", "blind"): ({"lr": 0.05}, {"lr": 0.1}, {"lr": 0.03}),
+    ("mlp", "blind"): ({"lr": 0.05}, {"lr": 0.1}, {"lr": 0.03}, {"lr": 0.02}, {"lr": 0.01}),
     ("cnn", "plain"): ({"lr": 0.1}, {"lr": 0.05}, {"lr": 0.15}),
-    ("cnn", "paper"): ({"lr": 0.02, "lr_decay": 0.99}, {"lr": 0.01}, {"lr": 0.01, "lr_decay": 0.99}, {"lr": 0.02}),
+    ("cnn", "paper"): (
+        {"lr": 0.02, "lr_decay": 0.99},
+        {"lr": 0.02, "lr_decay": 0.995},
+        {"lr": 0.015, "lr_decay": 0.99},
+        {"lr": 0.02, "lr_decay": 0.98},
+        {"lr": 0.01, "lr_decay": 0.995},
+        {"lr": 0.01, "lr_decay": 0.99},
+        {"lr": 0.002, "lr_decay": 0.99, "momentum": 0.9},
+        {"lr": 0.02, "lr_decay": 0.998},
+        {"lr": 0.01, "lr_decay": 0.998},
+        {"lr": 0.02},
+        {"lr": 0.01},
+    ),
     ("cnn", "blind"): ({"lr": 0.02}, {"lr": 0.03}, {"lr": 0.01}),
 }
 """What `--tune` tries for each cell, with seed 100, which no run of the table has."""
 TUNING_ROUNDS = {
     "mlp": {1: 600, 10: 200, 20: 200, 50: 150, 100: 150},
-    "cnn": {1: 300, 10: 150, 20: 100, 50: 60, 100: 40},
+    "cnn": {1: 600, 10: 250, 20: 100, 50: 60, 100: 40},
 }
 
 
@@ -175,7 +187,7 @@ def table(found: Results) -> str:
         target = next(job["target"] for job in found.jobs if job["network"] == network)
         for preset, name in NAMES.items():
             title = f"{network.upper()}{name}"
-            cells = [found.of(network=network, preset=preset, percent=percent) for percent in shown]
+            cells = [_runs(found, network, preset, percent) for percent in shown]
             if (network, preset) in PAPER and not found.quick:
                 said = dict(zip(PERCENTS, PAPER[network, preset], strict=True))
                 rounds.append([f"{title}, the paper", f"{target:.0%}", *(str(said[percent]) for percent in shown)])
@@ -192,6 +204,22 @@ def table(found: Results) -> str:
         markdown(["", *heads], rates),
     ]
     return "\n\n".join(parts)
+
+
+def _runs(found: Results, network: str, preset: str, percent: int) -> Runs:
+    """The runs of a cell, each up to the first round in which its curve is at the target.
+
+    A run may have gone on: 97.00 % was no 0.97 on a GPU while an accuracy was a mean of single-precision numbers.
+    """
+    target = next(job["target"] for job in found.jobs if job["network"] == network)
+    runs = []
+    for run in found.of(network=network, preset=preset, percent=percent):
+        first = until(run, target)
+        played = max(len(run["accuracies"]), 1)
+        runs.append(
+            {**run, **first, "bytes": run["bytes"] * first["rounds"] / played if first["reached"] else run["bytes"]}
+        )
+    return runs
 
 
 def _setting(found: Results) -> str:
@@ -231,11 +259,7 @@ def draw(found: Results) -> Mapping[str, Any]:
             points = [
                 (percent, statistics.median(reached))
                 for percent in PERCENTS
-                if (
-                    reached := [
-                        r["rounds"] for r in found.of(network=network, preset=preset, percent=percent) if r["reached"]
-                    ]
-                )
+                if (reached := [r["rounds"] for r in _runs(found, network, preset, percent) if r["reached"]])
             ]
             upper.plot([x for x, _ in points], [y for _, y in points], "o-", color=colour, label=title)
             if (network, preset) in PAPER and not found.quick:

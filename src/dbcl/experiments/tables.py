@@ -1,7 +1,7 @@
 """Tables in Markdown, and the page around them."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dbcl.experiments.experiment import Experiment, Results
@@ -77,3 +77,13 @@ def _rounds(run: dict[str, Any]) -> str:
     if run["reached"]:
         return str(run["rounds"])
     return f"diverged in round {run['rounds'] + 1}" if run.get("error") else f"not in {run['rounds']} rounds"
+
+
+def until(run: Mapping[str, Any], target: float) -> dict[str, Any]:
+    """A run as if it had stopped at a lower target.
+
+    >>> until({"accuracies": [0.5, 0.8, 0.7, 0.9], "error": ""}, 0.75)
+    {'reached': True, 'rounds': 2, 'error': ''}
+    """
+    rounds = next((number for number, score in enumerate(run["accuracies"], 1) if score >= target), None)
+    return {"reached": rounds is not None, "rounds": rounds or len(run["accuracies"]), "error": run["error"]}

@@ -12,8 +12,10 @@
 | `trajectory_properties.py` | the same, from all rounds together        | client-0                                    |
 | `membership.py`            | whether an example was trained on         | the finished model, and one broadcast of it |
 | `span.py`                  | a client's examples and pictures          | one client's update, and its broadcast      |
+| `span_rounds.py`           | examples, from the first rounds together  | server; client-N                            |
 | `update_labels.py`         | a client's labels                         | the same                                    |
 | `update_pictures.py`       | a client's few pictures                   | the same                                    |
+| `gan.py`                   | a class of the victim's, drawn            | client-N, as a client of the run            |
 
 In a rehearsal client 0 is the attacker, or several clients are together; client-N is any client of the run itself. The
 rest is what these attacks are made of: `trajectory.py` for all rounds together, with `layer_gradients.py`; `victim.py`

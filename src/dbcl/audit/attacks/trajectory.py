@@ -14,6 +14,7 @@ rounds serves any number of examples, groups of them or labels.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -70,12 +71,26 @@ class Knowledge:
 class Lane:
     """A lane of a round as an attacker has it: what its clients were sent, and how many others are expected in it.
 
-    `change` is what a client with the attacker's own examples changes there: the mean client.
+    `change` is what a client with the attacker's own examples changes there, the mean client, and `kept` what clipping
+    leaves of it.
+
+    >>> import dbcl
+    >>> Lane(dbcl.Server(nn.Linear(6, 2), cover="all").open_round(), others=1.0).kept
+    1.0
     """
 
     broadcast: Broadcast
     others: float
     change: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: float = 1.0
+
+
+class Own(NamedTuple):
+    """What one of the attackers received in a round and answered; nothing where it was only shown the round."""
+
+    broadcast: Broadcast
+    tensors: Mapping[str, Tensor]
+    examples: int
 
 
 class Trajectory:
@@ -108,17 +123,22 @@ class Trajectory:
         self.views = views(transcript, allies=allies)
         self.rounds = next(iter(self.views.values())).rounds
         self.setting, self.template = transcript.setting, transcript.template()
-        self.known = [self._present(round) for round in self.rounds]
+        self.received = [self._received(round) for round in self.rounds]
         self.scales = {name: known_scales(view, self.setting.veil) for name, view in self.views.items()}
 
-    def _present(self, round: int) -> list[tuple[Broadcast, Mapping[str, Tensor], int]]:
-        """What the attackers received in a round and answered, with the number of examples of each."""
+    def knowing(self, knowledge: Knowledge) -> "Trajectory":
+        """The same rounds for an attacker that knows more; what the others were sent is estimated as before."""
+        other = Trajectory(self.transcript, knowledge, allies=self.pooled[1:], step=self.step)
+        other.lanes = self.lanes
+        return other
+
+    def _received(self, round: int) -> list[Own]:
         found = []
         for each in self.pooled:
             if round in each.rounds:
                 seen = each[round]
                 sent = seen.updates.get(each.client or "")
-                found.append((seen.broadcast, sent.tensors if sent else {}, sent.examples if sent else 0))
+                found.append(Own(seen.broadcast, sent.tensors if sent else {}, sent.examples if sent else 0))
         return found
 
     @property
@@ -129,7 +149,7 @@ class Trajectory:
     def steps(self) -> int:
         """How many steps a client takes in a round: as the attacker, with as many examples."""
         training = self.setting.local
-        counts = [examples for present in self.known for _, _, examples in present if examples]
+        counts = [own.examples for present in self.received for own in present if own.examples]
         if training.steps is not None:
             return training.steps
         return training.epochs * -(-int(np.median(counts or [1])) // training.batch_size)
@@ -139,15 +159,16 @@ class Trajectory:
         """For each seen round the lanes that others are in, with what the mean client changes in each."""
         found = []
         for index in range(len(self.rounds)):
-            held = {broadcast.plan.digest: broadcast for broadcast, _, _ in self.known[index]}
-            plans, _ = plans_of_others(
-                [broadcast.plan for broadcast, _, _ in self.known[index]], self.cohort, grouped=self.setting.grouped
-            )
+            held = {own.broadcast.plan.digest: own.broadcast for own in self.received[index]}
+            known = [own.broadcast.plan for own in self.received[index]]
+            plans, _ = plans_of_others(known, self.cohort, grouped=self.setting.grouped)
             lanes = []
             for plan, others in plans:
                 if others > 0:
                     broadcast = held.get(plan.digest) or self._estimated(plan, next(iter(held.values())), index)
-                    lanes.append(Lane(broadcast, others, self._mean_client(broadcast, self.knowledge.own)))
+                    change = self._mean_client(broadcast)
+                    kept = self._kept(change)
+                    lanes.append(Lane(broadcast, others, {name: kept * each for name, each in change.items()}, kept))
             found.append(lanes)
             self.step()
         return found
@@ -177,18 +198,19 @@ class Trajectory:
         noise = self.knowledge.noise
         return self.scales[name].veil if noise is None else torch.from_numpy(noise(self.rounds))
 
-    def _mean_client(self, broadcast: Broadcast, examples: Examples) -> dict[str, Tensor]:
+    def _mean_client(self, broadcast: Broadcast) -> dict[str, Tensor]:
         """What a client changes that takes as many steps as others, each on many of the attacker's examples."""
-        model, training = blinded(self.template, broadcast), self.setting.local
+        model, training, examples = blinded(self.template, broadcast), self.setting.local, self.knowledge.own
         order = seeds.permutation(bytes(seeds.SEED_BYTES), "drift", broadcast.round, n=len(examples))
         size = max(1, min(len(examples), self.knowledge.examples) // self.steps)
         rows = np.resize(order, size * self.steps)
         large = replace(training, batch_size=size, epochs=1, steps=self.steps)
         train_on(model, examples.subset(rows), large, broadcast.round, self.knowledge.objective)
-        change = dict(update(model, broadcast, examples=1).tensors)
-        return {name: tensor * self._clipped(change) for name, tensor in change.items() if name in self.views}
+        change = update(model, broadcast, examples=1).tensors
+        return {name: tensor for name, tensor in change.items() if name in self.views}
 
-    def _clipped(self, change: Mapping[str, Tensor]) -> float:
+    def _kept(self, change: Mapping[str, Tensor]) -> float:
+        """What clipping leaves of an update."""
         clip = self.knowledge.clip
         length = sum(float(tensor.square().sum()) for tensor in change.values()) ** 0.5
         return 1.0 if clip is None or length <= clip else clip / length
@@ -217,20 +239,21 @@ class Trajectory:
     def _own(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
         """For each tensor the attacker's own update and that of the mean client, for all seen rounds it answered."""
         found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self.views}
-        for index, present in enumerate(self.known):
-            broadcast, sent = next(((each, sent) for each, sent, examples in present if examples), (None, {}))
-            if broadcast is None:
-                continue
+        for index in self.answered:
+            own = next(own for own in self.received[index] if own.examples)
             lanes = {lane.broadcast.plan.digest: lane.change for lane in self.lanes[index]}
-            change = lanes.get(broadcast.plan.digest) or self._mean_client(broadcast, self.knowledge.own)
-            for name, each in found.items():
-                each.append((sent[name], change[name]))
+            change = lanes.get(own.broadcast.plan.digest)
+            if change is None:
+                whole = self._mean_client(own.broadcast)
+                change = {name: self._kept(whole) * each for name, each in whole.items()}
+            for name, pairs in found.items():
+                pairs.append((self._kept(own.tensors) * own.tensors[name], change[name]))
         return found
 
     @cached_property
     def answered(self) -> list[int]:
         """Which of the seen rounds the attacker answered."""
-        return [index for index, present in enumerate(self.known) if any(examples for _, _, examples in present)]
+        return [index for index, present in enumerate(self.received) if any(own.examples for own in present)]
 
     @cached_property
     def share(self) -> dict[str, Array]:
@@ -329,7 +352,7 @@ class Trajectory:
 
     def rate(self, index: int, lane: Lane) -> float:
         """By how many of its gradients an example moves W in one step of its client."""
-        return self.setting.local.rate(self.rounds[index]) * self._clipped(lane.change) / self.cohort
+        return self.setting.local.rate(self.rounds[index]) * lane.kept / self.cohort
 
     def _along(self, index: int, lane: Lane) -> dict[str, Tensor]:
         """The direction of the effective weights V D R^T along which a client's steps are looked for."""
@@ -391,7 +414,7 @@ def effective(broadcast: Broadcast) -> dict[str, Tensor]:
 def loaded(template: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     """The template with these weights, in place.
 
-    >>> float(loaded(nn.Linear(1, 1), {"bias": torch.ones(1), "weight": torch.zeros(1, 1)}).bias.detach())
+    >>> loaded(nn.Linear(1, 1), {"bias": torch.ones(1), "weight": torch.zeros(1, 1)})(torch.ones(1)).item()
     1.0
     """
     own = named_tensors(template)

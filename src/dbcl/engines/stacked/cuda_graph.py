@@ -33,7 +33,8 @@ class CudaGraphLoop:
 
     @staticmethod
     def _key(stack: StageStack, training: LocalTraining, x: Tensor, schedule: Schedule) -> object:
-        return stack.addresses(), training, x.data_ptr(), x.shape[1:], schedule.index.shape, schedule.padded
+        # With its rows: cohorts of other sizes lie at the same address, and a graph knows how long its examples are.
+        return stack.addresses(), training, x.data_ptr(), x.shape, schedule.index.shape, schedule.padded
 
     def fits(self, stack: StageStack, training: LocalTraining, x: Tensor, schedule: Schedule) -> bool:
         """Whether the captured graph can run this schedule."""
