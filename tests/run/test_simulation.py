@@ -21,6 +21,8 @@ from dbcl.run import Run, RunConfig, read_metrics
 BRIEF = Budget(
     rounds=18, batch=4, estimators=("option I", "smoother"), own_batches=1, own_examples=8, pictures=1, steps=2,
     restarts=1, solver_steps=5, shadow_models=4, inverting=False, min_lag=4,
+    run_rounds=6, all_rounds=6, programmes=0, step_pictures=0, known_ends=False, fixed_pictures=1, fixed_rounds=6,
+    fixed_steps=3,
 )  # fmt: skip
 
 

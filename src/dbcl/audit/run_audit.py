@@ -72,8 +72,9 @@ def whole_cohort(job: Job) -> list[Finding]:
         played = _rehearsed(job, name, clients=count, rounds=job.budget.run_rounds, where=where, allies=allies)
         trajectory = _trajectory(job, played)
         job.tell(f"{where}: members, {1 + allies} attack")
-        found = member_findings(played, trajectory, null=job.budget.null_examples, seed=job.seed)
-        findings += found + trajectory_update_findings(trajectory, played.recorded.truth, played.recorded.seat)
+        note = f"{1 + allies} of {count} clients together" if allies else ""
+        findings += member_findings(played, trajectory, null=job.budget.null_examples, seed=job.seed, note=note)
+        findings += trajectory_update_findings(trajectory, played.recorded.truth, played.recorded.seat, note)
     return [replace(each, rehearsal=where) for each in findings]
 
 

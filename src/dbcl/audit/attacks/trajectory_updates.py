@@ -64,6 +64,7 @@ def trajectory_update_findings(trajectory: Trajectory, truth: Truth, seat: str, 
         )  # fmt: skip
         if length == 1:
             curve = Curve(worst.name, tuple(map(float, trajectory.rounds[:-1])), tuple(worst.left))
+            low, high = (float(np.quantile(worst.left, q)) for q in (0.025, 0.975))
             said = f"{worst.name}: what is estimated beyond the drift against what was beyond it"
             low, high = (float(np.quantile(worst.left, q)) for q in (0.025, 0.975))
             found.append(
