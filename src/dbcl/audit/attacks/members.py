@@ -154,6 +154,8 @@ def member_findings(
     others = [client for client in range(len(shards.of_clients)) if client not in played.known]
     own = np.concatenate([shards.of_clients[client] for client in played.known])
     members = [shards.of_clients[client] for client in others]
+    if played.config.cohort < len(shards.of_clients):  # their lanes are unknown, so that all are looked for alike
+        others, members = others[:1], [np.concatenate(members)]
     rows = np.concatenate([*members, shards.others, own])
     sure = shards.own[: min(null, len(shards.own))]
     if len(sure) < 20:

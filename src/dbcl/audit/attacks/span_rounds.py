@@ -40,16 +40,16 @@ def sent_changes(recorded: Rehearsal, victim: int, rounds: int = ROUNDS) -> tupl
     >>> len(changes), clients
     (3, (1,))
     """
+    server, truth = recorded.server, recorded.truth
+    present = [round for round in server.rounds if victim in truth.cohort(round)][:rounds]
     found, together = list[FirstLayer](), set[int]()
-    for round in recorded.server.rounds:
-        if str(victim) not in recorded.server[round].updates:
-            continue
+    for round in present:
         saw = recorded.server_saw(round, victim)
-        change = first_layer_change(saw.broadcast, saw.tensors, recorded.server.setting.shape)
-        if change is None or len(found) == rounds:
+        change = first_layer_change(saw.broadcast, saw.tensors, server.setting.shape)
+        if change is None:
             break
+        together = together & set(saw.clients) if found else set(saw.clients)
         found.append(change)
-        together = together & set(saw.clients) if len(found) > 1 else set(saw.clients)
     return found, tuple(sorted(together))
 
 
