@@ -75,7 +75,7 @@ class TrajectoryMatching:
                 raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
 
 
-class Trajectory(NamedTuple):
+class VictimsTrajectory(NamedTuple):
     """What a fit takes from a rehearsal: what the attacker saw, and the plans that the victim was sent."""
 
     template: nn.Module
@@ -87,7 +87,7 @@ class Trajectory(NamedTuple):
     own_labels: Tensor
 
 
-def trajectory_of(rehearsal: Rehearsal, dataset: Dataset) -> Trajectory:
+def trajectory_of(rehearsal: Rehearsal, dataset: Dataset) -> VictimsTrajectory:
     """What the attacker of a rehearsal of two parties, or of its colluders and one more, fits pictures to."""
     attackers = rehearsal.colluders or (0,)
     setting = rehearsal.attacker.setting
@@ -99,11 +99,13 @@ def trajectory_of(rehearsal: Rehearsal, dataset: Dataset) -> Trajectory:
     plans = [rehearsal.server[round].answered(str(VICTIM)).plan for round in rehearsal.attacker.rounds[:-1]]
     rows = torch.from_numpy(np.unique(rehearsal.script[:, list(attackers)]))
     own, own_labels = dataset.x_train[rows].double(), dataset.y_train[rows]
-    return Trajectory(rehearsal.attacker.template(), setting, seen, plans, pictures.span(dataset), own, own_labels)
+    return VictimsTrajectory(
+        rehearsal.attacker.template(), setting, seen, plans, pictures.span(dataset), own, own_labels
+    )
 
 
 def fit_pictures(
-    trajectory: Trajectory,
+    trajectory: VictimsTrajectory,
     *,
     count: int = 1,
     labels: Tensor | None = None,
@@ -150,7 +152,7 @@ class _Point(NamedTuple):
 class _Fit:
     """A fit of pictures and of some more numbers, by L-BFGS with bounds: what both kinds share."""
 
-    def __init__(self, trajectory: Trajectory, settings: TrajectoryMatching, on_step: OnStep) -> None:
+    def __init__(self, trajectory: VictimsTrajectory, settings: TrajectoryMatching, on_step: OnStep) -> None:
         self.trajectory, self.settings, self.on_step = trajectory, settings, on_step
         names = [name for name in trajectory.seen if name.endswith("bias")]
         self.output_bias = names[-1] if names else None
@@ -193,7 +195,7 @@ class _DenseFit(_Fit):
 
     def __init__(
         self,
-        trajectory: Trajectory,
+        trajectory: VictimsTrajectory,
         start: Mapping[str, Tensor] | None,
         settings: TrajectoryMatching,
         on_step: OnStep,
@@ -260,7 +262,7 @@ class _SimulatedFit(_Fit):
 
     def __init__(
         self,
-        trajectory: Trajectory,
+        trajectory: VictimsTrajectory,
         start: Mapping[str, Tensor] | None,
         settings: TrajectoryMatching,
         on_step: OnStep,
@@ -335,7 +337,7 @@ def _log_size(images: Tensor) -> Tensor:
     return images.flatten(1).square().mean(dim=1).log() / 2
 
 
-def _dense_first_layer(trajectory: Trajectory) -> bool:
+def _dense_first_layer(trajectory: VictimsTrajectory) -> bool:
     first, *_ = tensors = trajectory.plans[0].tensors
     whole = len(first.shape) == 2 and first.shape[1] == math.prod(trajectory.setting.shape)
     return whole and any(part.name == first.name.removesuffix("weight") + "bias" for part in tensors)
