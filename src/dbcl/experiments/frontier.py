@@ -320,6 +320,7 @@ def draw(found: Results) -> Mapping[str, Any]:
             for sums in (False, True):
                 _family(left, right, found, family, sums, seat, measure)
         for axes in (left, right):
+            axes.set_ylim((0.45, 1.03) if measure == "auc" else (-0.04, 1.05))
             axes.axhline(0.5 if measure == "auc" else 0.001, color=figures.MORE[-1], linewidth=0.8, linestyle=":")
         figures.log_scale(right, "x")
         figures.label(left, "test accuracy after all rounds, %", title)
