@@ -14,7 +14,7 @@ NOWHERE = Path("nowhere")
 
 
 def run(rounds: int, *, reached: bool = True, error: str = "", accuracy: float = 0.97) -> dict[str, Any]:
-    curve = [accuracy] * rounds
+    curve = [0.5] * (rounds - 1) + [accuracy if reached else 0.5]
     return {
         "rounds": rounds,
         "reached": reached,
@@ -59,6 +59,15 @@ def test_the_table_has_the_papers_numbers_beside_ours() -> None:
     assert "| **MLP-Sketch** | 97% | " + " | ".join(["not in 800 rounds"] * 5) + " |" in text
     assert "| CNN-Sketch, the paper | 99% | 636 | 176 | 189 | 170 | 174 |" in text
     assert "| **CNN, our blind** | 99% | " + " | ".join(["not run"] * 5) + " |" in text
+
+
+def test_a_run_counts_up_to_the_first_round_at_the_target() -> None:
+    jobs = tuple(EXPERIMENT.jobs(False, NOWHERE))
+    job = next(job for job in jobs if (job["preset"], job["network"], job["percent"]) == ("plain", "mlp", 1))
+    late = {**run(50), "accuracies": [0.5, 0.97, 0.96, 0.98], "bytes": 4 * 10**6}
+    text = table1.table(Results(jobs, ({"job": job, "result": late},)))
+    assert "| **MLP** | 97% | 2 |" in text
+    assert "| MLP | 2 |" in text  # megabytes
 
 
 def test_the_quick_table_has_no_numbers_of_the_papers_setting() -> None:
