@@ -11,7 +11,7 @@ from audit.attacks.shards import played, trajectory_of
 from dbcl.audit.attacks import trajectory as module
 from dbcl.audit.attacks.gradients import example_gradients, gradients
 from dbcl.audit.attacks.layer_gradients import layer_gradients
-from dbcl.audit.attacks.trajectory import Lane, Trajectory, each_loss, effective, example_losses, loaded
+from dbcl.audit.attacks.trajectory import Lane, Own, Trajectory, each_loss, effective, example_losses, loaded
 from dbcl.audit.attacks.trajectory_updates import trajectory_update_findings
 from dbcl.blind import lift
 from dbcl.data import Examples, examples_of
@@ -55,7 +55,7 @@ def test_in_one_lane_the_others_were_sent_what_the_attacker_was() -> None:
     for index, lanes in enumerate(found.lanes):
         (lane,) = lanes
         assert lane.others == 4
-        assert lane.broadcast is found.known[index][0][0]
+        assert lane.broadcast is found.received[index][0].broadcast
 
 
 @pytest.mark.parametrize(("clients", "allies"), [(2, 0), (5, 0), (5, 1)])
@@ -156,8 +156,8 @@ def test_the_spread_is_how_far_the_attacker_is_from_the_drift_for_all_others_tog
 def test_of_rounds_that_the_attacker_only_saw_sizes_are_those_of_its_neighbours() -> None:
     found = trajectory_of(played(clients=5, lanes=1, rounds=10))
     for place in (3, 4):
-        broadcast, _, _ = found.known[place][0]
-        found.known[place] = [(broadcast, {}, 0)]
+        broadcast = found.received[place][0].broadcast
+        found.received[place] = [Own(broadcast, {}, 0)]
     assert found.answered == [0, 1, 2, 5, 6, 7, 8, 9]
     assert len(found._own["1.weight"]) == 8
     assert len(found.spread["1.weight"]) == 10
@@ -228,7 +228,7 @@ def test_a_weighted_change_is_that_of_a_step_on_the_weighted_losses(lanes: int) 
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_effective_weights_compute_what_the_clients_model_computes(lanes: int) -> None:
     found = trajectory_of(played(clients=5, lanes=lanes))
-    broadcast, inputs = found.known[1][0][0], some(found).take(np.arange(12)).inputs
+    broadcast, inputs = found.received[1][0].broadcast, some(found).take(np.arange(12)).inputs
     whole = loaded(found.transcript.template(), effective(broadcast))
     torch.testing.assert_close(whole(inputs), blinded(found.template, broadcast)(inputs), atol=1e-5, rtol=1e-4)
 
