@@ -5,7 +5,7 @@ clients as the run has in a round, all in every round; and all its clients, with
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -253,11 +253,3 @@ def _fewer(shards: Shards, known: tuple[int, ...], seed: int) -> Shards:
         for client, rows in enumerate(shards.of_clients)
     ]
     return replace(shards, of_clients=tuple(picked))
-
-
-PARTS: dict[str, Callable[[Job], list[Finding]]] = {
-    "members": few_parties,
-    "members of a cohort": whole_cohort,
-    "members as the run is": as_it_is,
-}
-"""The parts of this file by name."""

@@ -81,7 +81,9 @@ def test_a_frozen_layer_does_not_move():
     assert moved["1.weight"].any()
 
 
-@pytest.mark.parametrize("name", ["blind", "paper", "plain"])
+@pytest.mark.parametrize(
+    "name", ["blind", *(pytest.param(name, marks=pytest.mark.slow) for name in ("paper", "plain"))]
+)
 def test_one_picture_is_matched_through_five_steps_and_not_as_one_gradient(name):
     model, each = answered(name, "dlg-lenet", 1)
     replayed = recover_from_update(model, each, DIGITS.shape, STEPS, [SMOOTH])
@@ -92,6 +94,7 @@ def test_one_picture_is_matched_through_five_steps_and_not_as_one_gradient(name)
     assert psnr(as_one, each).item() < 15
 
 
+@pytest.mark.slow
 def test_one_picture_of_a_dense_network_through_the_default_preset():
     model, each = answered("blind", "mnist-mlp", 1)
     found = recover_from_update(model, each, DIGITS.shape, STEPS, [replace(COSINE, box=SPAN)])

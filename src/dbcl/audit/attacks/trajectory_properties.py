@@ -69,9 +69,6 @@ def unmixed_scores(trajectory: Trajectory, directions: Sequence[dict[str, Tensor
 
     Since pull is K^-1 of what was seen, E <d_t, pull_t> = sum_s H_ts x_s for others that went x_s d_s, and its
     covariance is H, with H_ts = J_ts <d_t, d_s>: so x = (H + ridge)^-1 s.
-
-    >>> unmixed_scores.__name__
-    'unmixed_scores'
     """
     count = len(directions)
     mixing, scores = np.zeros((count, count)), np.zeros(count)
