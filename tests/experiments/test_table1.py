@@ -6,7 +6,7 @@ import pytest
 from dbcl.errors import ConfigError
 from dbcl.experiments import table1
 from dbcl.experiments.experiment import Context, Results
-from dbcl.experiments.table1 import EXPERIMENT, GRIDS, NAMES, PERCENTS
+from dbcl.experiments.table1 import ADAM_CELLS, EXPERIMENT, GRIDS, NAMES, PERCENTS, VARIANTS
 from dbcl.experiments.tables import rounds_cell
 from dbcl.run import presets
 
@@ -28,15 +28,32 @@ def run(rounds: int, *, reached: bool = True, error: str = "", accuracy: float =
 def test_every_cell_has_a_run_in_the_papers_setting() -> None:
     jobs = EXPERIMENT.jobs(False, NOWHERE)
     cells = {(job["network"], job["preset"], job["percent"]) for job in jobs}
-    assert len(cells) == 2 * 3 * 5
+    assert len(cells) == 2 * 3 * 5 + len(ADAM_CELLS)
     assert jobs[0]["percent"] == 10
     assert [job["seed"] for job in jobs] == sorted(job["seed"] for job in jobs)  # the first seed of all cells first
     for job in jobs:
         own = {name: job[name] for name in ("data", "clients", "epochs", "target", "rounds", "lr")}
-        config = presets.preset(job["preset"], **own)
+        preset, more = VARIANTS.get(job["preset"], (job["preset"], {}))
+        config = presets.preset(preset, **more, **own)
         assert (config.data, config.clients) == ("mnist", 100)
         assert (config.epochs, config.target) == ((1, 0.97) if job["network"] == "mlp" else (5, 0.99))
     assert presets.preset("paper").server_optimizer == presets.preset("plain").server_optimizer == "fedavg"
+
+
+def test_the_local_optimiser_of_the_authors_has_a_line_of_its_own() -> None:
+    jobs = EXPERIMENT.jobs(False, NOWHERE)
+    adam = [job for job in jobs if job["preset"] == "paper-adam"]
+    assert {(job["network"], job["percent"]) for job in adam} == set(ADAM_CELLS)
+    text = table1.table(Results(tuple(jobs), tuple({"job": job, "result": run(176, accuracy=0.99)} for job in adam)))
+    assert "| **CNN-Sketch, local Adam** | 99% | 176 | 176 | – | – | – |" in text
+    assert "MLP-Sketch, local Adam" not in text
+    assert set(table1.draw(Results(tuple(jobs), ()))) == {"table1"}
+
+
+def test_adam_is_what_trains_there() -> None:
+    job = {**EXPERIMENT.jobs(True, NOWHERE)[0], "preset": "paper-adam", "rounds": 1, "lr": 0.001}
+    adam, sgd = (EXPERIMENT.play({**job, "preset": preset}, Context()) for preset in ("paper-adam", "paper"))
+    assert adam["accuracy"] > sgd["accuracy"] + 0.1  # at this rate SGD has hardly moved
 
 
 def test_a_cell_without_the_target_says_in_how_many_rounds() -> None:

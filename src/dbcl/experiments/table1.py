@@ -25,7 +25,12 @@ PAPER = {
     ("cnn", "paper"): (636, 176, 189, 170, 174),
 }
 """The paper's rounds for each participation."""
-NAMES = {"plain": "", "paper": "-Sketch", "blind": ", our blind"}
+NAMES = {"plain": "", "paper": "-Sketch", "paper-adam": "-Sketch, local Adam", "blind": ", our blind"}
+"""The presets, and the paper's with the local optimiser of its authors' published code."""
+VARIANTS: dict[str, tuple[str, Job]] = {"paper-adam": ("paper", {"optimizer": "Adam"})}
+COLOURS = {**figures.COLOURS, "paper-adam": "#d08a2c"}
+ADAM_CELLS = (("cnn", 1), ("cnn", 10))
+"""Where the optimiser is compared: Adam is stepped for one client at a time, which costs the more the more there are."""
 TARGETS = {"mlp": 0.97, "cnn": 0.99}
 EPOCHS = {"mlp": 1, "cnn": 5}
 LIMITS = {
@@ -70,14 +75,14 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
         return [
             {"network": network, "preset": preset, "percent": percent, "seed": 0, **_QUICK[network]}
             for network, preset, percent in _cells()
-            if percent in (10, 100) and (network, percent) != ("cnn", 100)
+            if percent in (10, 100) and (network, percent) != ("cnn", 100) and preset not in VARIANTS
         ]
     rates = read_rates(folder)
     return [
         _job(network, preset, percent, rates[network][preset][str(percent)], LIMITS[network][percent], seed)
         for seed in range(3)
         for network, preset, percent in _cells()
-        if seed < SEEDS[network][percent]
+        if seed < (1 if preset in VARIANTS else SEEDS[network][percent])
     ]
 
 
@@ -86,7 +91,7 @@ def tuning_jobs(folder: Path) -> list[Job]:
     return [
         _job(network, preset, percent, rate, TUNING_ROUNDS[network][percent], 100)
         for network, preset, percent in _cells()
-        for rate in GRIDS[network, preset]
+        for rate in GRIDS.get((network, preset), ())
     ]
 
 
@@ -101,7 +106,8 @@ def _cells() -> Iterator[tuple[str, str, int]]:
     for network in TARGETS:
         for percent in ORDER[network]:
             for preset in NAMES:
-                yield network, preset, percent
+                if preset not in VARIANTS or (network, percent) in ADAM_CELLS:
+                    yield network, preset, percent
 
 
 def _job(network: str, preset: str, percent: int, rate: Mapping[str, float], rounds: int, seed: int) -> Job:
@@ -112,8 +118,9 @@ def _job(network: str, preset: str, percent: int, rate: Mapping[str, float], rou
 def play(job: Job, context: Context) -> dict[str, Any]:
     """One run until its target."""
     own = {name: value for name, value in job.items() if name not in ("network", "preset", "percent")}
+    preset, more = VARIANTS.get(job["preset"], (job["preset"], {}))
     config = presets.preset(
-        job["preset"], model=f"mnist-{job['network']}", fraction=job["percent"] / 100, batch_size=10, **own
+        preset, model=f"mnist-{job['network']}", fraction=job["percent"] / 100, batch_size=10, **more, **own
     )
     run = train(config, context, f"{job['network']} {job['preset']}, {job['percent']} %, seed {job['seed']}")
     return {name: value for name, value in run.items() if name not in ("losses", "numbers")}
@@ -170,7 +177,7 @@ def _nearest(percent: int, tuned: Collection[int]) -> int | None:
 def _best(found: Results, network: str, preset: str, percent: int) -> dict[str, float] | None:
     tried = [
         ((not run["reached"], run["rounds"] if run["reached"] else -(run["accuracy"] or 0)), rate)
-        for rate in GRIDS[network, preset]
+        for rate in GRIDS.get((network, preset), ())
         for run in found.of(
             network=network, preset=preset, percent=percent, lr=rate["lr"], lr_decay=rate.get("lr_decay")
         )
@@ -186,6 +193,8 @@ def table(found: Results) -> str:
     for network in TARGETS:
         target = next(job["target"] for job in found.jobs if job["network"] == network)
         for preset, name in NAMES.items():
+            if not found.jobs_of(network=network, preset=preset):
+                continue
             title = f"{network.upper()}{name}"
             cells = [_runs(found, network, preset, percent) for percent in shown]
             if (network, preset) in PAPER and not found.quick:
@@ -255,7 +264,9 @@ def draw(found: Results) -> Mapping[str, Any]:
     figure, panels = figures.new(10, 7, 2, 2)
     for (upper, lower), network in zip(panels.T, TARGETS, strict=True):
         for preset, name in NAMES.items():
-            title, colour = f"{network.upper()}{name}", figures.COLOURS[preset]
+            if not found.jobs_of(network=network, preset=preset):
+                continue
+            title, colour = f"{network.upper()}{name}", COLOURS[preset]
             points = [
                 (percent, statistics.median(reached))
                 for percent in PERCENTS
