@@ -5,16 +5,21 @@ ones filter gradients at the very model that the victim received, and a client r
 """
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dbcl.experiments import figures
 from dbcl.experiments.experiment import Context, Experiment, Job, Results
 from dbcl.experiments.tables import NOT_RUN, markdown
 from dbcl.experiments.training import task_on
-from dbcl.run import presets
+from dbcl.run import RunConfig, Task, presets
+
+if TYPE_CHECKING:
+    from dbcl.audit.attacks.victim import Changes
+    from dbcl.audit.rehearsal import Rehearsal
 
 ESTIMATORS = {"plain": ["option I"], "paper": ["option I", "rewind"]}
 """What a client makes of the broadcasts, by preset; without a sketch a difference of two is the update itself."""
@@ -28,7 +33,7 @@ PUBLISHED = {
 def jobs(quick: bool, folder: Path) -> list[Job]:
     """One rehearsal for each preset, with all attackers."""
     fixed: Job = {"data": "lfw", "model": "lfw-cnn", "lr": 0.01, "rounds": 100, "batch": 32, "own_batches": 4}
-    fixed |= {"own_examples": 50, "seed": 0}
+    fixed |= {"own_examples": 200, "seed": 0}
     if quick:
         fixed |= {"data": "digits", "model": "mnist-mlp", "rounds": 60, "batch": 16, "own_batches": 2}
         fixed |= {"own_examples": 40}
@@ -37,42 +42,75 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
 
 def play(job: Job, context: Context) -> dict[str, Any]:
     """Rehearse with a victim whose batches all have the property or all lack it, and tell them apart."""
+    config = presets.preset(job["preset"], data=job["data"], model=job["model"], lr=job["lr"])
+    task = task_on("cpu", job["data"], job["model"], context.data_dir)
+    with tempfile.TemporaryDirectory() as scratch:
+        told = infer(job, config, task, ESTIMATORS[job["preset"]], Path(scratch), partial(_tell, context, job))
+    facts = {"property": task.property_name, "tested": told.tested, "trained": len(task.train)}
+    return {**facts, "scores": told.scores}
+
+
+class Told(NamedTuple):
+    """What was told of the batches' property, and the rehearsal and the estimates that it was told from."""
+
+    rehearsal: "Rehearsal"
+    found: "Mapping[str, Changes]"
+    tested: int
+    scores: list[dict[str, Any]]
+
+
+def infer(
+    job: Job,
+    config: RunConfig,
+    task: Task,
+    names: Sequence[str],
+    folder: Path,
+    tell: Callable[[str, int, int], None],
+    clients: int = 2,
+) -> Told:
+    """Rehearse a run of so many clients and tell the property of the victim's batches, by the named estimates.
+
+    A job has the `rounds`, the size of a `batch`, the attacker's `own_batches` and `own_examples`, and a `seed`.
+
+    >>> job = {"rounds": 12, "batch": 4, "own_batches": 1, "own_examples": 4, "seed": 0}
+    >>> config = presets.preset("plain", model="dlg-lenet")
+    >>> told = infer(job, config, task_on("cpu", "digits", "dlg-lenet"), [], Path(tempfile.mkdtemp()), Context().tell)
+    >>> sorted({each["seat"] for each in told.scores})
+    ['client', 'server']
+    """
     from dbcl.audit.attacks.properties import property_findings  # needs scikit-learn, which is an extra
     from dbcl.audit.attacks.updates import estimates
     from dbcl.audit.budget import FULL
     from dbcl.audit.rehearsal import rehearse
     from dbcl.audit.suite import property_script
 
-    def tell(text: str) -> None:
-        context.tell(f"{job['preset']}: {text}", 0, 1)
+    def step(text: str) -> None:
+        tell(text, 0, 1)
 
-    def on_round(done: int, total: int) -> None:
-        context.tell(f"{job['preset']}: round {done}", done, total)
-
-    config = presets.preset(job["preset"], data=job["data"], model=job["model"], lr=job["lr"])
-    task = task_on("cpu", job["data"], job["model"], context.data_dir)
     assert task.holds is not None
-    own, script = property_script(task, replace(FULL, rounds=job["rounds"], batch=job["batch"]), 2, job["seed"])
-    with tempfile.TemporaryDirectory() as scratch:
-        rehearsal = rehearse(config, task, script, Path(scratch), seed=job["seed"], progress=on_round)
-        found = estimates(rehearsal.attacker, ESTIMATORS[job["preset"]], tell)
-        findings = property_findings(
-            rehearsal,
-            task,
-            task.holds,
-            own,
-            found,
-            batches=job["own_batches"],
-            examples=job["own_examples"],
-            seed=job["seed"],
-            tell=tell,
-        )
+    own, script = property_script(task, replace(FULL, rounds=job["rounds"], batch=job["batch"]), clients, job["seed"])
+    rehearsal = rehearse(config, task, script, folder, seed=job["seed"], progress=partial(tell, "rehearsal"))
+    found = estimates(rehearsal.attacker, names, step)
+    findings = property_findings(
+        rehearsal,
+        task,
+        task.holds,
+        own,
+        found,
+        batches=job["own_batches"],
+        examples=job["own_examples"],
+        seed=job["seed"],
+        tell=step,
+    )
     scores = [
         {"attack": each.attack, "seat": each.seat, "auc": each.value, "low": each.low, "high": each.high}
         for each in findings
     ]
-    tested = findings[0].budget["tested rounds"]
-    return {"property": task.property_name, "tested": tested, "trained": len(task.train), "scores": scores}
+    return Told(rehearsal, found, findings[0].budget["tested rounds"], scores)
+
+
+def _tell(context: Context, job: Job, text: str, done: int, total: int) -> None:
+    context.tell(f"{job['preset']}: {text}", done, total)
 
 
 def table(found: Results) -> str:

@@ -15,6 +15,7 @@ from dbcl.experiments import (
     property_inference,
     table1,
     theory,
+    veil,
 )
 from dbcl.experiments.experiment import Experiment
 
@@ -27,6 +28,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     property_inference.EXPERIMENT,
     gradient_matching.EXPERIMENT,
     gan.EXPERIMENT,
+    veil.EXPERIMENT,
     theory.EXPERIMENT,
     complexity.EXPERIMENT,
     frontier.EXPERIMENT,

@@ -28,9 +28,8 @@ PAPER = {
 NAMES = {"plain": "", "paper": "-Sketch", "paper-adam": "-Sketch, local Adam", "blind": ", our blind"}
 """The presets, and the paper's with the local optimiser of its authors' published code."""
 VARIANTS: dict[str, tuple[str, Job]] = {"paper-adam": ("paper", {"optimizer": "Adam"})}
-COLOURS = {**figures.COLOURS, "paper-adam": "#d08a2c"}
 ADAM_CELLS = (("cnn", 1), ("cnn", 10))
-"""Where the optimiser is compared: Adam is stepped for one client at a time, which costs the more the more there are."""
+"""Where the optimisers are compared: Adam is stepped for one client at a time, so that many clients take long."""
 TARGETS = {"mlp": 0.97, "cnn": 0.99}
 EPOCHS = {"mlp": 1, "cnn": 5}
 LIMITS = {
@@ -266,7 +265,7 @@ def draw(found: Results) -> Mapping[str, Any]:
         for preset, name in NAMES.items():
             if not found.jobs_of(network=network, preset=preset):
                 continue
-            title, colour = f"{network.upper()}{name}", COLOURS[preset]
+            title, colour = f"{network.upper()}{name}", figures.COLOURS[preset]
             points = [
                 (percent, statistics.median(reached))
                 for percent in PERCENTS
