@@ -39,6 +39,18 @@ def test_an_experiment_is_played_reported_and_not_played_again(invoke: Invoke, t
     assert "21 of 29 jobs have not been played" in (folder / "README.md").read_text()
 
 
+def test_without_a_terminal_a_long_job_says_how_far_it_is(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    only = ("--only", "split=iid", "--only", "preset=plain")
+    monkeypatch.setattr("dbcl.cli.reproduce.QUIET_SECONDS", 0.0)
+    often = invoke("reproduce", "non-iid", "--quick", *only)
+    assert "0/1  plain, IID, seed 0: round 1, " in often
+    assert "0/1  plain, IID, seed 0: round 2, " in often
+    monkeypatch.setattr("dbcl.cli.reproduce.QUIET_SECONDS", 1e9)
+    seldom = invoke("reproduce", "non-iid", "--quick", *only, "--out", "elsewhere")
+    assert "round 1," not in seldom
+    assert "1/1  plain, IID, seed 0: round " in seldom
+
+
 def test_a_time_limit_has_a_status_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dbcl", "reproduce", "theory", "--quick", "--time-limit", "0.00001"]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)

@@ -1,5 +1,6 @@
 """`dbcl reproduce`: play the experiments of the paper, and write tables and figures of them."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,9 @@ from dbcl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from dbcl.experiments.experiment import Experiment, Job, Tell
     from dbcl.experiments.runner import OnJob, Order
+
+QUIET_SECONDS = 60.0
+"""Where there is no terminal, a long job says at least so often how far it is."""
 
 
 def reproduce(
@@ -120,7 +124,7 @@ def _reproduce(experiment: "Experiment", order: "Order", device: str, data_dir: 
 
 @contextmanager
 def _bars() -> "Iterator[tuple[Tell, OnJob]]":
-    """A bar for the jobs and one for the steps of the present one; where there is no terminal, a line for each job."""
+    """A bar for the jobs and one for the steps of the present one; without a terminal a line a job and a minute."""
     columns = (
         TextColumn("[bold]{task.fields[name]}"),
         BarColumn(),
@@ -131,17 +135,27 @@ def _bars() -> "Iterator[tuple[Tell, OnJob]]":
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         jobs = progress.add_task("", name="jobs", total=None)
         steps = progress.add_task("", name="this one", total=None)
-        last = [""]
+        last, place, printed = "", "", time.monotonic()
+
+        def show() -> None:
+            nonlocal printed
+            console.print(f"{place}  {last}", highlight=False, markup=False, soft_wrap=True)
+            printed = time.monotonic()
 
         def tell(text: str, done: int, total: int) -> None:
-            last[0] = text or last[0]
+            nonlocal last
+            last = text or last
             progress.update(steps, description=text, completed=done, total=total or None)
+            if not console.is_terminal and time.monotonic() - printed > QUIET_SECONDS:
+                show()
 
         def on_job(done: int, total: int, job: "Job") -> None:
+            nonlocal last, place
             progress.update(jobs, completed=done, total=total)
-            if not console.is_terminal and last[0]:
-                console.print(f"{done}/{total}  {last[0]}", highlight=False, markup=False, soft_wrap=True)
-                last[0] = ""
+            place = f"{done}/{total}"
+            if not console.is_terminal and last:
+                show()
+                last = ""
 
         yield tell, on_job
 

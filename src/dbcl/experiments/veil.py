@@ -17,6 +17,7 @@ from dbcl.experiments.tables import NOT_RUN, markdown
 from dbcl.experiments.training import task_on, train
 from dbcl.protocol import blinded
 from dbcl.run import presets
+from dbcl.run.plots import INK
 from dbcl.run.task import of_pictures
 
 VEILS, QUICK_VEILS = (0.0, 0.05, 0.2, 0.5), (0.0, 0.2)
@@ -157,7 +158,8 @@ def best(run: Mapping[str, Any], learner: str) -> float:
     >>> best({"scores": [forest, {**forest, "seat": "server", "auc": 1.0}]}, "random forest")
     0.6
     """
-    return max(each["auc"] for each in run["scores"] if learner in each["attack"] and each["seat"] == "client")
+    scores = [each["auc"] for each in run["scores"] if learner in each["attack"] and each["seat"] == "client"]
+    return float(max(scores))
 
 
 def draw(found: Results) -> Mapping[str, Any]:
@@ -177,7 +179,7 @@ def draw(found: Results) -> Mapping[str, Any]:
             points = [best(run, learner) for _, run in pairs]
             right.plot([veil for veil, _ in pairs], points, style, color=colour, label=f"{learner}, {clients} clients")
     runs = [(veil, run["accuracy"]) for veil in _veils(found) for run in found.of(veil=veil, part="accuracy")]
-    right.plot([veil for veil, _ in runs], [score for _, score in runs], ".-", color=figures.INK, label="accuracy")
+    right.plot([veil for veil, _ in runs], [score for _, score in runs], ".-", color=INK, label="accuracy")
     right.set_ylim(0.4, 1.03)
     figures.label(left, "veil, relative to the weights", "cosine with the other's update, first layer")
     figures.label(right, "veil, relative to the weights", "AUC of a property; accuracy")
