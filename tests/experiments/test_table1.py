@@ -6,7 +6,7 @@ import pytest
 from dbcl.errors import ConfigError
 from dbcl.experiments import table1
 from dbcl.experiments.experiment import Context, Results
-from dbcl.experiments.table1 import EXPERIMENT, GRIDS, NAMES, PERCENTS, VARIANTS, VARIED_PERCENTS
+from dbcl.experiments.table1 import EXPERIMENT, GRIDS, NAMES, PERCENTS, VARIANTS, Variant
 from dbcl.experiments.tables import rounds_cell
 from dbcl.run import presets
 
@@ -28,28 +28,36 @@ def run(rounds: int, *, reached: bool = True, error: str = "", accuracy: float =
 def test_every_cell_has_a_run_in_the_papers_setting() -> None:
     jobs = EXPERIMENT.jobs(False, NOWHERE)
     cells = {(job["network"], job["preset"], job["percent"]) for job in jobs}
-    assert len(cells) == 2 * (3 * 5 + len(VARIANTS) * len(VARIED_PERCENTS))
+    assert len(cells) == 2 * 3 * 5 + sum(len(row.cells) for row in VARIANTS.values())
     assert jobs[0]["percent"] == 10
     assert [job["seed"] for job in jobs] == sorted(job["seed"] for job in jobs)  # the first seed of all cells first
     for job in jobs:
         own = {name: job[name] for name in ("data", "clients", "epochs", "target", "rounds", "lr")}
-        preset, more = VARIANTS.get(job["preset"], (job["preset"], {}))
-        config = presets.preset(preset, **more, **own)
+        row = VARIANTS.get(job["preset"]) or Variant(job["preset"], {}, ())
+        config = presets.preset(row.preset, **row.settings, **own)
         assert (config.data, config.clients) == ("mnist", 100)
         assert (config.epochs, config.target) == ((1, 0.97) if job["network"] == "mlp" else (5, 0.99))
     assert presets.preset("paper").server_optimizer == presets.preset("plain").server_optimizer == "fedavg"
 
 
-def test_the_local_optimiser_of_the_authors_has_lines_of_its_own() -> None:
+def test_what_the_authors_code_has_is_in_lines_of_its_own() -> None:
     jobs = EXPERIMENT.jobs(False, NOWHERE)
-    adam = [job for job in jobs if job["preset"] in VARIANTS and job["seed"] == 0]
-    text = table1.table(Results(tuple(jobs), tuple({"job": job, "result": run(176, accuracy=0.99)} for job in adam)))
+    varied = [job for job in jobs if job["preset"] in VARIANTS and job["seed"] == 0]
+    text = table1.table(Results(tuple(jobs), tuple({"job": job, "result": run(176, accuracy=0.99)} for job in varied)))
     for title in ("MLP, local Adam", "MLP-Sketch, local Adam"):
         assert f"| **{title}** | 97% | 176 | 176 | – | – | – |" in text
-    for title in ("CNN, local Adam", "CNN-Sketch, local Adam"):
-        assert f"| **{title}** | 99% | 176 | 176 | – | – | – |" in text
+    for network, target in (("MLP", "97%"), ("CNN", "99%")):
+        assert f"| **{network}-Sketch, drawn in every pass** | {target} | – | 176 | – | – | – |" in text
+    assert "CNN, local Adam" not in text
     assert set(table1.draw(Results(tuple(jobs), ()))) == {"table1"}
     assert "Adam" not in table1.table(Results(tuple(EXPERIMENT.jobs(True, NOWHERE)), (), quick=True))
+
+
+def test_a_sketch_of_every_pass_is_another_each_time_and_none_in_the_test() -> None:
+    job = {**EXPERIMENT.jobs(True, NOWHERE)[0], "preset": "each-pass", "rounds": 1}
+    found = [EXPERIMENT.play({**job, "preset": preset}, Context()) for preset in ("each-pass", "each-pass", "plain")]
+    assert found[0]["accuracies"] == found[1]["accuracies"] != found[2]["accuracies"]
+    assert found[0]["bytes"] == pytest.approx(found[2]["bytes"], rel=1e-3)  # whole weights
 
 
 def test_adam_is_what_trains_there() -> None:

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dbcl.errors import ConfigError
 from dbcl.experiments import figures
@@ -27,14 +27,28 @@ PAPER = {
 """The paper's rounds for each participation."""
 NAMES = {
     "plain": "", "plain-adam": ", local Adam", "paper": "-Sketch", "paper-adam": "-Sketch, local Adam",
-    "blind": ", our blind",
+    "each-pass": "-Sketch, drawn in every pass", "blind": ", our blind",
 }  # fmt: skip
-"""The presets, and two of them with the local optimiser of the authors' published code."""
-VARIANTS: dict[str, tuple[str, Job]] = {
-    f"{preset}-adam": (preset, {"optimizer": "Adam"}) for preset in ("plain", "paper")
+"""The presets, and what the authors' published code has in place of the paper's text."""
+
+
+class Variant(NamedTuple):
+    """A row that is no preset: the preset that it is made of, what differs, and which cells are played."""
+
+    preset: str
+    settings: Job
+    cells: tuple[tuple[str, int], ...]
+    model: str = "mnist-{network}"
+
+
+VARIANTS = {
+    "plain-adam": Variant("plain", {"optimizer": "Adam"}, (("mlp", 1), ("mlp", 10))),
+    "paper-adam": Variant("paper", {"optimizer": "Adam"}, (("mlp", 1), ("mlp", 10))),
+    "each-pass": Variant(
+        "plain", {"engine": "local"}, (("mlp", 10), ("cnn", 10)), "dbcl.experiments.each_pass:{network}"
+    ),
 }
-VARIED_PERCENTS = (1, 10)
-"""Where optimisers are compared: Adam is stepped for one client at a time, so that many clients take long."""
+"""Few cells: clients are trained one at a time there, so that many of them take long."""
 TARGETS = {"mlp": 0.97, "cnn": 0.99}
 EPOCHS = {"mlp": 1, "cnn": 5}
 LIMITS = {
@@ -110,7 +124,7 @@ def _cells() -> Iterator[tuple[str, str, int]]:
     for network in TARGETS:
         for percent in ORDER[network]:
             for preset in NAMES:
-                if preset not in VARIANTS or percent in VARIED_PERCENTS:
+                if preset not in VARIANTS or (network, percent) in VARIANTS[preset].cells:
                     yield network, preset, percent
 
 
@@ -122,9 +136,10 @@ def _job(network: str, preset: str, percent: int, rate: Mapping[str, float], rou
 def play(job: Job, context: Context) -> dict[str, Any]:
     """One run until its target."""
     own = {name: value for name, value in job.items() if name not in ("network", "preset", "percent")}
-    preset, more = VARIANTS.get(job["preset"], (job["preset"], {}))
+    row = VARIANTS.get(job["preset"]) or Variant(job["preset"], {}, ())
+    model = row.model.format(network=job["network"])
     config = presets.preset(
-        preset, model=f"mnist-{job['network']}", fraction=job["percent"] / 100, batch_size=10, **more, **own
+        row.preset, model=model, fraction=job["percent"] / 100, batch_size=10, **row.settings, **own
     )
     run = train(config, context, f"{job['network']} {job['preset']}, {job['percent']} %, seed {job['seed']}")
     return {name: value for name, value in run.items() if name not in ("losses", "numbers")}
