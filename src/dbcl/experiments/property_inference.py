@@ -32,7 +32,7 @@ PUBLISHED = {
 
 def jobs(quick: bool, folder: Path) -> list[Job]:
     """One rehearsal for each preset, with all attackers."""
-    fixed: Job = {"data": "lfw", "model": "lfw-cnn", "lr": 0.01, "rounds": 100, "batch": 32, "own_batches": 4}
+    fixed: Job = {"data": "lfw", "model": "lfw-cnn", "lr": 0.01, "rounds": 120, "batch": 32, "own_batches": 6}
     fixed |= {"own_examples": 200, "seed": 0}
     if quick:
         fixed |= {"data": "digits", "model": "mnist-mlp", "rounds": 60, "batch": 16, "own_batches": 2}
