@@ -309,7 +309,7 @@ def _megabytes(run: Mapping[str, Any], rounds: int) -> float:
 
 
 def draw(found: Results) -> Mapping[str, Any]:
-    """What leaks against accuracy and against bytes, a point for each defence; hollow with sums."""
+    """What leaks against the test error and against bytes, a point for each defence; hollow with sums."""
     rows = {
         "cohort": ("auc", "AUC of a client among those of a round"), "run": ("auc", "AUC of a client, as the run is"),
         "server": ("tpr", "found by the server, 0.1 % false"),
@@ -322,11 +322,15 @@ def draw(found: Results) -> Mapping[str, Any]:
         for axes in (left, right):
             axes.set_ylim((0.45, 1.03) if measure == "auc" else (-0.04, 1.05))
             axes.axhline(0.5 if measure == "auc" else 0.001, color=figures.MORE[-1], linewidth=0.8, linestyle=":")
+        figures.log_scale(left, "x")
         figures.log_scale(right, "x")
-        figures.label(left, "test accuracy after all rounds, %", title)
+        figures.label(left, "test error after all rounds, %", title)
         figures.label(right, f"MB to {TARGET:.0%} (triangles: all that was sent, and not reached)", title)
-        if right.get_legend() is not None:
-            right.get_legend().remove()
+        for axes in (left, right):
+            if axes.get_legend() is not None:
+                axes.get_legend().remove()
+    names = panels[1, 0].get_legend_handles_labels()  # as the run is, where every family has points
+    figure.legend(*names, loc="outside upper center", ncols=6, frameon=False, fontsize=8)
     return {"frontier": figure}
 
 
@@ -339,7 +343,7 @@ def _family(left: Any, right: Any, found: Results, family: str, sums: bool, seat
             if got is not None and run["accuracy"] is not None:
                 reached = to_target(run)
                 sent = _megabytes(run, reached or run["rounds"])
-                points.append((job["defence"], 100 * run["accuracy"], sent, reached is not None, got))
+                points.append((job["defence"], 100 - 100 * run["accuracy"], sent, reached is not None, got))
     points.sort(key=lambda point: list(DEFENCES[family]).index(point[0]))
     colour, name = COLOURS[family], f"{family}, sums" if sums else family
     style: dict[str, Any] = {"color": colour, "markerfacecolor": "white" if sums else colour, "alpha": 0.9}
