@@ -32,7 +32,7 @@ NETWORKS: dict[str, Job] = {
     "cifar": {"data": "cifar10", "model": "cifar-cnn", "epochs": 5, "batch_size": 50, "lr": 0.01},
 }
 TITLES = {"mlp": "MNIST, MLP", "cnn": "MNIST, CNN", "cifar": "CIFAR-10, CNN"}
-ROUNDS = {"mlp": {"every": 150, "own": 400}, "cnn": {"every": 60}, "cifar": {"every": 40}}
+ROUNDS = {"mlp": {"every": 150, "own": 400}, "cnn": {"every": 60}, "cifar": {"every": 30}}
 """Of whom sees what: a client that is drawn for one round in ten is played with the network whose rounds are cheap."""
 SEEN = {"every": "every round", "own": "its own rounds"}
 """In which rounds the attacker takes part: in every one, which is the worst case, or as it is drawn."""
