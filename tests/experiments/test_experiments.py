@@ -105,6 +105,29 @@ def test_a_roc_curve_comes_from_held_out_scores() -> None:
     assert found["areas"][-1] == pytest.approx(found["auc"], abs=1e-4)
 
 
+def test_two_runs_of_a_preset_on_lfw_are_told_apart_by_their_steps() -> None:
+    jobs = lfw_roc.jobs(False, NOWHERE)
+    curve = {"false": [0.0, 1.0], "true": [0.0, 1.0], "numbers": [1, 2], "areas": [0.6, 0.7], "positives": 3}
+    rows = tuple(
+        {"job": job, "result": {**curve, "negatives": 4, "auc": auc, "low": 0.5, "high": 1.0}}
+        for job, auc in zip(jobs[1:], (0.7, 0.8, 0.9), strict=True)
+    )
+    text = lfw_roc.table(Results(tuple(jobs), rows))
+    assert "| `plain` | 8,000 | not run | not run |" in text
+    assert "| `paper` | 8,000 | 0.7000 (0.5000 to 1.0000) | 0.6000 |" in text
+    assert "| `paper` | 20,000 | 0.9000 (0.5000 to 1.0000) | 0.6000 |" in text
+    labels = lfw_roc.draw(Results(tuple(jobs), rows))["lfw-roc"].axes[1].get_legend_handles_labels()[1]
+    assert labels == ["paper, 8,000 steps", "blind, 8,000 steps", "paper, 20,000 steps"]
+
+
+def test_every_network_has_an_attacker_that_sees_all_rounds() -> None:
+    jobs = gradient_error.jobs(False, NOWHERE)
+    seen = {(job["network"], job["sees"]) for job in jobs}
+    assert seen == {("mlp", "every"), ("mlp", "own"), ("cnn", "every"), ("cifar", "every")}
+    text = gradient_error.table(Results(tuple(jobs), ()))
+    assert text.count("not run") == len(jobs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [experiment.name for experiment in EXPERIMENTS])
 def test_the_reduced_setting_takes_less_than_three_minutes(name: str, tmp_path: Path) -> None:

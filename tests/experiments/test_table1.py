@@ -6,7 +6,7 @@ import pytest
 from dbcl.errors import ConfigError
 from dbcl.experiments import table1
 from dbcl.experiments.experiment import Context, Results
-from dbcl.experiments.table1 import EXPERIMENT, GRIDS, NAMES, PERCENTS, VARIANTS, Variant
+from dbcl.experiments.table1 import EXPERIMENT, GRIDS, NAMES, PERCENTS, VARIANTS
 from dbcl.experiments.tables import rounds_cell
 from dbcl.run import presets
 
@@ -33,7 +33,7 @@ def test_every_cell_has_a_run_in_the_papers_setting() -> None:
     assert [job["seed"] for job in jobs] == sorted(job["seed"] for job in jobs)  # the first seed of all cells first
     for job in jobs:
         own = {name: job[name] for name in ("data", "clients", "epochs", "target", "rounds", "lr")}
-        row = VARIANTS.get(job["preset"]) or Variant(job["preset"], {}, ())
+        row = table1.row_of(job["preset"])
         config = presets.preset(row.preset, **row.settings, **own)
         assert (config.data, config.clients) == ("mnist", 100)
         assert (config.epochs, config.target) == ((1, 0.97) if job["network"] == "mlp" else (5, 0.99))
@@ -53,7 +53,7 @@ def test_what_the_authors_code_has_is_in_lines_of_its_own() -> None:
     assert "Adam" not in table1.table(Results(tuple(EXPERIMENT.jobs(True, NOWHERE)), (), quick=True))
 
 
-def test_a_sketch_of_every_pass_is_another_each_time_and_none_in_the_test() -> None:
+def test_a_run_with_a_sketch_in_every_pass_can_be_repeated_and_is_no_plain_one() -> None:
     job = {**EXPERIMENT.jobs(True, NOWHERE)[0], "preset": "each-pass", "rounds": 1}
     found = [EXPERIMENT.play({**job, "preset": preset}, Context()) for preset in ("each-pass", "each-pass", "plain")]
     assert found[0]["accuracies"] == found[1]["accuracies"] != found[2]["accuracies"]

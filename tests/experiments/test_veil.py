@@ -8,7 +8,7 @@ from dbcl.experiments.experiment import Context, Job, Results
 
 NOWHERE = Path("nowhere")
 JOBS = tuple(veil.jobs(True, NOWHERE))
-SMALL = {"rounds": 24, "batch": 4, "own_batches": 1, "own_examples": 4, "min_lag": 12, "pictures": 1, "steps": 100}
+SMALL = {"rounds": 24, "batch": 4, "own_batches": 1, "own_examples": 4, "pictures": 1, "steps": 100}
 
 
 def of(size: float, part: str, clients: int = 2) -> Job:

@@ -124,7 +124,7 @@ def _reproduce(experiment: "Experiment", order: "Order", device: str, data_dir: 
 
 @contextmanager
 def _bars() -> "Iterator[tuple[Tell, OnJob]]":
-    """A bar for the jobs and one for the steps of the present one; without a terminal a line a job and a minute."""
+    """A bar for the jobs and one for the steps of the present one; without a terminal lines, one a minute or more."""
     columns = (
         TextColumn("[bold]{task.fields[name]}"),
         BarColumn(),
@@ -146,7 +146,7 @@ def _bars() -> "Iterator[tuple[Tell, OnJob]]":
             nonlocal last
             last = text or last
             progress.update(steps, description=text, completed=done, total=total or None)
-            if not console.is_terminal and time.monotonic() - printed > QUIET_SECONDS:
+            if not console.is_terminal and last and time.monotonic() - printed > QUIET_SECONDS:
                 show()
 
         def on_job(done: int, total: int, job: "Job") -> None:

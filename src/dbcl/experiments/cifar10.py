@@ -11,7 +11,7 @@ from dbcl.experiments.training import train
 from dbcl.run import presets
 
 RATES = {"plain": 0.02, "paper": 0.01, "blind": 0.02}
-"""`python results/rounds/rounds.py cifar` has another rate of `plain` and of `blind`, for whoever compares."""
+"""One each; `python results/rounds/rounds.py cifar` has played `plain` and `blind` at another one, too."""
 
 
 def jobs(quick: bool, folder: Path) -> list[Job]:
@@ -67,8 +67,9 @@ def draw(found: Results) -> Mapping[str, Any]:
     """The two panels of the paper's figure: test loss and test accuracy by round."""
     figure, panels = figures.new(10, 3.8, 1, 2)
     left, right = panels[0]
-    for preset, colour in figures.COLOURS.items():
+    for preset in RATES:
         for run in found.of(preset=preset):
+            colour = figures.COLOURS[preset]
             losses = [float("nan") if loss is None else loss for loss in run["losses"]]
             left.plot(run["numbers"], losses, color=colour, label=preset)
             right.plot(run["numbers"], [100 * score for score in run["accuracies"]], color=colour, label=preset)

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from dbcl import models
 
 RATIO = 2
+"""The paper's: a sketch has half as many outputs as inputs."""
 
 
 def sketched(weight: Tensor) -> Tensor:
@@ -32,8 +33,8 @@ def sketched(weight: Tensor) -> Tensor:
 class EachPass(nn.Module):
     """A layer that computes with W S S^T while it is trained, S drawn in every pass, and with W otherwise.
 
-    >>> layer = EachPass(nn.Linear(4, 3))
-    >>> x = torch.randn(2, 4)
+    >>> layer = EachPass(nn.Linear(64, 3))
+    >>> x = torch.randn(2, 64)
     >>> bool((layer(x) == layer(x)).all()), bool((layer.eval()(x) == layer.layer(x)).all())
     (False, True)
     """

@@ -366,5 +366,5 @@ EXPERIMENT = Experiment(
     play=play,
     table=table,
     draw=draw,
-    extras={"scipy": "audit"},
+    extras={"scipy": "audit", "dp_accounting": "privacy"},
 )

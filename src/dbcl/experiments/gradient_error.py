@@ -33,7 +33,7 @@ NETWORKS: dict[str, Job] = {
 }
 TITLES = {"mlp": "MNIST, MLP", "cnn": "MNIST, CNN", "cifar": "CIFAR-10, CNN"}
 ROUNDS = {"mlp": {"every": 150, "own": 400}, "cnn": {"every": 60}, "cifar": {"every": 30}}
-"""Of whom sees what: a client that is drawn for one round in ten is played with the network whose rounds are cheap."""
+"""By network and attendance. A client that sees one round in ten needs many, so that only the MLP has one."""
 SEEN = {"every": "every round", "own": "its own rounds"}
 """In which rounds the attacker takes part: in every one, which is the worst case, or as it is drawn."""
 

@@ -103,8 +103,12 @@ def _rehearse(job: Job, dataset: Dataset, folder: Path) -> "Rehearsal":
     return rehearse(config, of_pictures(config, dataset), script, folder, seed=job["seed"])
 
 
-def target(rehearsal: "Rehearsal", seat: str, case: str, round: int) -> tuple[nn.Module, dict[str, Tensor]]:
+def target(
+    rehearsal: "Rehearsal", seat: str, case: str, round: int, estimator: str = "rewind"
+) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model and the gradient that an attacker takes for the victim's, in a round.
+
+    `estimator` is what an adaptive client makes of all the broadcasts that it saw.
 
     >>> from dbcl.audit.rehearsal import draw_batches, rehearse
     >>> from dbcl.run import preset, task_of
@@ -125,7 +129,10 @@ def target(rehearsal: "Rehearsal", seat: str, case: str, round: int) -> tuple[nn
         weights, update = seen.weights, sent if adaptive else lift(broadcast.plan, sent)
     else:
         broadcast = rehearsal.attacker[round].broadcast
-        weights, update = lift(broadcast.plan, broadcast.tensors), _estimated(rehearsal, round, adaptive)
+        weights, update = (
+            lift(broadcast.plan, broadcast.tensors),
+            _estimated(rehearsal, round, estimator if adaptive else ""),
+        )
     if adaptive:
         template = blinded(template, broadcast)
     else:
@@ -135,13 +142,13 @@ def target(rehearsal: "Rehearsal", seat: str, case: str, round: int) -> tuple[nn
     return template, as_gradient(doubled, rehearsal.server.setting.local.lr)
 
 
-def _estimated(rehearsal: "Rehearsal", round: int, adaptive: bool) -> dict[str, Tensor]:
-    """The victim's update by a client: option I as the paper has it, or rewind in the space of what was sent."""
+def _estimated(rehearsal: "Rehearsal", round: int, adaptive: str) -> dict[str, Tensor]:
+    """The victim's update by a client: option I as the paper has it, or by an estimator that knows the sketch."""
     from dbcl.audit.attacks.updates import estimates, others_update_lifted
     from dbcl.audit.attacks.victim import victims_rounds
     from dbcl.audit.estimators.view import views
 
-    name = "rewind" if adaptive else "option I"
+    name = adaptive or "option I"
     found, cohort = estimates(rehearsal.attacker, [name]), rehearsal.attacker.setting.cohort
     if adaptive:
         known = victims_rounds(rehearsal, views(rehearsal.attacker), found, [round])[0]

@@ -53,7 +53,7 @@ def play(job: Job, context: Context) -> dict[str, Any]:
         if number % every == 0:
             numbers.append(number)
             areas.append(round(area(*roc(*_scores(session, task))), 5))
-        context.tell(f"{job['preset']}: step {number}", number, job["rounds"])
+        context.tell(f"{job['preset']}: step {number} of {job['rounds']}", number, job["rounds"])
     scores, truth = _scores(session, task)
     found = measure_auc(scores, truth, seed=0)
     kept = np.unique(np.linspace(0, len(found.roc[0]) - 1, POINTS).astype(int))

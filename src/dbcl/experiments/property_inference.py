@@ -5,14 +5,14 @@ ones filter gradients at the very model that the victim received, and a client r
 """
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dbcl.experiments import figures
-from dbcl.experiments.experiment import Context, Experiment, Job, Results
+from dbcl.experiments.experiment import Context, Experiment, Job, Results, Tell
 from dbcl.experiments.tables import NOT_RUN, markdown
 from dbcl.experiments.training import task_on
 from dbcl.run import RunConfig, Task, presets
@@ -51,7 +51,11 @@ def play(job: Job, context: Context) -> dict[str, Any]:
 
 
 class Told(NamedTuple):
-    """What was told of the batches' property, and the rehearsal and the estimates that it was told from."""
+    """What was told of the batches' property, and the rehearsal and the estimates that it was told from.
+
+    >>> Told._fields
+    ('rehearsal', 'found', 'tested', 'scores')
+    """
 
     rehearsal: "Rehearsal"
     found: "Mapping[str, Changes]"
@@ -65,14 +69,14 @@ def infer(
     task: Task,
     names: Sequence[str],
     folder: Path,
-    tell: Callable[[str, int, int], None],
+    tell: Tell,
     clients: int = 2,
 ) -> Told:
     """Rehearse a run of so many clients and tell the property of the victim's batches, by the named estimates.
 
     A job has the `rounds`, the size of a `batch`, the attacker's `own_batches` and `own_examples`, and a `seed`.
 
-    >>> job = {"rounds": 12, "batch": 4, "own_batches": 1, "own_examples": 4, "seed": 0}
+    >>> job = {"rounds": 24, "batch": 4, "own_batches": 1, "own_examples": 4, "seed": 0}
     >>> config = presets.preset("plain", model="dlg-lenet")
     >>> told = infer(job, config, task_on("cpu", "digits", "dlg-lenet"), [], Path(tempfile.mkdtemp()), Context().tell)
     >>> sorted({each["seat"] for each in told.scores})

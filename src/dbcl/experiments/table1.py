@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dbcl.errors import ConfigError
@@ -33,11 +34,15 @@ NAMES = {
 
 
 class Variant(NamedTuple):
-    """A row that is no preset: the preset that it is made of, what differs, and which cells are played."""
+    """A row: the preset that it is made of and what differs; of a row that is no preset, which cells are played.
+
+    >>> Variant("plain").model.format(network="mlp")
+    'mnist-mlp'
+    """
 
     preset: str
-    settings: Job
-    cells: tuple[tuple[str, int], ...]
+    settings: Mapping[str, Any] = MappingProxyType({})
+    cells: tuple[tuple[str, int], ...] = ()
     model: str = "mnist-{network}"
 
 
@@ -49,6 +54,17 @@ VARIANTS = {
     ),
 }
 """Few cells: clients are trained one at a time there, so that many of them take long."""
+
+
+def row_of(name: str) -> Variant:
+    """What a row is made of, by its name in `NAMES`.
+
+    >>> row_of("paper").preset, row_of("paper-adam").preset
+    ('paper', 'paper')
+    """
+    return VARIANTS.get(name) or Variant(name)
+
+
 TARGETS = {"mlp": 0.97, "cnn": 0.99}
 EPOCHS = {"mlp": 1, "cnn": 5}
 LIMITS = {
@@ -136,7 +152,7 @@ def _job(network: str, preset: str, percent: int, rate: Mapping[str, float], rou
 def play(job: Job, context: Context) -> dict[str, Any]:
     """One run until its target."""
     own = {name: value for name, value in job.items() if name not in ("network", "preset", "percent")}
-    row = VARIANTS.get(job["preset"]) or Variant(job["preset"], {}, ())
+    row = row_of(job["preset"])
     model = row.model.format(network=job["network"])
     config = presets.preset(
         row.preset, model=model, fraction=job["percent"] / 100, batch_size=10, **row.settings, **own
