@@ -12,7 +12,7 @@ from dbcl.experiments.experiment import Experiment
 
 EXPERIMENTS = registry.EXPERIMENTS
 FOLDER = Path(registry.__file__).parent
-SHARED = {"__init__", "each_pass", "experiment", "figures", "registry", "rows", "runner", "tables", "training"}
+SHARED = {"__init__", "experiment", "figures", "registry", "rows", "runner", "tables", "training"}
 
 
 def test_every_file_is_in_the_registry() -> None:

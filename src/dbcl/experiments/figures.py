@@ -10,7 +10,7 @@ from dbcl.run.plots import GRID, INK, MUTED
 
 COLOURS = {
     "plain": "#5f6b78", "plain-adam": "#a9b4bf", "paper": "#b3261e", "paper-adam": "#d08a2c", "blind": "#0b6e99",
-    "each-pass": "#2d6a3e", "private": "#7d4f9e",
+    "private": "#7d4f9e",
 }  # fmt: skip
 """A colour for each preset and for each other row of `table1`, the same in every figure."""
 MORE = ("#0b6e99", "#d08a2c", "#7d4f9e", "#2d6a3e", "#b3261e", "#5f6b78")
