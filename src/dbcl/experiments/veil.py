@@ -174,6 +174,7 @@ def draw(found: Results) -> Mapping[str, Any]:
     right.set_ylim(0.4, 1.03)
     figures.label(left, "veil, relative to the weights", "cosine with the other's update, first layer")
     figures.label(right, "veil, relative to the weights", "AUC of a property; accuracy")
+    right.get_legend().set_loc("center right")
     return {"veil": figure}
 
 
