@@ -64,7 +64,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
     order = {each: number for number, each in enumerate(QUICK if quick else FIRST)}
     fixed: Job = {"data": "digits", "rounds": 200, "attacked": 30, "attacked_run": 60, "own": 500, "null": 300}
     if quick:
-        fixed |= {"rounds": 20, "attacked": 8, "attacked_run": 20, "own": 200, "null": 100}
+        fixed |= {"rounds": 20, "attacked": 20, "attacked_run": 20, "own": 200, "null": 100}
     found = [
         {"family": family, "defence": name, "sums": sums, "seed": 0, **fixed, **settings}
         for sums in (False, True)
