@@ -90,6 +90,13 @@ def test_a_table_of_the_readme_is_that_of_the_page(page: str) -> None:
     assert "\n".join(rows) in (ROOT / "docs" / f"{page}.md").read_text()
 
 
+def test_table_1_of_the_page_is_what_was_played() -> None:
+    section = (ROOT / "docs/reproduction.md").read_text().split("\n## table1\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\|.*$", section, flags=re.MULTILINE)
+    assert len(rows) > 10
+    assert "\n".join(rows) in (ROOT / "results/table1/README.md").read_text()
+
+
 @pytest.mark.parametrize("sign", ["-", "+"])
 def test_both_sides_of_the_readmes_diff_train(sign: str) -> None:
     diff = README.split("## In your code")[1].split("```diff\n")[1].split("```")[0]
