@@ -28,6 +28,8 @@ def rounds_cell(runs: Sequence[dict[str, Any]]) -> str:
     '44 (40, 44, 60)'
     >>> rounds_cell([{"reached": False, "rounds": 600, "error": ""}])
     'not in 600 rounds'
+    >>> rounds_cell([{"reached": False, "rounds": 600, "error": ""}] * 3)
+    'not in 600 rounds (3 seeds)'
     >>> rounds_cell([{"reached": False, "rounds": 7, "error": "no update is left"}])
     'diverged in round 8'
     >>> rounds_cell([])
@@ -39,6 +41,8 @@ def rounds_cell(runs: Sequence[dict[str, Any]]) -> str:
     if len(each) == 1:
         return each[0]
     reached = sorted(run["rounds"] for run in runs if run["reached"])
+    if not reached and len(set(each)) == 1:
+        return f"{each[0]} ({len(each)} seeds)"
     if len(reached) <= len(runs) / 2:
         return ", ".join(each)
     middle = statistics.median([*reached, *[float("inf")] * (len(runs) - len(reached))])
