@@ -320,7 +320,7 @@ def test_audit_fails_above_a_limit_and_leaves_page_and_json(
 def test_the_command_audits_a_run(tmp_path: Path) -> None:
     """The quick budget as it ships, by the command, on the default preset: as docs/audit.md says."""
     folder = train(tmp_path / "run", "blind", rounds=20)
-    limits = "client.cosine=0.9,client.psnr=20,server.psnr=15"
+    limits = "client.cosine=0.99,client.psnr=45,server.psnr=15"  # under a veil no client gets what is exact
     result = invoke("audit", str(folder), "--quick", "--trust", "--fail-above", limits)
     assert result.exit_code == 1, result.output
     written = Audit.from_json((folder / "audit.json").read_text())
