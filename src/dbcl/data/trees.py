@@ -22,6 +22,34 @@ def call(model: nn.Module, inputs: Tree) -> Tree:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
+def call_with(model: nn.Module, values: Mapping[str, Tensor], inputs: Tree) -> Tree:
+    """Call a model with other values in place of the parameters and buffers that these names have.
+
+    Unlike `torch.func.functional_call` by itself, it takes models that call one module under two names: there PyTorch
+    puts the value in twice and takes it out once.
+
+    >>> layer = nn.Linear(2, 2, bias=False)
+    >>> call_with(nn.Sequential(layer, layer), {"0.weight": 2 * torch.eye(2)}, torch.ones(1, 2))
+    tensor([[4., 4.]])
+    """
+    arguments = inputs if isinstance(inputs, Mapping | tuple | list) else (inputs,)
+    positional, named = ((), dict(arguments)) if isinstance(arguments, Mapping) else (tuple(arguments), {})
+    own = {name: tensor for name, tensor in _all_named(model) if name in values}
+    given = {id(tensor): values[name] for name, tensor in own.items()}
+    tied = {
+        f"{path}.{name}".lstrip("."): given[id(tensor)]
+        for path, module in model.named_modules()  # each module by its first name
+        for name, tensor in _all_named(module, recurse=False)
+        if id(tensor) in given
+    }
+    return torch.func.functional_call(model, {**values, **tied}, positional, named, tie_weights=False)
+
+
+def _all_named(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=recurse)
+    yield from module.named_buffers(recurse=recurse)
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     """The same tree with a function applied to its tensors; what is no tensor stays.
 

@@ -3,18 +3,18 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from dbcl import models, seeds
 from dbcl.data.examples import Batch, examples_of
-from dbcl.data.trees import Tree, call, join, map_tensors, tensors
+from dbcl.data.trees import Tree, call, join
+from dbcl.engines.clipping import clipped_step
 from dbcl.errors import ConfigError, DataError
 from dbcl.objective import CLASSIFICATION, Loss, Objective, name_of
 from dbcl.privacy import cyclic_batch
@@ -136,13 +136,18 @@ class LocalTraining:
         """
         examples = examples_of(examples)
         model.train()
+        devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
         if self.example_clip is not None:
             (rows,) = self.batches(len(examples), seed=seed, round=round, client=client)
-            return {"loss": clipped_step(model, examples.take(rows), loss, self.rate(round), self.example_clip)}
+            if not len(rows):  # none of a small client's examples has its turn
+                return {"loss": 0.0}
+            with torch.random.fork_rng(devices=devices):
+                torch.manual_seed(dropout_seed(seed, round, client))
+                mean = clipped_step(model, examples.take(rows), loss, self.rate(round), self.example_clip)
+            return {"loss": mean}
         sent = [parameter.detach().clone() for parameter in model.parameters()] if self.proximal else []
         optimizer = self._make_optimizer(model.parameters(), self.rate(round))
         losses = []
-        devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
         with torch.random.fork_rng(devices=devices):
             # Dropout and the like follow from the round and the client, so that a resumed run repeats them.
             torch.manual_seed(dropout_seed(seed, round, client))
@@ -162,51 +167,6 @@ class LocalTraining:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         more = {"momentum": self.momentum} if self.momentum else {}
         return self.optimizer(trained, lr=rate, **more)
-
-
-def _slice(start: int, end: int, tensor: Tensor) -> Tensor:
-    return tensor[start:end]
-
-
-def clipped_step(model: nn.Module, batch: Batch, loss: Loss, rate: float, clip: float) -> float:
-    """Move a model by `rate` times minus the sum of its examples' gradients, each clipped; gives their mean loss.
-
-    >>> from dbcl.data.examples import Batch
-    >>> model = nn.Linear(1, 1, bias=False)
-    >>> _ = nn.init.zeros_(model.weight)
-    >>> def loss(outputs, targets):
-    ...     return (outputs * targets).mean()
-    >>> clipped_step(model, Batch(torch.ones(3, 1), torch.tensor([[1.0], [5.0], [-0.5]])), loss, 0.1, clip=1.0)
-    0.0
-    >>> model.weight.item()  # of 1, 5 and -0.5 the sum is 1.5
-    -0.15...
-    """
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    start = {name: parameter.detach() for name, parameter in trained.items()}
-
-    def one(parameters: dict[str, Tensor], example: tuple[Tree, Tree]) -> Tensor:
-        inputs, targets = map_tensors(lambda tensor: tensor.unsqueeze(0), example)
-        arguments: Any = inputs
-        positional = arguments if isinstance(arguments, tuple) else () if isinstance(arguments, dict) else (arguments,)
-        named = arguments if isinstance(arguments, dict) else {}
-        return loss(torch.func.functional_call(model, parameters, positional, named), targets)
-
-    gradient = torch.func.grad_and_value(one)
-    total = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
-    losses, size = [], 64  # so many gradients are in memory at a time
-    for begin in range(0, len(next(tensors(batch.targets))), size):
-        part = map_tensors(partial(_slice, begin, begin + size), tuple(batch))
-        each, value = torch.func.vmap(gradient, in_dims=(None, 0), randomness="different")(start, part)
-        squares = torch.stack([grad.flatten(1).square().sum(1) for grad in each.values()]).sum(0)
-        # An example without a finite gradient counts as none: it must not take the others' with it.
-        factor = (clip / squares.sqrt().clamp(min=1e-30)).clamp(max=1.0).nan_to_num(0.0)
-        for name, grad in each.items():
-            total[name] += torch.einsum("n,n...->...", factor, grad.nan_to_num(0.0, 0.0, 0.0))
-        losses.append(value.detach().nan_to_num(0.0, 0.0, 0.0))
-    with torch.no_grad():
-        for name, parameter in trained.items():
-            parameter.sub_(total[name], alpha=rate)
-    return float(torch.cat(losses).mean()) if losses else 0.0  # whose examples have no turn changes nothing
 
 
 def dropout_seed(seed: bytes, round: int, client: int) -> int:

@@ -3,6 +3,7 @@
 from torch import nn
 
 from dbcl._torch import has_global_hooks, has_hooks
+from dbcl.cover import named_tensors
 from dbcl.engines.stacked.layers import (
     Apply,
     BatchNorm,
@@ -64,6 +65,9 @@ def build_stages(model: nn.Module, plan: RoundPlan, ndim: int) -> list[Stage]:
         stages.append(_stage(layer, f"{name}.", images))
         ndim = 1 if isinstance(layer, nn.Flatten) else ndim
     known = {name for stage in stages for name in stage.names}
+    shared = sorted(known - named_tensors(model).keys())
+    if shared:
+        raise NotStackable(f"{shared[0]}: a tensor that another layer uses, too")
     missing = [part.name for part in plan.tensors if part.name not in known]
     if missing:
         raise NotStackable(f"no stage holds {', '.join(missing)}")
@@ -83,7 +87,10 @@ def _leaves(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
         raise NotStackable(f"{path or 'the model'}: has a forward of its own")
     if type(module) is nn.Sequential:
         prefix = f"{path}." if path else ""
-        return [leaf for name, child in module.named_children() for leaf in _leaves(child, prefix + name)]
+        # With duplicates, which `named_children` leaves out: a module may be called more than once.
+        every = module.named_modules(remove_duplicate=False)
+        children = [(name, child) for name, child in every if name and "." not in name]
+        return [leaf for name, child in children for leaf in _leaves(child, prefix + name)]
     return [(path, module)]
 
 

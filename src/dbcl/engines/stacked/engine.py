@@ -90,26 +90,30 @@ class StackedEngine(Engine):
         """The stack of the fastest path that takes the model; None for a loop over clients."""
         if self.path == "loop" or (self._stack is not None and self._stack.fits(broadcast)):
             return self._stack
-        reason_for_loop = self._pool_examples()
-        if reason_for_loop:
-            self.path, self.why = "loop", reason_for_loop
-            log.info("the stacked engine takes the path %r: %s", self.path, self.why)
-            return None
-        try:
-            self._stack = stages = StageStack(self.template, broadcast, self.x[:1], bf16=self.precision == "bf16")
-            self.path, self.why = "stages", "a plain stack of known layers"
-            if self.training.example_clip is not None and not stages.clips_examples:
-                self._stack, self.path = None, "loop"
-                self.why = "gradients of single examples are clipped for one client at a time, but for dense layers"
-        except NotStackable as reason:
-            general = VmapStack(self.template, broadcast)
-            self._stack, self.path, self.why = general, "vmap", str(reason)
-            problem = general.problem(broadcast, self.x[:2], self.y[:2])
-            if problem:
-                self._stack, self.path = None, "loop"
-                self.why = f"{reason}; and torch.func cannot batch it: {problem}"
+        self._stack, self.path, self.why = self._choose(broadcast)
         log.info("the stacked engine takes the path %r: %s", self.path, self.why)
         return self._stack
+
+    def _choose(self, broadcast: Broadcast) -> tuple[Stack | None, str, str]:
+        """Return the stack of the fastest exact path, the path's name, and what ruled out the faster ones."""
+        reason = self._pool_examples()
+        if reason:
+            return None, "loop", reason
+        clips = self.training.example_clip is not None
+        try:
+            stages = StageStack(self.template, broadcast, self.x[:1], bf16=self.precision == "bf16")
+            if not clips or stages.clips_examples(self.training):
+                return stages, "stages", "a plain stack of known layers"
+            reason = "only stacks of dense layers that all train clip examples for many clients at once"
+        except NotStackable as error:
+            reason = str(error)
+        general = VmapStack(self.template, broadcast)
+        if clips and not general.clips_examples(self.training):
+            return None, "loop", f"{reason}; so examples are clipped for one client at a time"
+        problem = general.problem(broadcast, self.x[:2], self.y[:2])
+        if problem:
+            return None, "loop", f"{reason}; and torch.func cannot batch it: {problem}"
+        return general, "vmap", reason
 
     def _pool_examples(self) -> str:
         """Lay the clients' examples out as two tensors and the rows of each client, or say why only a loop will do."""

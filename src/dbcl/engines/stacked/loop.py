@@ -8,6 +8,7 @@ from dbcl.engines.stacked.dropout import DropoutMasks, client_masks
 from dbcl.engines.stacked.path import Stack
 from dbcl.engines.stacked.schedule import Schedule
 from dbcl.engines.training import LocalTraining
+from dbcl.errors import ConfigError
 
 
 class TrainingLoop:
@@ -27,6 +28,8 @@ class TrainingLoop:
         y: Tensor,
         schedule: Schedule,
     ) -> None:
+        if training.example_clip is not None and not stack.clips_examples(training):
+            raise ConfigError(f"{type(stack).__name__} does not clip the gradients of single examples")
         self.stack, self.training, self.params, self.x = stack, training, params, x
         self.clients, self.padded = schedule.clients, schedule.padded
         like = next(iter(params.values()))  # not x, which may be integers, such as words

@@ -16,6 +16,10 @@ MAX_CHUNK = 10
 class Stack:
     """A network with a client axis: `StageStack` where it is a plain sequence of layers, else `VmapStack`."""
 
+    def clips_examples(self, training: LocalTraining) -> bool:
+        """Return whether `gradients` clips every example's gradient; a path that does not say so is not used for it."""
+        return False
+
     def fits(self, broadcast: Broadcast) -> bool:
         """Whether the stack can be used for this broadcast, or must be made anew."""
         raise NotImplementedError

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dbcl import models
 from dbcl.blind import check_module
 from dbcl.cover import named_tensors
+from dbcl.engines.clipping import clip_factors
 from dbcl.engines.stacked.batch import Batch, Params
 from dbcl.engines.stacked.build import build_stages, where_hooked
 from dbcl.engines.stacked.dropout import all_kept
@@ -73,10 +74,9 @@ class StageStack(Stack):
         tables = [stage.tables for stage in self.stages if isinstance(stage, Linear | Conv2d)]
         return [tensor.data_ptr() for own in tables if own is not None for tensor in own.tensors()]
 
-    @property
-    def clips_examples(self) -> bool:
-        """Whether a step can clip every example's gradient: where it is taken without autograd, on rows."""
-        return self.manual and (self.presketched is not None or self.example.ndim == 2)
+    def clips_examples(self, training: LocalTraining) -> bool:
+        rows = self.presketched is not None or self.example.ndim == 2
+        return self.manual and rows and self.can_step_in_backward(training)
 
     @property
     def small(self) -> bool:
@@ -134,6 +134,7 @@ class StageStack(Stack):
     def gradients(self, params: Params, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         if batch.step_in_backward and self.manual and x.ndim == 3:
             return self._manual_step(params, x, y, batch), []
+        assert batch.example_clip is None  # only the step above clips; `clips_examples` says when it is taken
         names = self.trained_names(step_in_backward=batch.step_in_backward)
         trained = [params[name].requires_grad_() for name in names]
         with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self.bf16):
@@ -175,10 +176,10 @@ class StageStack(Stack):
 
     @staticmethod
     def _clipped(grad: Tensor, tape: Sequence[tuple[Stage, Tensor, Tensor]], params: Params, batch: Batch) -> Tensor:
-        """What every example's gradient is multiplied by so that it is no longer than the clip; 0 where it has none.
+        """Return the factor that clips each example's gradient; 0 for padding.
 
-        A dense layer's gradient for one example is the product of its input and its output's gradient, so its length
-        follows from theirs and no gradient of an example is ever written out.
+        A dense layer's gradient for one example is the outer product of its input and its output's gradient, so its
+        norm follows from theirs and no gradient of an example is ever written out.
         """
         squares = torch.zeros_like(batch.weight)
         for stage, saved, out in reversed(tape):
@@ -186,8 +187,7 @@ class StageStack(Stack):
                 squares += grad.square().sum(-1) * (saved.square().sum(-1) + stage.has_bias)
             grad = stage.input_gradient(grad, out, params)
         assert batch.example_clip is not None
-        factor = (batch.example_clip / squares.sqrt().clamp_(min=1e-30)).clamp_(max=1.0).nan_to_num_(0.0)
-        return factor * (batch.weight > 0)
+        return clip_factors(squares, batch.example_clip) * (batch.weight > 0)
 
     def changes(self, params: Params, steps: Tensor) -> Params:
         changed, sent = {}, self.start()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dbcl._torch import BATCH_NORMS, DROPOUTS
+from dbcl.data.trees import call_with
 from dbcl.engines.stacked.batch import Batch, Params
 from dbcl.engines.stacked.dropout import all_kept
 from dbcl.engines.stacked.path import MAX_CHUNK, Stack, weighted_losses
@@ -58,7 +59,7 @@ class VmapStack(Stack):
         fixed = {self.inner[name]: tensor for name, tensor in params.items() if name not in names}
 
         def loss(trained: Params, fixed: Params, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-            logits = torch.func.functional_call(self.local, {**trained, **fixed}, (x,))
+            logits = call_with(self.local, {**trained, **fixed}, x)
             return weighted_losses(logits.unsqueeze(0), y.unsqueeze(0), weight.unsqueeze(0))[0]
 
         grads, losses = torch.func.vmap(torch.func.grad_and_value(loss))(trained, fixed, x, y, batch.weight)
