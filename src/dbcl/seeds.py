@@ -89,6 +89,31 @@ def normals_on(device: torch.device, drawn: NDArray[np.uint64], n: int) -> Tenso
     return torch.cat([radius * angle.cos(), radius * angle.sin()])[:n]
 
 
+def fine_normals_on(device: torch.device, drawn: NDArray[np.uint64], n: int) -> Tensor:
+    """Make `n` standard normal values of n + n % 2 words on a device: two words for two of them, by Box and Muller.
+
+    With 64 bits of radius they reach 9.4 standard deviations, as a guarantee at a delta of 1e-20 needs it; `normals_on`
+    has 32 bits and ends at 6.7. On a GPU the last digit may differ from the CPU's.
+
+    >>> fine_normals_on(torch.device("cpu"), words(bytes(32), "fine", n=2), 2).shape
+    torch.Size([2])
+    >>> fine_normals_on(torch.device("cpu"), np.zeros(2, dtype=np.uint64), 2)[0].item()  # the smallest radius word
+    9.419...
+    """
+    radius, angle = (_as_double(half, device) for half in np.split(drawn, 2))
+    radius = radius.add_(1.0).mul_(2.0**-64).log_().mul_(-2.0).sqrt_()  # of a value in (0, 1]
+    angle.mul_(2.0 * math.pi * 2.0**-64)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:n]
+
+
+def _as_double(drawn: NDArray[np.uint64], device: torch.device) -> Tensor:
+    """Return unsigned words as float64 on a device: PyTorch has signed words only."""
+    if device.type == "cpu":
+        return torch.from_numpy(drawn.astype(np.float64))
+    there = torch.from_numpy(drawn.view(np.int64)).pin_memory().to(device, non_blocking=True)
+    return ((there >> 32) & 0xFFFFFFFF).double() * 2.0**32 + (there & 0xFFFFFFFF).double()
+
+
 def _stream(seed: bytes, labels: tuple[Label, ...], size: int) -> bytes:
     if len(seed) != SEED_BYTES:
         raise ValueError(f"a seed has {SEED_BYTES} bytes, got {len(seed)}")

@@ -117,7 +117,7 @@ def test_with_a_sketch_canaries_are_in_what_is_not_sketched() -> None:
     plan = plan_of(2.0)
     server = server_of(plan, sketch="count-v1", lanes=2, cover="large")
     assert [each.name for each in server.plan.tensors if each.sketched] == ["0.weight"]
-    assert_as_stated(measured(plan, server=server, count=100, kind="update"), error=0.21)
+    assert_as_stated(measured(plan, server=server, count=100, kind="update"), error=0.22)
 
 
 def test_fewer_rounds_are_compared_with_what_they_spend() -> None:
@@ -189,7 +189,7 @@ def test_faults_are_seen(mutant: Callable[[Server, PrivacyPlan], None]) -> None:
     plan = plan_of()
     server = server_of(plan)
     mutant(server, plan)
-    found = measured(plan, server=server)
+    found = measured(plan, server=server, count=600)
     assert not found.holds
     assert found.epsilon_interval[0] > found.stated.epsilon
 

@@ -76,7 +76,16 @@ def test_an_example_without_a_gradient_counts_as_none(kind: type[Engine], bad: f
     x, y = (tensor.clone() for tensor in clients()[0])
     x[4, 2] = bad  # of a batch of 20 examples
     whole = PrivacyPlan(
-        epsilon=8, delta=1e-4, clip=0.07, rounds=4, clients=4, cohort=4, unit="example", examples=50, batch=50
+        epsilon=8,
+        delta=1e-4,
+        clip=0.07,
+        rounds=4,
+        clients=4,
+        cohort=4,
+        unit="example",
+        examples=50,
+        batch=50,
+        separation=1,
     )
     ends, kept = [], [row for row in range(20) if row != 4]
     for first in ((x, y), (x[kept], y[kept])):
@@ -112,7 +121,16 @@ def test_the_server_divides_by_the_planned_batch_whoever_answers() -> None:
     before = copy.deepcopy(model)
     # An epsilon so large that its noise is below the bound of this test; and the step is W's, without noise.
     plan = PrivacyPlan(
-        epsilon=500, delta=1e-3, clip=0.1, rounds=4, clients=4, cohort=4, unit="example", examples=50, batch=16
+        epsilon=500,
+        delta=1e-3,
+        clip=0.1,
+        rounds=4,
+        clients=4,
+        cohort=4,
+        unit="example",
+        examples=50,
+        batch=16,
+        separation=3,
     )
     server = dbcl.Server(model, sketch="identity-v1", veil=0, privacy=plan, insecure_seed=0)
     training = LocalTraining(lr=0.1, steps=1, example_clip=1.0, separation=3)

@@ -62,11 +62,11 @@ def test_banded_is_quieter_than_the_others_at_the_same_epsilon() -> None:
 
 
 def test_a_plan_of_examples_does_not_depend_on_the_number_of_clients() -> None:
-    run = {**RUN, "clip": 1.0, "rounds": 600, "unit": "example", "examples": 60000, "batch": 6000}
+    run = {**RUN, "clip": 1.0, "rounds": 600, "unit": "example", "examples": 60000, "batch": 6000, "separation": 10}
     two, thousand = (PrivacyPlan(**{**run, "clients": clients, "cohort": clients}) for clients in (2, 1000))
     assert (two.separation, two.participations) == (10, 60)
     assert two.sigma == thousand.sigma
-    two.require_useful(rms=0.026)
+    two.require_useful(rms=0.026, parameters=199_210)
     assert "for one example" in two.promise
 
 
@@ -83,11 +83,25 @@ def test_the_rule_may_be_stricter_than_turns_and_not_looser() -> None:
 def test_a_target_that_ten_clients_cannot_meet_names_the_other_unit() -> None:
     few = PrivacyPlan(**{**RUN, "clients": 10, "cohort": 10})
     with pytest.raises(ConfigError, match=r"10 clients in a round are too few to hide one .* one example as the unit"):
-        few.require_useful(rms=0.026)
-    PrivacyPlan(**RUN).require_useful(rms=0.026)
-    examples = PrivacyPlan(**{**RUN, "clip": 50.0}, unit="example", examples=500, batch=50)
-    with pytest.raises(ConfigError, match=r"50 examples in a round .* The remedy: a larger epsilon"):
-        examples.require_useful(rms=0.026)
+        few.require_useful(rms=0.026, parameters=199_210)
+    PrivacyPlan(**RUN).require_useful(rms=0.026, parameters=199_210)
+    examples = PrivacyPlan(**{**RUN, "rounds": 40, "clip": 9.0}, unit="example", examples=50, batch=5, separation=10)
+    with pytest.raises(ConfigError, match=r"5 examples in a round .* The remedy: a larger epsilon"):
+        examples.require_useful(rms=0.026, parameters=199_210)
+
+
+def test_weights_that_begin_at_zero_are_measured_by_what_they_can_become() -> None:
+    PrivacyPlan(**RUN).require_useful(rms=0.0, parameters=199_210)
+    few = PrivacyPlan(**{**RUN, "clients": 10, "cohort": 10})
+    with pytest.raises(ConfigError, match="times the largest change that all updates together can make, and nothing"):
+        few.require_useful(rms=0.0, parameters=199_210)
+
+
+@pytest.mark.parametrize("wrong", [{"separation": 0}, {"separation": 10, "participations": 3}])
+def test_a_plan_of_examples_says_when_they_come_back(wrong: dict[str, int]) -> None:
+    """Only the clients know: a rule that is derived from batch sizes may be another than theirs."""
+    with pytest.raises(ConfigError, match=r"separation|participations"):
+        PrivacyPlan(**RUN, unit="example", examples=4000, batch=400, **wrong)
 
 
 def test_what_is_spent_grows_to_the_target_and_not_beyond() -> None:

@@ -56,7 +56,7 @@ def test_the_preset_for_examples_promises_the_same_to_each_of_them(examples: int
     assert plan is not None
     assert (plan.unit, plan.batch, plan.separation) == ("example", examples // 10, 10)
     assert plan.clip == config.clip * config.lr
-    plan.require_useful(rms(models.build(config.model)))
+    plan.require_useful(rms(models.build(config.model)), parameters=199_210)
 
 
 def test_the_noise_of_adam_goes_before_it() -> None:

@@ -10,7 +10,7 @@ used show what the score is by chance (Andrew et al., arXiv 2302.03098).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,6 +42,8 @@ FEWEST, MOST = 20, 500
 """With fewer canaries nothing can be said; more are not needed."""
 TOO_LONG = 3.0
 """Where the server clips, canaries send so many times what they may."""
+ROUNDING = 1e-3
+"""What sums in float32 may add to the norm of an example's contribution."""
 USUAL, SURE = 1.96, 3.09
 """Standard errors to either end of a 95 % interval; and beyond which chance puts one sound run in a thousand."""
 
@@ -63,6 +65,8 @@ class CanaryEstimate:
     stated: Spent
     rounds: int
     turns: int
+    largest: float = 0.0
+    """Where one example is the unit: the largest contribution of one, relative to the planned clip."""
 
     @cached_property
     def mu(self) -> float:
@@ -123,8 +127,11 @@ class CanaryEstimate:
 
     @property
     def holds(self) -> bool:
-        """Whether what was measured can be chance where the guarantee holds: one sound run in a thousand is beyond."""
-        return self.mu - SURE * self.mu_error <= self.stated.mu
+        """Whether what was measured can be chance where the guarantee holds: one sound run in a thousand is beyond.
+
+        That an example contributes more than the clip is no chance.
+        """
+        return self.largest <= 1 + ROUNDING and self.mu - SURE * self.mu_error <= self.stated.mu
 
 
 class Canaries:
@@ -134,7 +141,10 @@ class Canaries:
     direction of its own at the full length, in rounds 0, b, 2b, ... Where one client is the unit, each of them is a
     client of the server's, and a bad one: its update is too long by a factor of 3, counts for twice the examples that
     may count, and it tries to come back a round early; door and ledger are to stop it. Where one example is the unit,
-    one more client sends the sum of what all canaries add, `plan.clip` each: that clients clip examples is not seen.
+    one more client sends the sum of what all canaries add, each with the norm that `contribution` gives for a
+    broadcast: what the clients' own code lets a real extreme example contribute (`extreme_examples`). Its direction is
+    exchanged for one of the canary's own, which changes nothing in isotropic noise. Without `contribution` the norm is
+    `plan.clip`, and only the server's part is measured.
 
     The directions are orthonormal, of all tensors together; in a run with a sketch, of those that are not sketched. Of
     each round only products with them are kept. `count` canaries take part, by default as many as NUMBERS allows; as
@@ -155,7 +165,15 @@ class Canaries:
     (6, 3, 20, 8.0)
     """
 
-    def __init__(self, session: ServerSession, plan: PrivacyPlan, *, count: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        session: ServerSession,
+        plan: PrivacyPlan,
+        *,
+        count: int | None = None,
+        seed: int = 0,
+        contribution: Callable[[Broadcast], float] | None = None,
+    ) -> None:
         if plan.before:
             raise AuditError(
                 "the noise of this guarantee goes into the updates, before an optimiser that is not linear: what is "
@@ -164,6 +182,9 @@ class Canaries:
         if session.round != 0:
             raise AuditError(f"canaries take part from round 0 on, and round {session.round} is next")
         self.session, self.privacy = session, plan
+        self.largest = 0.0
+        """The largest contribution of an example so far, relative to the planned clip: above 1 clients do not clip."""
+        self._contribution = contribution or (lambda broadcast: plan.clip)
         weights = session.server.weights()
         self._shapes = {each.name: each.shape for each in session.plan.tensors if not each.sketched}
         self._start = self._flat({name: weights[name].detach() for name in self._shapes}).clone()
@@ -254,6 +275,7 @@ class Canaries:
             self.privacy.spent(rounds=rounds, participations=allowed),
             rounds,
             turns,
+            self.largest,
         )
 
     def _due(self) -> bool:
@@ -268,7 +290,9 @@ class Canaries:
         """The canaries' updates of a round, by who sends them."""
         plan, rows = self.privacy, self._directions[: self.count]
         if plan.unit == "example":
-            return {"canaries": self._update("canaries", plan.clip * rows.sum(dim=0), 1)}
+            reached = self._contribution(self.session.open("canaries"))
+            self.largest = max(self.largest, reached / plan.clip)
+            return {"canaries": self._update("canaries", reached * rows.sum(dim=0), self.count)}
         examples = max(1, math.ceil(2 * plan.most))
         names = [f"canary {number}" for number in range(self.count)]
         return {
@@ -293,7 +317,8 @@ class Canaries:
 
         def factor(who: str, length: float, examples: int) -> float:
             counted = share(examples, most=plan.most, per_round=1) if plan.most else 1.0
-            clipped = clip_factor(length, plan.clip) if plan.unit == "client" else 1.0
+            bound = plan.clip * (1 if plan.unit == "client" else min(examples, plan.batch) * (1 + 1e-6))
+            clipped = clip_factor(length, bound)
             return 0.0 if who in refused else counted * clipped / plan.per_round
 
         if isinstance(updates, UpdateStack):

@@ -8,7 +8,9 @@ import numpy as np
 
 from dbcl import seeds
 from dbcl.audit.canaries import Canaries, CanaryEstimate
+from dbcl.audit.extreme_examples import contributions, with_extremes
 from dbcl.audit.findings import Curve, Finding
+from dbcl.engines import Engine, ServerSession
 from dbcl.run.assemble import build_engine, build_session
 from dbcl.run.config import RunConfig
 from dbcl.run.task import Task
@@ -28,7 +30,8 @@ def measure_guarantee(
     """Play a run's settings with canaries among its clients, and measure what these show.
 
     All secrets are fresh, those of a run with a seed as well; `seed` draws the canaries' directions. `rounds` is how
-    many of the run's rounds are played, all where it is None, and `step` is called after each.
+    many of the run's rounds are played, all where it is None, and `step` is called after each. Where one example is the
+    unit, real extreme examples go through the clients' code on the run's own engine.
 
     >>> from dbcl.run import task_of
     >>> config = RunConfig(
@@ -39,17 +42,30 @@ def measure_guarantee(
     >>> found.rounds, found.turns, found.stated.epsilon < 8
     (4, 1, True)
     """
-    config = replace(config, seed=None, engine="stacked", device="auto")
+    config = replace(config, seed=None, device="auto")
     drawn = seeds.fresh()
     session = build_session(config, task, seed=drawn)
-    assert session.server.privacy is not None
-    canaries = Canaries(session, session.server.privacy, seed=seed)
-    engine = build_engine(config, task, canaries, seed=drawn)
+    plan = session.server.privacy
+    assert plan is not None
+    pairs = _pairs(config, task, session, drawn) if plan.unit == "example" else None
+    canaries = Canaries(
+        session,
+        plan,
+        seed=seed,
+        contribution=None if pairs is None else lambda broadcast: max(contributions(pairs, broadcast)),
+    )
+    engine = build_engine(replace(config, engine="stacked"), task, canaries, seed=drawn)
     for _ in range(config.rounds if rounds is None else min(rounds, config.rounds)):
         engine.play_round()
         step()
     engine.close()
     return canaries.estimate()
+
+
+def _pairs(config: RunConfig, task: Task, session: ServerSession, seed: bytes) -> Engine:
+    """Make the run's engine with pairs of clients that differ by an extreme example."""
+    made = with_extremes(task, separation=config.separation)
+    return build_engine(made.adapt(config), made, session, seed=seed)
 
 
 def guarantee_finding(found: CanaryEstimate) -> Finding:
@@ -80,6 +96,8 @@ def guarantee_finding(found: CanaryEstimate) -> Finding:
         "auc bound": found.auc_bound,
         "holds": found.holds,
     }
+    if found.largest:
+        budget["largest example"] = found.largest
     curves = (
         _histogram("canaries that took part", found.seen),
         _histogram("directions that nobody used", found.unseen),

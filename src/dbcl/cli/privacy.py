@@ -16,9 +16,8 @@ from dbcl.cli.options import DataDir, Examples, ExampleShape, Outputs, preset_op
 from dbcl.errors import ConfigError
 from dbcl.files import write_atomic
 from dbcl.privacy import PrivacyPlan
-from dbcl.privacy.accounting import USEFUL
 from dbcl.run import plots, presets
-from dbcl.run.assemble import rms
+from dbcl.run.assemble import parameter_count, rms, weight_scale
 from dbcl.run.budget import Account, account_in, choices, noise_by_epsilon, plan_of, units_in, with_blt
 from dbcl.run.config import PROMISE, RunConfig
 
@@ -92,7 +91,7 @@ def privacy(
     config, examples = _settings(preset or DEFAULT, settings, examples, data_dir)
     plan = plan_of(config, examples)
     model = models.build(config.model, shape=read_shape(shape), outputs=outputs)
-    size = rms(model)
+    size = weight_scale(model, plan)
     if as_json:
         print_json(_facts(plan, config, model))
     else:
@@ -105,7 +104,7 @@ def privacy(
         write_atomic(out, picture)
         if not as_json:
             print_path("picture", out)
-    if not as_json and plan.relative(size) <= USEFUL:
+    if not as_json and plan.useful(rms(model), parameter_count(model)):
         blt = {"blt_decay": config.blt_decay, "blt_scale": config.blt_scale} if config.mechanism == "blt" else {}
         place = {} if data_dir is None else {"data_dir": data_dir}
         print_path("train", _command(preset or DEFAULT, settings | blt | place))
@@ -127,7 +126,7 @@ def _clip(config: RunConfig) -> str:
 
 def _facts(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> dict[str, Any]:
     """What `--json` prints before a run."""
-    size = rms(model)
+    size = weight_scale(model, plan)
     relative = plan.relative(size)
     return {
         "unit": plan.unit,
@@ -151,14 +150,15 @@ def _facts(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> dict[str, 
         "noise_before_optimizer": plan.before,
         "model": config.model,
         "relative_noise": relative,
-        "useful": relative <= USEFUL,
+        "noise_to_signal": plan.noise_to_signal(parameter_count(model)),
+        "useful": plan.useful(rms(model), parameter_count(model)),
         "promise": plan.promise,
         "other_choices": [{"choice": name, "relative_noise": other} for name, other in choices(plan, size)],
     }
 
 
 def _show(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> None:
-    size = rms(model)
+    size = weight_scale(model, plan)
     relative = plan.relative(size)
     shown = Table(title=f"epsilon {plan.epsilon:g} at delta {plan.delta:g} for one {plan.unit}", show_header=False)
     shown.add_column(no_wrap=True)
@@ -191,7 +191,7 @@ def _show(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> None:
     if plan.kind == "blt":
         console.print("Other rounds and cohorts are shown with this BLT; one planned for them would be better.")
     try:
-        plan.require_useful(size)
+        plan.require_useful(rms(model), parameter_count(model))
     except ConfigError as error:
         console.print(str(error), style="yellow", highlight=False, markup=False)
 
@@ -212,9 +212,11 @@ def _clipped(plan: PrivacyPlan, config: RunConfig) -> str:
 
 def _noise_row(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> tuple[str, str]:
     if not plan.before:
+        if not rms(model):
+            return "noise on W", f"{plan.noise:.4g}; the weights of {config.model} all begin at 0"
         relative = plan.relative(rms(model))
         return "noise on W", f"{plan.noise:.4g}, which is {relative:.3g} times the initial weights of {config.model}"
-    numbers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    numbers = parameter_count(model)
     return "noise on an update", (
         f"{plan.noise:.4g} on each of {numbers:,} numbers of {config.model}: {plan.noise * math.sqrt(numbers):.3g} "
         f"long, where a round's average update is at most {plan.clip:g} long"
@@ -261,11 +263,8 @@ def _notes(account: Account) -> list[str]:
     if account.insecure:
         return [f"This run has no guarantee: {VOID}. Without --seed it would have: {account.plan.promise}"]
     said = [f"the guarantee: {account.plan.promise}"]
-    if account.rounds < account.plan.rounds:
-        said.append(
-            "What is spent counts where the run ends here for a reason that has nothing to do with its data; where it "
-            "was stopped for what it showed, as by --target or --patience, what is promised counts."
-        )
+    if account.caveat:
+        said.append(account.caveat)
     return [*said, f"{RELEASED}; {NOISE_KEPT if account.plan.before else CLEAN}."]
 
 

@@ -1,5 +1,6 @@
 """Examples of any kind: tensors in memory, datasets and loaders of PyTorch, and one name for them all."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from dbcl.errors import DataError
 Rows = NDArray[np.int64]
 TARGETS = ("labels", "label", "targets", "target")
 """Where the target is, in an example that is a dictionary."""
+DIGEST_BATCH = 1000
+"""Examples that are read at a time to make their digest."""
 
 
 class Batch(NamedTuple):
@@ -54,6 +57,22 @@ class Examples(ABC):
         [2, 3]
         """
         return [self.subset(rows) for rows in parts]
+
+    def digest(self) -> bytes:
+        """Return a SHA-256 digest of the examples in their order, whatever kind of set holds them.
+
+        >>> x, y = torch.eye(3), torch.arange(3)
+        >>> one, same, turned = (examples_of(each) for each in ((x, y), list(zip(x, y)), (x.flip(0), y.flip(0))))
+        >>> one.digest() == same.digest(), one.digest() == turned.digest()
+        (True, False)
+        """
+        digest = hashlib.sha256()
+        for start in range(0, len(self), DIGEST_BATCH):
+            batch = self.take(np.arange(start, min(start + DIGEST_BATCH, len(self))))
+            for tensor in tensors(tuple(batch)):
+                digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+                digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return digest.digest()
 
     def first(self, count: int) -> Batch:
         """The first examples, at most so many."""

@@ -5,6 +5,7 @@ path may compute the norms in its own way, where it can; it takes the factors fr
 """
 
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def _loss_of_one(model: nn.Module, loss: Loss, parameters: Gradients, example: t
 def _one_by_one(gradient: Any, start: Gradients, part: tuple[Tree, Tree]) -> tuple[Gradients, Tensor]:
     count = len(next(tensors(part[1])))
     try:
-        found = [gradient(start, map_tensors(lambda tensor, row=row: tensor[row], part)) for row in range(count)]
+        found = [gradient(start, map_tensors(itemgetter(row), part)) for row in range(count)]
     except Exception as error:  # of the user's model and loss
         raise ConfigError(
             "the gradient of a single example cannot be computed for this model, so there is no guarantee for one "

@@ -15,7 +15,7 @@ from dbcl.engines.session import Session, session_of
 from dbcl.engines.training import LocalTraining
 from dbcl.errors import ConfigError, DbclError
 from dbcl.objective import CLASSIFICATION, Objective
-from dbcl.privacy import UpdateNoise, cyclic_cohort
+from dbcl.privacy import PrivacyPlan, UpdateNoise, cyclic_cohort
 from dbcl.protocol import Broadcast, RoundReport, Server, Update, UpdateStack, encoded_size
 
 RoundObserver = Callable[[Mapping[int, Broadcast], Mapping[int, Update | bytes]], None]
@@ -62,6 +62,8 @@ class Engine(ABC):
         self.clients: list[Examples] = [examples_of(client) for client in clients]
         self.objective, self.fraction, self.seed, self.noise = objective, fraction, seed, noise
         check_fit(template, self.clients[0], objective)
+        if self.session.privacy is not None:
+            check_training(training, self.session.privacy)
 
     def play_round(self) -> RoundResult:
         """Play one round: broadcast, train the cohort, collect, step."""
@@ -73,10 +75,21 @@ class Engine(ABC):
             self.observer(sent, {client: updates[client_name(client)] for client in cohort})
         down = sum(len(clients) * encoded_size(broadcast) for broadcast, clients in by_broadcast(sent))
         up = encoded_size(updates) if isinstance(updates, UpdateStack) else sum(map(encoded_size, updates.values()))
+        if self.session.privacy is not None and self.session.privacy.most:
+            up = self._largest_up(sent, int(self.session.privacy.most))
         if self.session.traffic is not None:
             more, up = self.session.traffic
             down += more
         return RoundResult(report, down, up)
+
+    @staticmethod
+    def _largest_up(sent: Mapping[int, Broadcast], most: int) -> int:
+        """Return the size of a round's updates if all counted for `most` examples: true sizes tell of true numbers."""
+        size = 0
+        for broadcast, clients in by_broadcast(sent):
+            largest = Update(broadcast.round, broadcast.plan.digest, broadcast.tensors, most)
+            size += len(clients) * encoded_size(largest)
+        return size
 
     def cohort(self, round: int) -> list[int]:
         """Who takes part in a round: drawn anew, or where `in_turns` is set, the next ones in a fixed order."""
@@ -100,6 +113,60 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release what the engine has started elsewhere; most start nothing."""
+
+
+def reported(
+    counted: int, metrics: Mapping[str, float], privacy: PrivacyPlan | None
+) -> tuple[int, Mapping[str, float]]:
+    """Return the number of examples and the metrics that a client sends with its update.
+
+    Under a guarantee nothing leaves a client that follows from its data and is not covered: no metrics, and no number
+    of examples that does not count. So all messages of a round have the same size.
+
+    >>> reported(600, {"loss": 0.3}, None)
+    (600, {'loss': 0.3})
+    >>> reported(600, {"loss": 0.3}, PrivacyPlan(epsilon=8, delta=1e-5, clip=1, rounds=9, clients=100, cohort=10))
+    (1, {})
+    """
+    if privacy is None:
+        return counted, metrics
+    return (1 if privacy.unit == "client" and not privacy.most else counted), {}
+
+
+def check_training(training: LocalTraining, privacy: PrivacyPlan) -> None:
+    """Refuse clients that would not keep their part of a guarantee for one example, with all that is wrong.
+
+    >>> plan = PrivacyPlan(
+    ...     epsilon=8, delta=1e-5, clip=0.1, rounds=4, clients=2, cohort=2, unit="example", examples=50, batch=5,
+    ...     separation=10,
+    ... )
+    >>> check_training(LocalTraining(lr=0.1, steps=1, example_clip=1.0, separation=10), plan)
+    >>> check_training(LocalTraining(lr=0.2, steps=1, example_clip=1.0, separation=5), plan)
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ConfigError: these clients would not keep the guarantee for one example:
+      - they take an example again after 5 rounds, and it was planned for 10
+      - a gradient of norm 1, times the learning rate 0.2, is above the planned clip 0.1
+    """
+    if privacy.unit != "example":
+        return
+    problems = []
+    if training.example_clip is None:
+        problems.append("they clip no gradients: give LocalTraining(example_clip=..., steps=1, separation=...)")
+    else:
+        if training.separation < privacy.separation:
+            problems.append(
+                f"they take an example again after {training.separation} rounds, and it was planned for "
+                f"{privacy.separation}"
+            )
+        rate = max(training.rate(round) for round in range(privacy.rounds))
+        if training.example_clip * rate > privacy.clip * (1 + 1e-9):
+            problems.append(
+                f"a gradient of norm {training.example_clip:g}, times the learning rate {rate:g}, is above the planned "
+                f"clip {privacy.clip:g}"
+            )
+    if problems:
+        raise ConfigError("\n  - ".join(["these clients would not keep the guarantee for one example:", *problems]))
 
 
 def client_name(client: int) -> str:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping
 
-from dbcl.engines.engine import Engine, by_broadcast, client_name
+from dbcl.engines.engine import Engine, by_broadcast, client_name, reported
 from dbcl.protocol import Broadcast, blinded, decode_broadcast, encode, update
 
 
@@ -36,6 +36,6 @@ def train_in_turn(engine: Engine, sent: Mapping[int, Broadcast]) -> dict[str, by
             metrics = engine.training.train(
                 local, examples, seed=engine.seed, round=broadcast.round, client=client, loss=engine.objective.loss
             )
-            counted = engine.training.counted(len(examples))
-            updates[client] = encode(update(local, broadcast, examples=counted, metrics=metrics, noise=noise))
+            counted, told = reported(engine.training.counted(len(examples)), metrics, engine.session.privacy)
+            updates[client] = encode(update(local, broadcast, examples=counted, metrics=told, noise=noise))
     return {client_name(client): updates[client] for client in sent}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dbcl.cover import named_tensors
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.plan import SketchPlan
+from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import Broadcast, RoundReport, Server, Update
 from dbcl.protocol.state import load_model, model_state, restore_server, server_state
 from dbcl.state import State, join
@@ -26,7 +27,7 @@ class Session(Protocol):
     `open` gives what a client of the round receives, the same until `close` takes the updates and steps. `prepare` may
     be called between the two, by an engine that has time to spare. `traffic` is what the last round took, in bytes down
     beside the broadcasts and up, where that is not simply the updates; else None. `sums` is what a server that sees no
-    single update has seen of the last round; empty where it sees them all.
+    single update has seen of the last round; empty where it sees them all. `privacy` is the guarantee that is kept.
 
     >>> import dbcl
     >>> session: Session = ServerSession(dbcl.Server(nn.Linear(6, 2), cover="all"))
@@ -45,6 +46,9 @@ class Session(Protocol):
 
     @property
     def released(self) -> nn.Module: ...
+
+    @property
+    def privacy(self) -> PrivacyPlan | None: ...
 
     @property
     def traffic(self) -> tuple[int, int] | None: ...
@@ -99,6 +103,11 @@ class ServerSession:
     @property
     def released(self) -> nn.Module:
         return self.server.model if self.ema_model is None else self.ema_model
+
+    @property
+    def privacy(self) -> PrivacyPlan | None:
+        """The server's guarantee."""
+        return self.server.privacy
 
     @property
     def traffic(self) -> tuple[int, int] | None:

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from dbcl import models
 from dbcl.data.examples import Examples, Rows, TensorExamples
 from dbcl.data.trees import Tree, map_tensors
-from dbcl.engines.engine import Engine, client_name
+from dbcl.engines.engine import Engine, client_name, reported
 from dbcl.engines.training import LocalTraining
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.flower.client import blinded, reply
 from dbcl.flower.grid import LocalGrid
 from dbcl.flower.records import RECORD, update_of
 from dbcl.objective import Loss
-from dbcl.privacy import UpdateNoise
+from dbcl.privacy import PrivacyPlan, UpdateNoise
 from dbcl.protocol import Broadcast, encode
 
 BACKEND: Any = {
@@ -87,6 +87,7 @@ class Clients:
     seed: bytes
     noise: UpdateNoise | None = None
     loss: Loss = models.loss
+    privacy: PrivacyPlan | None = None
 
     def train(self, message: Message, context: Context) -> Message:
         record: Any = message.content[RECORD]
@@ -96,7 +97,8 @@ class Clients:
         local = blinded(self.template, message)
         metrics = self.training.train(local, examples, seed=self.seed, round=round, client=client, loss=self.loss)
         noise = None if self.noise is None else replace(self.noise, client=client)
-        return reply(local, message, examples=self.training.counted(len(examples)), metrics=metrics, noise=noise)
+        counted, told = reported(self.training.counted(len(examples)), metrics, self.privacy)
+        return reply(local, message, examples=counted, metrics=told, noise=noise)
 
     def app(self) -> ClientApp:
         app = ClientApp()
@@ -142,7 +144,8 @@ class FlowerEngine(Engine):
         return LocalGrid(self._nodes(self.clients).app(), len(self.clients))
 
     def _nodes(self, examples: Sequence[Examples | StoredExamples]) -> Clients:
-        return Clients(self.template, examples, self.training, self.seed, self.noise, self.objective.loss)
+        loss, privacy = self.objective.loss, self.session.privacy
+        return Clients(self.template, examples, self.training, self.seed, self.noise, loss, privacy)
 
 
 class SimulationEngine(FlowerEngine):

@@ -16,8 +16,10 @@ from dbcl.privacy.factorization import Mechanism, Strategy, Workload, banded, bu
 
 KINDS = ("banded", "blt", "independent", "white")
 UNITS = ("client", "example")
-USEFUL = 10.0
-"""Noise that is so many times larger than the weights is refused: on MNIST six times left 73 %, of 97 %."""
+MAX_NOISE_TO_WEIGHTS, MAX_NOISE_TO_SIGNAL = 10.0, 3.0
+"""A plan is rejected where the noise is above both: this many times the initial weights, and this many times the
+largest change that all updates together can make. On MNIST, one of 1,000 clients at epsilon 1, both about 10 and 2, a
+network still learned 88 %."""
 
 
 def epsilon_of(mu: float, delta: float) -> float:
@@ -65,10 +67,11 @@ class PrivacyPlan:
     """A run with a guarantee: the target, how often one unit takes part, and the noise that this needs.
 
     `unit` is what the guarantee protects: all that one "client" contributes in the whole run, or one "example". Of
-    clients, each update is clipped to the length `clip` and their sum is divided by `cohort`; of examples, each
-    gradient is clipped and their sum over all clients is divided by `batch`. Left at 0, `separation` and
-    `participations` become those of turns in a fixed order (`cyclic_cohort`, `cyclic_batch`). All clients count alike;
-    with `most`, a public number, by their examples, those with `most` and more for one.
+    clients, each update is clipped to the norm `clip` and their sum is divided by `cohort`; of examples, each
+    gradient is clipped and their sum over all clients is divided by `batch`, any public number. Left at 0,
+    `separation` and `participations` become those of turns in a fixed order (`cyclic_cohort`); an example comes back
+    after exactly `separation` rounds (`cyclic_batch`), which the clients decide, so there it must be given. All clients
+    count alike; with `most`, a public number, by their examples, those with `most` and more for one.
 
     `momentum` and `lr` are the server's. With `before` the noise goes into the average update, before an optimiser that
     need not be linear, such as Adam: `noise` is then that on one update. `kind` is how the noise is correlated:
@@ -103,8 +106,8 @@ class PrivacyPlan:
         problems = self._problems()
         if not problems:
             # In turns a client has ceil(rounds cohort / clients) of them; an example comes every separation-th round.
-            separation = self.separation or self.units // self.per_round
-            turns = self.rounds * self.per_round / self.units if self.unit == "client" else self.rounds / separation
+            separation = self.separation or self.clients // self.cohort
+            turns = self.rounds * self.cohort / self.clients if self.unit == "client" else self.rounds / separation
             object.__setattr__(self, "separation", separation)
             object.__setattr__(self, "participations", self.participations or math.ceil(turns))
             problems = self._misfits()
@@ -128,6 +131,9 @@ class PrivacyPlan:
             >= 0,
             'unit "example" needs examples, the number of all clients\' together, and batch, that of one round, got '
             f"{self.examples} and {self.batch}": self.unit != "example" or 1 <= self.batch <= self.examples,
+            'unit "example" needs separation, after how many rounds the clients take an example again': self.unit
+            != "example"
+            or self.separation >= 1,
             f"delta must be above 0 and below 1 / {self.units} ({self.unit}s): with more, showing one of them whole "
             f"would be allowed, got {self.delta}": 0 < self.delta < 1 / max(self.units, 1),
             f"most must be 0 or more and finite, got {self.most}": 0 <= self.most < math.inf,
@@ -139,16 +145,24 @@ class PrivacyPlan:
         return [problem for problem, fine in checks.items() if not fine]
 
     def _misfits(self) -> list[str]:
-        """What the participation rule asks for and the number of units cannot give."""
+        """List what the participation rule asks for and the clients cannot keep."""
         problems = []
-        if self.separation * self.per_round > self.units:
+        if self.unit == "example":
+            turns = math.ceil(self.rounds / self.separation)
+            if self.participations < turns:
+                problems.append(
+                    f"in {self.rounds} rounds an example that comes back after {self.separation} takes part {turns} "
+                    f"times, and participations is {self.participations}"
+                )
+            return problems
+        if self.separation * self.cohort > self.clients:
             problems.append(
-                f"with {self.per_round} {self.unit}s in a round, {self.separation} rounds apart, {self.units} are too "
-                f"few: separation can be {self.units // self.per_round} at most"
+                f"with {self.cohort} clients in a round, {self.separation} rounds apart, {self.clients} are too few: "
+                f"separation can be {self.clients // self.cohort} at most"
             )
-        if self.participations * self.units < self.rounds * self.per_round:
+        if self.participations * self.clients < self.rounds * self.cohort:
             problems.append(
-                f"{self.rounds} rounds with {self.per_round} {self.unit}s each are more than {self.units} can fill, "
+                f"{self.rounds} rounds with {self.cohort} clients each are more than {self.clients} can fill, "
                 f"{self.participations} times each: the remedy is fewer rounds or more participations"
             )
         return problems
@@ -206,33 +220,60 @@ class PrivacyPlan:
         """The root mean square of the noise on the weights, over all rounds; with `before` on one average update."""
         return self.sigma * self.mechanism.growth
 
+    @cached_property
+    def _added(self) -> Mechanism:
+        """The mechanism, or with `before` that of updates which are simply added."""
+        return replace(self.mechanism, workload=Workload()) if self.before else self.mechanism
+
     def relative(self, rms: float) -> float:
-        """The noise against weights of this root mean square; with `before` that of updates which are simply added.
+        """Return the noise relative to weights of this root mean square; with `before` that of plain addition.
 
         >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
         >>> round(plan.relative(rms=0.026), 2)
         1.62
         """
-        added = replace(self.mechanism, workload=Workload()) if self.before else self.mechanism
-        return self.sigma * added.growth / rms if rms > 0 else math.inf
+        return self.sigma * self._added.growth / rms if rms > 0 else math.inf
 
-    def require_useful(self, rms: float) -> None:
-        """Refuse a target that only noise far larger than the weights would meet, and name the way out.
+    @cached_property
+    def reach(self) -> float:
+        """The norm of the largest change of W: by updates that all have the norm `clip` and one direction."""
+        return self.clip * float(self._added.workload.coefficients(self.rounds).sum())
 
-        >>> PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=10, cohort=10).require_useful(rms=0.026)
+    def noise_to_signal(self, parameters: int) -> float:
+        """Return the norm of the noise on the last model relative to `reach`, the most that updates can change.
+
+        >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
+        >>> round(plan.noise_to_signal(parameters=199_210), 2)
+        0.33
+        """
+        return self.sigma * float(self._added.growths[-1]) * math.sqrt(parameters) / self.reach
+
+    def useful(self, rms: float, parameters: int) -> bool:
+        """Return whether anything can be learned with this noise, by weights of this initial RMS and number.
+
+        Noise far above the initial weights wipes them out, which matters only where the updates cannot rise above it.
+        """
+        return self.relative(rms) <= MAX_NOISE_TO_WEIGHTS or self.noise_to_signal(parameters) <= MAX_NOISE_TO_SIGNAL
+
+    def require_useful(self, rms: float, parameters: int) -> None:
+        """Reject a target that only noise far above all that can be learned would meet, and name the remedy.
+
+        >>> few = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=10, cohort=10)
+        >>> few.require_useful(rms=0.026, parameters=199_210)
         Traceback (most recent call last):
             ...
-        dbcl.errors.ConfigError: at epsilon 8 the noise would be 131 times the weights, and nothing could be ...
+        dbcl.errors.ConfigError: at epsilon 8 the noise would be 26.8 times the largest change that all updates ...
         """
-        relative = self.relative(rms)
-        if relative <= USEFUL:
+        if self.useful(rms, parameters):
             return
-        ways = f"a larger epsilon, a smaller clip, fewer rounds or more {self.unit}s in a round"
+        beside = f" and {self.relative(rms):.3g} times the initial weights" if rms > 0 else ""
+        ways = f"a larger epsilon, fewer parameters or more {self.unit}s in a round"
         if self.unit == "client":
             ways = f"one example as the unit (its noise is divided by the examples of a round, not by clients), {ways}"
         raise ConfigError(
-            f"at epsilon {self.epsilon:g} the noise would be {relative:.3g} times the weights, and nothing could be "
-            f"learned: {self.per_round} {self.unit}s in a round are too few to hide one of them. The remedy: {ways}"
+            f"at epsilon {self.epsilon:g} the noise would be {self.noise_to_signal(parameters):.3g} times the largest "
+            f"change that all updates together can make{beside}, and nothing could be learned: {self.per_round} "
+            f"{self.unit}s in a round are too few to hide one of them. The remedy: {ways}"
         )
 
     def spent(self, *, rounds: int, participations: int) -> Spent:
@@ -260,7 +301,9 @@ class PrivacyPlan:
         >>> PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100).promise
         "(epsilon 8, delta 1e-05) differential privacy (mu 1.666) for one client, against clients and the public, ..."
         """
-        what = "gradients of examples, times the rate," if self.unit == "example" else "updates"
+        what = "updates"
+        if self.unit == "example":
+            what = "gradients of examples, times the rate, which each client clips by itself,"
         count = f", where they count by their examples up to {self.most:g}," if self.most else ""
         return (
             f"(epsilon {self.epsilon:g}, delta {self.delta:g}) differential privacy (mu {self.mu:.4g}) for one "

@@ -15,8 +15,8 @@ from dbcl.privacy.factorization import Mechanism, Memory
 from dbcl.privacy.veil import Veil
 from dbcl.state import State
 
-SCHEME = "correlated-v1"
-"""The label of the stream that z comes from."""
+SCHEME = "correlated-v2"
+"""The label of the stream that z comes from. correlated-v1 had 32 bits of radius, and so a shorter tail."""
 
 
 class _Begun(NamedTuple):
@@ -127,8 +127,8 @@ class CorrelatedVeil(Veil):
 
     def _drawn(self, key: bytes, round: int, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
         count = math.prod(shape)
-        words = seeds.words(key, SCHEME, round, name, n=(count + 1) // 2)
-        return seeds.normals_on(device, words, count).mul_(self.sigma).reshape(shape)
+        words = seeds.words(key, SCHEME, round, name, n=count + count % 2)
+        return seeds.fine_normals_on(device, words, count).mul_(self.sigma).reshape(shape)
 
     def end(self, round: int) -> None:
         self._opened(round)

@@ -39,6 +39,10 @@ class Door:
     more examples than the median client takes more steps, and may be as many times longer. None refuses none for its
     length.
 
+    With `reject_by_value=False`, as under a guarantee, nothing in an update's values decides whether it counts: values
+    that are not finite make it a zero update, any number of examples is taken, and only its form can be wrong (round,
+    plan, names, shapes, dtypes), which does not depend on data.
+
     >>> Door(min_updates=0)
     Traceback (most recent call last):
         ...
@@ -51,6 +55,7 @@ class Door:
     max_examples: int = 10_000_000
     max_influence: float | None = 1.5
     max_times_median: float | None = 10.0
+    reject_by_value: bool = True
 
     def __post_init__(self) -> None:
         if self.min_updates < 1:
@@ -84,6 +89,8 @@ class Door:
         self._check_shapes(update.tensors, broadcast)
         measured = {tensor.name for tensor in broadcast.plan.tensors if tensor.measured}
         length = norm({name: tensor for name, tensor in update.tensors.items() if name not in measured})
+        if not self.reject_by_value:
+            return self._with_length(update if math.isfinite(length) else _zeroed(update), length)
         for name, tensor in update.tensors.items():
             if (name in measured or not math.isfinite(length)) and not torch.isfinite(tensor).all():
                 raise ProtocolError(f"{name} holds {'NaN' if tensor.isnan().any() else 'infinity'}")
@@ -129,6 +136,8 @@ class Door:
             raise ProtocolError("answers another plan than this round's")
         if isinstance(update.examples, bool) or not isinstance(update.examples, int):
             raise ProtocolError(f"examples must be a whole number, got {update.examples!r}")
+        if not self.reject_by_value:
+            return
         if not 1 <= update.examples <= self.max_examples:
             raise ProtocolError(f"examples must be between 1 and {self.max_examples}, got {update.examples}")
         if len(update.metrics) > MAX_METRICS:
@@ -153,6 +162,10 @@ class Door:
                 raise ProtocolError(f"{name} is {tensor.dtype}, and {broadcast.tensors[name].dtype} was sent")
 
     def _with_length(self, update: Update, length: float) -> "Admitted":
+        if not self.reject_by_value:
+            length = length if math.isfinite(length) else 0.0
+            weight = float(min(max(update.examples, 0), self.max_examples))
+            return Admitted(update, clip_factor(length, self.norm_bound), weight, length)
         if length > MAX_LENGTH:
             raise ProtocolError(f"its length {length:.4g} is absurd (above {MAX_LENGTH:g})")
         if self.norm_bound is not None and length > self.norm_bound and not self.clip:
@@ -225,6 +238,10 @@ class Door:
         if aggregate.count < self.min_updates:
             problems.append(f"it is made of {aggregate.count} updates and {self.min_updates} are needed")
         return problems
+
+
+def _zeroed(update: Update) -> Update:
+    return replace(update, tensors={name: torch.zeros_like(tensor) for name, tensor in update.tensors.items()})
 
 
 def _measure(stack: UpdateStack, measured: set[str]) -> tuple[list[float], list[bool]]:

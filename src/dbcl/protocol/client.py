@@ -1,5 +1,6 @@
 """A client's two verbs: put a broadcast into a model, and answer with the change."""
 
+import math
 from collections.abc import Mapping
 from typing import SupportsFloat
 
@@ -43,7 +44,7 @@ def update(
     """Make the answer: how every tensor has changed since the broadcast, in the dtype that it was sent in.
 
     `local` may be wrapped (DataParallel, DistributedDataParallel, `torch.compile`), and metrics may be numbers of
-    Python, NumPy or PyTorch.
+    Python, NumPy or PyTorch; one that is not finite is left out.
 
     Of normalisation statistics it holds the client's own values, where its layers have seen a batch. With `noise` the
     client clips the change and adds noise of its own, before anything is encoded, and sends no statistics.
@@ -67,6 +68,7 @@ def update(
     if noise is not None:
         changes, statistics = noise(changes, round=broadcast.round), {}
     numbers = {name: as_number(value) for name, value in (metrics or {}).items()}
+    numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
     return Update(broadcast.round, broadcast.plan.digest, {**changes, **statistics}, examples, numbers)
 
 

@@ -20,7 +20,7 @@ from dbcl.data.trees import Tree
 from dbcl.errors import PlanError, ProtocolError, plain
 from dbcl.optim import ServerOptimizer, fedavg
 from dbcl.plan import Ratio, SketchPlan
-from dbcl.privacy import CorrelatedVeil, Ledger, PrivacyPlan, Veil, WhiteVeil, Workload, norm, share
+from dbcl.privacy import CorrelatedVeil, Ledger, PrivacyPlan, Veil, WhiteVeil, Workload, clip_factor, norm, share
 from dbcl.protocol import checkpoint
 from dbcl.protocol.admission import Admission, Admitted, Door, copies, not_finite
 from dbcl.protocol.aggregation import Aggregate, stacked_sums, summed
@@ -36,6 +36,8 @@ from dbcl.statistics import calibrate
 
 log = logging.getLogger(__name__)
 
+MAX_EPS = torch.finfo(torch.float32).eps
+"""Relative spacing of the values in which sums of clipped gradients may travel: of coarser ones rounding counts."""
 RECENT = 5
 """So many rounds are remembered to tell how far clients usually pull."""
 
@@ -157,6 +159,18 @@ class Server:
         problems = []
         if not privacy.before and (found := Workload.of(self._optimizer)) != privacy.workload:
             problems.append(f"it was planned for {privacy.workload} on the server, which has {found}")
+        coarse = sorted(
+            tensor.name
+            for tensor in self.plan.tensors
+            if torch.finfo(self._wire or named_tensors(self.model)[tensor.name].dtype).eps > MAX_EPS
+        )
+        if privacy.unit == "example" and coarse:
+            # Rounding a sum of many gradients moves it by more than one of them: the sum of a neighbouring data set may
+            # be rounded otherwise in every value.
+            problems.append(
+                f"{coarse[0]} travels in half precision, whose rounding may enlarge what one example changes in a sum "
+                'of many; take a model in float32 and wire="float32"'
+            )
         if self.statistics:
             problems.append(
                 f"{min(self.statistics)} is what clients measure, without a clip; use a normalisation without running "
@@ -164,11 +178,17 @@ class Server:
             )
         if problems:
             raise PlanError("\n  - ".join(["this guarantee cannot be kept:", *problems]))
-        # What a client may do must not depend on others' data: no medians. Where one example is the unit, clients clip
-        # each by itself and send the sum, in every round; how often an example comes is for the client to keep.
+        # Nothing that follows from data without noise may decide: no medians, no rejection because of values. Where one
+        # example is the unit, clients clip each by itself and send the sum; how often it comes is for them to keep.
         of_clients = privacy.unit == "client"
-        bound = privacy.clip if of_clients else None
-        self.door = replace(self.door, norm_bound=bound, clip=True, max_influence=None, max_times_median=None)
+        self.door = replace(
+            self.door,
+            norm_bound=privacy.clip if of_clients else None,
+            clip=True,
+            max_influence=None,
+            max_times_median=None,
+            reject_by_value=False,
+        )
         rule = (privacy.separation, privacy.participations) if of_clients else (1, privacy.rounds)
         self.ledger = Ledger(rounds=privacy.rounds, separation=rule[0], participations=rule[1])
 
@@ -287,7 +307,7 @@ class Server:
                 read = decode_update(bytes(update)) if isinstance(update, bytes | bytearray | memoryview) else update
                 digest = read.plan if isinstance(read, Update) else ""
                 if self.privacy is not None and isinstance(read, Update):
-                    read = replace(read, metrics={})  # of no use here, and a bad one must not decide
+                    read = replace(read, metrics={})  # of no use here, and they must not decide
                 accepted[who] = self.door.admit(read, opened.answered(digest, who))
             except ProtocolError as error:
                 refused[who] = plain(str(error))
@@ -308,6 +328,8 @@ class Server:
         refused: dict[str, str] = {}
         if self.privacy is not None:
             stack = replace(stack, metrics=({},) * len(stack))
+            if not stack.lengths(stack.tensors).isfinite().all():  # one by one, where such an update becomes zeros
+                return self.admit(stack.items())
         if self.ledger is not None and len(self.ledger.allowed(self.round, stack.senders)) < len(stack):
             return self.admit(stack.items())
         try:
@@ -324,10 +346,8 @@ class Server:
     def _admission(self, accepted: Mapping[str, Admitted], refused: Mapping[str, str]) -> Admission:
         refused = {**refused, **self.door.outliers(accepted)}
         within = {who: each for who, each in accepted.items() if who not in refused}
-        if self.privacy is not None:  # all count alike, or by their examples up to a public number
-            most = self.privacy.most
-            shares = {who: share(each.weight, most=most, per_round=1) if most else 1.0 for who, each in within.items()}
-            within = {who: replace(each, weight=shares[who]) for who, each in within.items()}
+        if self.privacy is not None:
+            within = {who: _within(self.privacy, each) for who, each in within.items()}
         balanced, pull = self.door.balance(within, self._pulls)
         lane_of = self._opened().lane_of
         answers = Counter(lane_of(each.update.plan) for each in balanced.values())
@@ -437,7 +457,8 @@ class Server:
             lanes=tally.lanes,
         )
         if self.privacy is not None:
-            self._check_guarantee(self.privacy, length, aggregate.count)
+            self._check_untouched()
+            changes = self._projected(self.privacy, changes, length, aggregate.count)
             report = replace(report, clipped=0, examples=0, norm=math.nan, metrics={})  # all of it tells of data
         if report.unanswered and report.accepted >= len(report.lanes):
             log.warning(
@@ -481,15 +502,16 @@ class Server:
         noise.end(self.round + 1)
         return noisy
 
-    def _check_guarantee(self, privacy: PrivacyPlan, length: float, count: int) -> None:
-        """Refuse an aggregate that cannot be the sum of clipped updates by the planned cohort, and weights not ours."""
-        most = count * privacy.clip / privacy.per_round
-        if privacy.unit == "client" and length > most * (1 + 1e-3):  # they were shortened in their own precision
-            raise ProtocolError(
-                f"round {self.round}: the aggregate is {length:.4g} long, and {count} updates of length "
-                f"{privacy.clip:g} divided by the planned {privacy.per_round} give {most:.4g} at most"
-            )
-        self._check_untouched()
+    @staticmethod
+    def _projected(privacy: PrivacyPlan, changes: dict[str, Tensor], length: float, count: int) -> dict[str, Tensor]:
+        """Project an aggregate onto the ball of sums of clipped updates; those of `average` lie in it.
+
+        Rejecting one outside would tell of data without noise. A projection moves no two sums further apart.
+        """
+        if privacy.unit != "client":
+            return changes
+        factor = clip_factor(length, count * privacy.clip / privacy.per_round * (1 + 1e-3))  # float32 rounds
+        return changes if factor == 1.0 else {name: change * factor for name, change in changes.items()}
 
     def _check_untouched(self) -> None:
         if self._key_of != self._versions():
@@ -612,6 +634,20 @@ class Server:
         self._optimizer.zero_grad(set_to_none=True)
         self._masters.write(named_tensors(self.model))
         recompute(self.model)
+
+
+def _within(privacy: PrivacyPlan, each: Admitted) -> Admitted:
+    """Let an update count as a guarantee has it: all alike, or by their examples up to a public number.
+
+    Where one example is the unit, it is a sum of clipped gradients and is projected onto the ball of such sums. What
+    one gradient adds stays as it is or becomes smaller; whether a client has clipped each, no server can see.
+    """
+    if privacy.unit == "example":
+        bound = privacy.clip * min(each.weight, privacy.batch)
+        factor = clip_factor(each.length, bound * (1 + 1e-6))  # sums in float32 round
+        return replace(each, weight=1.0, factor=factor, length=each.length * factor)
+    weight = share(each.weight, most=privacy.most, per_round=1) if privacy.most else 1.0
+    return replace(each, weight=weight)
 
 
 def _trained(model: nn.Module) -> list[str]:

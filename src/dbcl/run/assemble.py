@@ -15,6 +15,7 @@ from dbcl.data.examples import Rows
 from dbcl.engines import Engine, ServerSession, Session, StackedEngine
 from dbcl.errors import ConfigError
 from dbcl.plan import SketchPlan
+from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import Server
 from dbcl.run.config import ENGINES, RunConfig
 from dbcl.run.task import Task
@@ -44,6 +45,29 @@ def rms(model: nn.Module) -> float:
     return math.sqrt(sum(float(parameter.square().sum()) for parameter in trained) / total) if total else 0.0
 
 
+def parameter_count(model: nn.Module) -> int:
+    """Return the number of trained parameters.
+
+    >>> parameter_count(nn.Linear(4, 2))
+    10
+    """
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def weight_scale(model: nn.Module, privacy: PrivacyPlan) -> float:
+    """Return the size that a guarantee's noise is compared with: the RMS of the initial weights.
+
+    Weights that all begin at 0, as those of a linear model may, are as large as the updates can make them.
+
+    >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
+    >>> model = nn.Linear(4, 1, bias=False)
+    >>> weight_scale(model, plan) == rms(model), weight_scale(nn.utils.vector_to_parameters(
+    ...     torch.zeros(4), model.parameters()) or model, plan)
+    (True, 40.0)
+    """
+    return rms(model) or privacy.reach / math.sqrt(max(1, parameter_count(model)))
+
+
 def build_plan(config: RunConfig, model: nn.Module, layers: Layers | None = None, *, examples: int = 0) -> SketchPlan:
     """What is sketched and veiled, and how; `layers` are those of `SketchPlan.of`.
 
@@ -56,7 +80,7 @@ def build_plan(config: RunConfig, model: nn.Module, layers: Layers | None = None
     ('1.bias', '3.bias', '5.weight', '5.bias')
     """
     privacy = config.privacy(examples)
-    promised = None if privacy is None or privacy.before else privacy.relative(rms(model))
+    promised = None if privacy is None or privacy.before else privacy.relative(weight_scale(model, privacy))
     return SketchPlan.of(
         model,
         ratio=config.ratio,
@@ -115,7 +139,7 @@ def build_session(config: RunConfig, task: Task, *, seed: bytes) -> ServerSessio
     model = task.make_model(_weight_seed(config, seed)).to(_device(config))
     privacy = config.privacy(len(task.train))
     if privacy is not None:
-        privacy.require_useful(rms(model))
+        privacy.require_useful(rms(model), parameter_count(model))
     server = build_server(
         config,
         model,

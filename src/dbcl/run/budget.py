@@ -93,16 +93,15 @@ def choices(plan: PrivacyPlan, rms: float) -> list[Choice]:
     for name, now, most in (("rounds", plan.rounds, None), (size, plan.per_round, plan.units)):
         for word, number in (("half", now // 2), ("twice", 2 * now)):
             if number >= 1 and (most is None or number <= most):
-                set_by = f"separation {plan.units // number}" if name == "batch" else number
-                others[f"{word} the {name}, {set_by}"] = {name: number}
+                set_by = {"separation": plan.units // number} if name == "batch" else {}
+                label = f"separation {set_by['separation']}" if set_by else number
+                others[f"{word} the {name}, {label}"] = {name: number, **set_by}
     for kind in COMPARED:
         if kind != plan.kind:
             others[f"{kind} noise"] = _of_kind(kind)
     # Other rounds, or more clients in them, are another rule of participation: that of turns.
-    return [
-        Choice(name, replace(plan, separation=0, participations=0, **changes).relative(rms))
-        for name, changes in others.items()
-    ]
+    turns = {"separation": plan.separation if plan.unit == "example" else 0, "participations": 0}
+    return [Choice(name, replace(plan, **{**turns, **changes}).relative(rms)) for name, changes in others.items()]
 
 
 def noise_by_epsilon(plan: PrivacyPlan, rms: float, epsilons: Sequence[float]) -> dict[str, list[float]]:
@@ -140,6 +139,16 @@ class Account:
         """What is used up if the run ends here."""
         return self.plan.spent(rounds=self.rounds, participations=self.turns)
 
+    @property
+    def caveat(self) -> str:
+        """When `spent` counts instead of the whole promise; empty where all rounds were played."""
+        if self.rounds >= self.plan.rounds:
+            return ""
+        return (
+            "What is spent counts where the run ends here for a reason that has nothing to do with its data; where it "
+            "was stopped for what it showed, as by --target or --patience, what is promised counts."
+        )
+
     def facts(self) -> dict[str, Any]:
         """The account for another program.
 
@@ -157,6 +166,7 @@ class Account:
             "mu": plan.mu,
             "spent_epsilon": spent.epsilon,
             "spent_mu": spent.mu,
+            "spent_caveat": self.caveat,
             "rounds": self.rounds,
             "planned_rounds": plan.rounds,
             "most_participations": self.turns,

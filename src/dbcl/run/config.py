@@ -581,7 +581,8 @@ class RunConfig:
             return None
         more: dict[str, Any] = {}
         if self.unit == "example":
-            more |= {"unit": "example", "examples": examples, "batch": max(1, examples // self.separation)}
+            batch = max(1, examples // self.separation)
+            more |= {"unit": "example", "examples": examples, "batch": batch, "separation": self.separation}
         if self.mechanism == "blt":
             more |= {"decay": (self.blt_decay,), "scale": (self.blt_scale,)}
         if self.server_optimizer == "adam":

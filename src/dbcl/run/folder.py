@@ -1,6 +1,7 @@
 """A training run: a folder with its configuration, its metrics, its checkpoints and its picture."""
 
 import contextlib
+import hashlib
 import logging
 import math
 import shutil
@@ -63,6 +64,10 @@ class Run:
         check_task(self.task, config, self.session.released, self._held_out)
         self.engine = build_engine(config, self.task, self.session, seed=seed)
         self.history: list[RoundMetrics] = []
+        self._data_digest: str | None = None
+        if config.epsilon is not None:
+            held = b"".join(client.digest() for client in self.engine.clients)
+            self._data_digest = hashlib.sha256(held).hexdigest()
 
     @classmethod
     def start(cls, config: RunConfig, folder: Path, data_dir: str | None = None, *, task: Task | None = None) -> "Run":
@@ -123,6 +128,11 @@ class Run:
             raise ConfigError(f"a run that goes on may change {', '.join(RESUMABLE)}, not {', '.join(fixed)}")
         config = from_toml(to_toml(config), **changes)
         run = cls(config, folder, data_dir, seed=seed, task=task or task_of(config, data_dir, trust=trust))
+        if state.values["run"].get("data") != run._data_digest:
+            raise ProtocolError(
+                "the clients' examples are not those that this run began with, or come in another order: its guarantee "
+                "counts how often each is used, so the run goes on with the same data only"
+            )
         run.session.load_state(state.part("session"))
         run.history = read_metrics(folder)[: run.session.round]
         if len(run.history) < run.session.round:
@@ -226,7 +236,8 @@ class Run:
             raise
 
     def _save(self) -> None:
-        state = join(run=State({"seed": self.seed.hex()}, {}), session=self.session.state())
+        own = {"seed": self.seed.hex()} | ({} if self._data_digest is None else {"data": self._data_digest})
+        state = join(run=State(own, {}), session=self.session.state())
         checkpoint.save(self.folder / "checkpoints", self.session.round, state)
 
     def _plan_text(self) -> str:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,15 @@ from torch import Tensor, nn
 
 import dbcl
 from dbcl.data import Examples, examples_of
+from dbcl.data.trees import call
 from dbcl.engines import LocalTraining, draw_cohort
 from dbcl.errors import ConfigError
 from dbcl.objective import Objective
 from dbcl.privacy import UpdateNoise
+from dbcl.testing.clipping import SEED, ExampleClipContract
+from dbcl.testing.kinds import CLASSES, FEATURES, KINDS, TwoInputs
 
-SEED = bytes(range(32))
+FREE = dbcl.Door(max_influence=None, max_times_median=None)
 
 
 def examples() -> Examples:
@@ -53,19 +56,7 @@ LANES: dict[str, dict[str, Any]] = {
 }
 
 
-class TwoInputs(nn.Module):
-    """Takes its inputs by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(12, 8).double(), nn.Linear(8, 2).double()
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.tanh(self.first(torch.cat([left, right], dim=1))))
-        return out
-
-
-class EngineContract(ABC):
+class EngineContract(ExampleClipContract):
     @abstractmethod
     def engine(self, *arguments: Any, **more: Any) -> Any:
         """Make the engine; the arguments are those of `LocalEngine`."""
@@ -238,6 +229,30 @@ class EngineContract(ABC):
             assert result.report.accepted == 2
         for name, tensor in server.model.state_dict().items():
             assert (tensor - engine.session.model.state_dict()[name]).abs().max() < 1e-10
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_models_of_all_kinds_train_as_in_plain_pytorch(self, kind: str) -> None:
+        """Without a sketch and a veil a round is federated averaging; a loop over plain modules says what that is."""
+        torch.manual_seed(2)
+        make, inputs = KINDS[kind]
+        x, y = torch.randn(16, FEATURES, dtype=torch.float64), torch.arange(16) % CLASSES
+        template = make().double()
+        sets = [(inputs(x[:8]), y[:8]), (inputs(x[8:]), y[8:])]
+        server = dbcl.Server(copy.deepcopy(template), sketch="identity-v1", veil=0, door=FREE)
+        engine = self.engine(server, template, sets, LocalTraining(lr=0.1, batch_size=8), seed=SEED)
+        expected = copy.deepcopy(template)
+        for _ in range(2):
+            engine.play_round()
+            trained = [copy.deepcopy(expected) for _ in sets]
+            for local, (own, labels) in zip(trained, sets, strict=True):
+                optimizer = torch.optim.SGD([each for each in local.parameters() if each.requires_grad], lr=0.1)
+                F.cross_entropy(call(local, own), labels).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            with torch.no_grad():
+                for mean, *each in zip(*(model.parameters() for model in (expected, *trained)), strict=True):
+                    mean.copy_(torch.stack(each).mean(dim=0))
+        for name, tensor in expected.state_dict().items():
+            torch.testing.assert_close(engine.session.model.state_dict()[name], tensor, rtol=0, atol=1e-12)
 
     @pytest.mark.parametrize("width", [9, 11])
     def test_examples_that_the_network_does_not_take_are_refused(self, width: int) -> None:

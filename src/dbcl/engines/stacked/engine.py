@@ -18,7 +18,7 @@ from torch import Tensor
 from dbcl._torch import queued
 from dbcl.data.examples import TensorExamples
 from dbcl.data.trees import join
-from dbcl.engines.engine import Engine, RoundResult, client_name
+from dbcl.engines.engine import Engine, RoundResult, client_name, reported
 from dbcl.engines.local import train_in_turn
 from dbcl.engines.stacked.batch import Params
 from dbcl.engines.stacked.cuda_graph import CudaGraphLoop
@@ -201,13 +201,16 @@ class StackedEngine(Engine):
             return {sender: update for chunk in trained for sender, update in self._updates(sent, [chunk]).items()}
         clients = [client for chunk in trained for client in chunk.clients]
         broadcast = sent[clients[0]]
+        counted = [self.training.counted(len(self.shards[client])) for client in clients]
+        losses = [loss for chunk in trained for loss in chunk.losses]
+        told = [reported(n, {"loss": loss}, self.session.privacy) for n, loss in zip(counted, losses, strict=True)]
         stack = UpdateStack(
             broadcast.round,
             tuple(map(client_name, clients)),
             tuple(sent[client].plan.digest for client in clients),
             {name: joined([chunk.changes[name] for chunk in trained]) for name in trained[0].changes},
-            tuple(self.training.counted(len(self.shards[client])) for client in clients),
-            tuple({"loss": loss} for chunk in trained for loss in chunk.losses),
+            tuple(examples for examples, _ in told),
+            tuple(metrics for _, metrics in told),
         )
         if self.noise is None or self.noise.multiplier == 0:
             return stack if self.noise is None else clipped(stack, self.noise.clip, broadcast)

@@ -1,0 +1,129 @@
+"""The contract of per-example clipping: an engine's tests inherit it through `EngineContract`.
+
+A guarantee for one example is a statement about the code that trains a client. So every engine is held to it with
+models of all kinds, on whichever of its paths it takes for them.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.linalg import toeplitz
+from torch import Tensor, nn
+
+import dbcl
+from dbcl.data.trees import call
+from dbcl.engines import LocalTraining
+from dbcl.privacy import PrivacyPlan, cyclic_batch
+from dbcl.protocol import Update, decode_update
+from dbcl.testing.kinds import CLASSES, FEATURES, KINDS, PLAIN
+
+SEED = bytes(range(32))
+
+
+def per_example_sum(model: nn.Module, inputs: Any, y: Tensor, clip: float) -> dict[str, Tensor]:
+    """Add up the clipped gradients of examples one after another, with plain autograd."""
+    total = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    for row in range(len(y)):
+        model.zero_grad()
+        one = (
+            {name: each[row : row + 1] for name, each in inputs.items()} if isinstance(inputs, dict) else inputs[[row]]
+        )
+        F.cross_entropy(call(model, one), y[[row]]).backward()  # type: ignore[no-untyped-call]
+        grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        length = torch.cat([grad.flatten() for grad in grads.values()]).norm()
+        for name, grad in grads.items():
+            total[name] += grad * min(1.0, clip / float(length))
+    return total
+
+
+class ExampleClipContract(ABC):
+    """What clients must do where one example is the unit of a guarantee."""
+
+    @abstractmethod
+    def engine(self, *arguments: Any, **more: Any) -> Any:
+        """Make the engine; the arguments are those of `LocalEngine`."""
+
+    @staticmethod
+    def _data(kind: str, scale: float = 1.0) -> tuple[nn.Module, Any, Tensor]:
+        torch.manual_seed(2)
+        make, inputs = KINDS[kind]
+        x, y = scale * torch.randn(16, FEATURES, dtype=torch.float64), torch.arange(16) % CLASSES
+        return make().double(), inputs(x), y
+
+    @staticmethod
+    def _part(inputs: Any, start: int, end: int | None) -> Any:
+        if isinstance(inputs, dict):
+            return {name: each[start:end] for name, each in inputs.items()}
+        return inputs[start:end]
+
+    @staticmethod
+    def _server(kind: str, model: nn.Module, **more: Any) -> dbcl.Server:
+        how = {"sketch": "identity-v1"} if kind in PLAIN else {"cover": "large"}
+        return dbcl.Server(copy.deepcopy(model), insecure_seed=0, lanes=1, **how, **more)
+
+    @pytest.mark.parametrize("clip", [0.05, 100.0])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_an_update_is_the_sum_of_clipped_gradients(self, kind: str, clip: float) -> None:
+        model, inputs, y = self._data(kind)
+        parts = [(0, 9), (9, 10), (10, None)]  # unequal on purpose
+        clients = [(self._part(inputs, *part), y[slice(*part)]) for part in parts]
+        training = LocalTraining(lr=0.1, steps=1, example_clip=clip, separation=2)
+        server = self._server(kind, model)
+        engine = self.engine(server, copy.deepcopy(model), clients, training, seed=SEED)
+        sent = {client: server.open_round(f"client {client}") for client in range(3)}
+        answers = engine.train_cohort(sent)
+        for client, (own, labels) in enumerate(clients):
+            local = dbcl.blinded(model, sent[client]).train()
+            turn = list(cyclic_batch(0, examples=len(labels), separation=2))
+            batch = {name: each[turn] for name, each in own.items()} if isinstance(own, dict) else own[turn]
+            total = per_example_sum(local, batch, labels[turn], clip)
+            with torch.no_grad():
+                for name, parameter in local.named_parameters():
+                    parameter.sub_(0.1 * total[name])
+            expected = dbcl.update(local, sent[client], examples=1).tensors
+            found = _read(answers[f"client {client}"]).tensors
+            for name, tensor in expected.items():
+                torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_mu_of_paired_runs_with_an_extreme_example_is_the_stated_one(self, kind: str) -> None:
+        """Two clients differ by an example: C times the difference of their updates, over the noise, has norm mu."""
+        separation, rounds, clip = 2, 5, 0.01
+        model, inputs, y = self._data(kind, scale=30.0)
+        plan = PrivacyPlan(
+            epsilon=8,
+            delta=1e-4,
+            clip=0.1 * clip,
+            rounds=rounds,
+            clients=1,
+            cohort=1,
+            unit="example",
+            examples=7,
+            batch=3,
+            separation=separation,
+        )
+        training = LocalTraining(lr=0.1, steps=1, example_clip=clip, separation=separation)
+        server = self._server(kind, model, privacy=plan)
+        engines = [
+            self.engine(server, copy.deepcopy(model), [(self._part(inputs, 0, end), y[:end])], training, seed=SEED)
+            for end in (7, 6)  # the last example has its turn in rounds 0, 2 and 4
+        ]
+        differences = []
+        for _ in range(rounds):
+            sent = {0: server.open_round("client 0")}
+            one, other = (_read(engine.train_cohort(sent)["client 0"]) for engine in engines)
+            moved = [(tensor - other.tensors[name]).flatten() for name, tensor in one.tensors.items()]
+            differences.append(torch.cat(moved).numpy())
+            server.close_round({"client 0": other})
+        C = toeplitz(plan.strategy.coefficients(rounds), np.zeros(rounds))
+        measured = np.linalg.norm(C @ np.stack(differences)) / (plan.batch * plan.sigma)
+        assert measured == pytest.approx(plan.mu, rel=0.01)
+
+
+def _read(message: Update | bytes) -> Update:
+    return message if isinstance(message, Update) else decode_update(message)
