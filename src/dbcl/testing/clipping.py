@@ -63,7 +63,7 @@ class ExampleClipContract(ABC):
 
     @staticmethod
     def _server(kind: str, model: nn.Module, **more: Any) -> dbcl.Server:
-        how = {"sketch": "identity-v1"} if kind in PLAIN else {"cover": "large"}
+        how: dict[str, Any] = {"sketch": "identity-v1"} if kind in PLAIN else {"cover": "large"}
         return dbcl.Server(copy.deepcopy(model), insecure_seed=0, lanes=1, **how, **more)
 
     @pytest.mark.parametrize("clip", [0.05, 100.0])

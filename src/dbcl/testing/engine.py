@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import dbcl
 from dbcl.data import Examples, examples_of
@@ -202,10 +202,10 @@ class EngineContract(ExampleClipContract):
         """A regression on dictionaries, with Adam, against a loop written out here."""
         generator = torch.Generator().manual_seed(3)
         x = torch.randn(40, 6, generator=generator, dtype=torch.float64)
-        sets = [({"left": x[at : at + 10], "right": x[at : at + 10].flip(1)}, x[at : at + 10, :2]) for at in (0, 10)]
+        sets = [({"left": part, "right": part.flip(1)}, part[:, :CLASSES]) for part in (x[:10], x[10:20])]
         objective = Objective.of(F.mse_loss)
         torch.manual_seed(1)
-        template = TwoInputs()
+        template = TwoInputs().double()
         engine = self.engine(
             dbcl.Server(copy.deepcopy(template), insecure_seed=0),
             template,

@@ -27,7 +27,7 @@ class Recurrent(nn.Module):
         self.cell, self.last = nn.LSTM(2, 4, batch_first=True), nn.Linear(4, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.cell(x.unflatten(1, (3, 2)))[0][:, -1])
+        out: Tensor = self.last(self.cell(x.reshape(len(x), 3, 2))[0][:, -1])
         return out
 
 
