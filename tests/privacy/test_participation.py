@@ -5,12 +5,15 @@ import json
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
+import scipy.linalg
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dbcl.errors import ConfigError, ProtocolError
-from dbcl.privacy import Ledger, PrivacyPlan, cyclic_batch, cyclic_cohort, share
+from dbcl.privacy import Ledger, PrivacyPlan, cyclic_batch, cyclic_cohort, epsilon_of, share
+from dbcl.run import RunConfig
 from dbcl.state import State
 
 
@@ -40,6 +43,27 @@ def test_an_example_comes_back_after_exactly_the_separation(examples: int, separ
         assert len(rounds_of_it) <= math.ceil(rounds / separation)
     if rounds >= separation:
         assert len(seen) == examples
+
+
+@pytest.mark.parametrize(
+    ("examples", "separation", "rounds"), [(4000, 130, 532), (4000, 900, 2000), (1000, 400, 2000), (199, 100, 398)]
+)
+def test_the_epsilon_of_a_run_is_that_of_the_turns_its_examples_take(
+    examples: int, separation: int, rounds: int
+) -> None:
+    """Worked out here from each example's turns and the matrix C alone, for a `RunConfig` with a separation."""
+    config = RunConfig(
+        epsilon=8, clip=1.0, unit="example", algorithm="sgd", fraction=1.0, clients=1, separation=separation,
+        rounds=rounds, server_momentum=0.0,
+    )  # fmt: skip
+    plan = config.privacy(examples)
+    assert plan is not None
+    turns = np.zeros((rounds, examples))
+    for round in range(rounds):
+        turns[round, list(cyclic_batch(round, examples=examples, separation=separation))] = 1
+    matrix = scipy.linalg.toeplitz(plan.strategy.coefficients(rounds), np.zeros(rounds))
+    moved = np.linalg.norm(matrix @ np.unique(turns, axis=1), axis=0).max() * plan.clip / plan.batch
+    assert epsilon_of(moved / plan.sigma, plan.delta) == pytest.approx(8, rel=1e-6)
 
 
 def test_a_client_that_comes_back_early_or_too_often_is_refused() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dbcl
 from dbcl.data import examples_of
@@ -150,3 +150,20 @@ def test_a_damaged_checkpoint_ends_a_run_with_a_guarantee(tmp_path: Path) -> Non
     newest.write_bytes(newest.read_bytes()[:-1])
     with pytest.raises(ProtocolError, match="would use a round's updates twice"):
         Run.resume(folder)
+
+
+def test_a_run_goes_on_with_the_same_data_in_the_same_order_only(tmp_path: Path) -> None:
+    """Reordered, an example would come back before its separation."""
+    model, x, y = nn.Linear(8, 2), torch.randn(60, 8), torch.arange(60) % 2
+    settings: dict[str, Any] = {"settings": "private-example", "epsilon": 50.0, "delta": 1e-3, "separation": 3}
+
+    def trained(order: Tensor, **more: Any) -> Run:
+        hospitals = [(x[order[:30]], y[order[:30]]), (x[order[30:]], y[order[30:]])]
+        return dbcl.simulate(model, hospitals, (x, y), folder=tmp_path / "run", **settings, rounds=4, **more)
+
+    order = torch.arange(60)
+    assert len(trained(order, target=0.001).history) == 1
+    for other in (order.flip(0), torch.cat([order[1:30], order[:1], order[30:]])):
+        with pytest.raises(ProtocolError, match="not those that this run began with, or come in another order"):
+            trained(other, resume=True)
+    assert len(trained(order, resume=True).history) == 4
