@@ -261,6 +261,49 @@ def test_an_update_that_is_no_number_counts_as_none_out_of_sight(invoke: Invoke,
     assert (json.loads(line)["accepted"], len(json.loads(line)["refused"])) == (10, 0)
 
 
+@pytest.mark.parametrize("model", ["zeros", "residual", "frozen"])
+def test_own_models_train_with_a_guarantee_for_one_example(invoke: Invoke, model: str) -> None:
+    """Weights that begin at 0, layers that are not in a row, and some that are not trained."""
+    Path("own.py").write_text(OWN)
+    more = ["--data", "own:make", "--model", f"own:{model}", "--epsilon", "50", "--delta", "1e-4", "--rounds", "3"]
+    assert "epsilon 50" in words(invoke("train", "--preset", "private-example", *more, "--out", "run"))
+    said = json.loads(invoke("privacy", "run", "--json"))["guarantee"]
+    assert (said["spent_epsilon"], said["spent_caveat"]) == (pytest.approx(50), "")
+
+
+OWN = """
+import torch
+from torch import nn
+
+def make():
+    y = torch.arange(400) % 2
+    x = torch.randn(400, 8) + y[:, None]
+    return [(x[:200], y[:200]), (x[200:], y[200:])], (x, y)
+
+def zeros():
+    net = nn.Linear(8, 2)
+    for parameter in net.parameters():
+        nn.init.zeros_(parameter)
+    return net
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.last(x + torch.relu(self.first(x)))
+
+def residual():
+    return Residual()
+
+def frozen():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    net[0].requires_grad_(False)
+    return net
+"""
+
 SICK = """
 import torch
 from torch import nn

@@ -204,7 +204,16 @@ def test_what_a_guarantee_does_not_cover_is_refused(what: str) -> None:
 
 def test_one_example_as_the_unit_is_refused() -> None:
     plan = PrivacyPlan(
-        epsilon=8, delta=1e-5, clip=0.1, rounds=6, clients=2, cohort=2, unit="example", examples=100, batch=10
+        epsilon=8,
+        delta=1e-5,
+        clip=0.1,
+        rounds=6,
+        clients=2,
+        cohort=2,
+        unit="example",
+        examples=100,
+        batch=10,
+        separation=10,
     )
     with pytest.raises(ConfigError, match=r"need not clip every example.*unit=\"client\""):
         double_blind(privacy=plan)

@@ -542,6 +542,33 @@ def test_what_the_guarantee_was_not_planned_for_is_refused() -> None:
         dbcl.Server(nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), privacy=PLAN)
 
 
+OF_EXAMPLES = PrivacyPlan(
+    epsilon=8, delta=1e-5, clip=0.5, rounds=4, clients=8, cohort=8, unit="example", examples=80, batch=8, separation=10
+)
+
+
+@pytest.mark.parametrize("length", [3.0, 1e6, math.nan])
+def test_where_one_example_is_the_unit_a_sum_is_no_longer_than_its_gradients(length: float) -> None:
+    """A client that does not clip moves the weights by as many clips as it states examples, and by a batch at most."""
+    for stated, counted in ((2, 2), (10**9, 8)):
+        ends = []
+        for ann in (length, 0.0):
+            server = private(plan=OF_EXAMPLES, lanes=1, sketch="identity-v1")
+            report = server.close_round(updates(server, {"ann": ann, "bob": 0.5}, {"ann": stated, "bob": 1}))
+            assert (report.accepted, report.refused) == (2, ())
+            ends.append(flat(server.weights()))
+        assert float((ends[0] - ends[1]).norm()) <= counted * OF_EXAMPLES.clip / OF_EXAMPLES.batch * (1 + 1e-5)
+
+
+def test_where_one_example_is_the_unit_half_precision_is_refused() -> None:
+    private(wire="float16")  # of clients, whose updates are clipped as they arrive
+    for settings in ({"wire": "float16"}, {"wire": "bfloat16"}):
+        with pytest.raises(PlanError, match=r"0.bias travels in half precision, whose rounding may enlarge"):
+            private(plan=OF_EXAMPLES, **settings)
+    with pytest.raises(PlanError, match=r"0.bias travels in half precision, whose rounding may enlarge"):
+        dbcl.Server(net().half(), privacy=OF_EXAMPLES)
+
+
 def test_with_a_known_seed_nothing_is_promised() -> None:
     assert dbcl.Server(net(), privacy=PLAN).veil.guarantee().startswith("(epsilon")
     assert dbcl.Server(net(), privacy=PLAN, insecure_seed=0).veil.guarantee().startswith("none")

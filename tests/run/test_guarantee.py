@@ -1,6 +1,8 @@
 """Runs with a guarantee: the engines agree, a run that goes on is the whole run, and what it leaves in its folder."""
 
+import dataclasses
 import json
+import math
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,26 @@ def test_the_engines_agree_where_clients_come_back_too_early() -> None:
     assert max(uses.values()) == 1
     assert sum(uses.values()) < 6  # drawn anew, somebody was refused
     assert ours.server.ledger.state() == reference.server.ledger.state()
+
+
+@pytest.mark.parametrize("most", [0, 9])
+@pytest.mark.parametrize("kind", [LocalEngine, StackedEngine, FlowerEngine])
+def test_neither_bytes_nor_counts_tell_of_data(kind: type[Engine], most: int) -> None:
+    """Losses of other lengths in digits, a client of other size, one whose data are no numbers: nothing changes."""
+    told = []
+    for scale in (1.0, 1e-3, 1234.5, math.nan):
+        torch.manual_seed(1)
+        server = dbcl.Server(net(), privacy=dataclasses.replace(PLAN, most=most), insecure_seed=0, lanes=1)
+        count = 7 if scale == 1.0 else 120
+        first = examples_of((torch.ones(count, 10).double() * scale, torch.zeros(count).long()))
+        own = [first, *(examples(client) for client in range(1, CLIENTS))]
+        engine = kind(server, net(), own, LocalTraining(lr=0.3, batch_size=4), fraction=1 / 3, seed=SEED)
+        engine.in_turns = True
+        rounds = [engine.play_round() for _ in range(3)]
+        told.append(
+            [(each.bytes_up, each.report.accepted, each.report.refused, each.report.examples) for each in rounds]
+        )
+    assert told == [told[0]] * 4
 
 
 def test_the_door_clips_where_a_client_does_not() -> None:
