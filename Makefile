@@ -5,7 +5,7 @@ INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 BENCH := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -W ignore
 RESULTS ?= benchmarks/results
 
-.PHONY: run test test-slow test-deploy test-models lint docs notebooks dist bench bench-check clean
+.PHONY: run test test-slow test-machines test-deploy test-models lint docs notebooks reproduce dist bench bench-check clean
 
 # Threads that wait for each other sleep here. By OpenMP's default they spin, and beside other busy programs the same run
 # takes several times as long.
@@ -18,6 +18,15 @@ test: .venv/ready
 
 test-slow: .venv/ready
 	$(BIN)/pytest -n auto --dist loadscope -m 'slow and not deploy'
+
+# The same tests as other CPUs would run them: these variables choose the kernels of NumPy's BLAS and of PyTorch, and
+# with them the last bits of results.
+MACHINES := OPENBLAS_CORETYPE=Prescott OPENBLAS_CORETYPE=Haswell OPENBLAS_CORETYPE=SkylakeX OPENBLAS_CORETYPE=Zen \
+    ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2
+test-machines: .venv/ready
+	failed=; for machine in $(MACHINES); do \
+	    echo "== $$machine"; env $$machine $(BIN)/pytest -q -n auto --dist loadscope || failed="$$failed $$machine"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 test-deploy: .venv/ready
 	$(BIN)/pytest -m deploy tests/deploy
@@ -32,6 +41,10 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# An experiment, with its table and figure in results/NAME: make reproduce NAME=table1
+reproduce: .venv/ready
+	$(BIN)/python -m experiments $(NAME)
 
 # The notebooks of the documentation, run anew: their outputs are committed.
 notebooks: .venv/ready
@@ -85,5 +98,6 @@ bench-check:
 	.venv-models/bin/pip install --quiet --no-deps timm segmentation-models-pytorch
 	touch $@
 
+# What can be made again. Runs are kept: remove the folder runs by hand.
 clean:
-	rm -rf .venv .venv-models build dist runs src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-models build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -16,10 +16,10 @@ import torch
 from common import interleaved, ratios, report
 
 import dbcl
-from dbcl import models
 from dbcl.data import examples_of
 from dbcl.engines import LocalTraining, StackedEngine
 from dbcl.engines.stacked import engine as stacked
+from dbcl.model import networks
 
 SEED = bytes(range(32))
 # name, examples a client, rounds, repeats
@@ -34,8 +34,10 @@ def spin() -> None:
 def side(name: str, share: int, rounds: int, threads: int, *, in_kernels: bool = False) -> Callable[[], None]:
     x, y = torch.randn(10 * share, 1, 28, 28), torch.arange(10 * share) % 10
     clients = examples_of((x, y)).divide(np.array_split(np.arange(len(x)), 10))
-    model, template = (models.build(name, seed=seed) for seed in (0, 1))
-    engine = StackedEngine(dbcl.Server(model, cover="large"), template, clients, LocalTraining(lr=0.01), seed=SEED)
+    model, template = (networks.build(name, seed=seed) for seed in (0, 1))
+    engine = StackedEngine(
+        dbcl.Server(model, dbcl.SketchConfig(coverage="large")), template, clients, LocalTraining(lr=0.01), seed=SEED
+    )
 
     def play() -> None:
         torch.set_num_threads(threads)

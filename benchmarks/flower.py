@@ -1,8 +1,8 @@
 """What Flower adds to a round: 10 clients of 600 examples, the MLP of the paper, one local epoch, on one thread.
 
-The sides: our `local` engine; the same clients as nodes of `LocalGrid` (`FlowerEngine`); `DoubleBlind` around FedAvg on
-the same grid. The wrapper's own time is what is left of a round of `DoubleBlind` without the exchange of messages, the
-clients' work, and without the inner strategy: opening the round, encoding, checking, lifting, closing.
+The sides: our `local` engine; `DoubleBlind` around FedAvg on a `LocalGrid` with the same clients. The wrapper's own
+time is what is left of its round without the exchange of messages, the clients' work and the inner strategy: opening
+the round, encoding, checking, lifting, closing.
 """
 
 import logging
@@ -16,9 +16,9 @@ import torch
 from common import interleaved, one_thread, ratios, report, show
 
 import dbcl
-from dbcl import models
 from dbcl.engines import LocalEngine, LocalTraining
-from dbcl.flower import DoubleBlind, FlowerEngine, LocalGrid, blinded, reply
+from dbcl.flower import DoubleBlind, LocalGrid, blinded, reply
+from dbcl.model import networks
 
 from flwr.app import Context, Message  # isort: skip  (after dbcl, which turns its telemetry off)
 from flwr.clientapp import ClientApp  # isort: skip
@@ -53,14 +53,16 @@ def data() -> tuple[torch.Tensor, torch.Tensor, list[np.ndarray]]:
 
 
 def engine(kind: type) -> Callable[[], object]:
-    made = kind(dbcl.Server(models.build("mnist-mlp")), models.build("mnist-mlp", seed=1), *data(), TRAINING, seed=SEED)
+    made = kind(
+        dbcl.Server(networks.build("mnist-mlp")), networks.build("mnist-mlp", seed=1), *data(), TRAINING, seed=SEED
+    )
     return made.play_round
 
 
 def strategy(others: Clock, rounds: int = 1) -> Callable[[], object]:
     """Rounds of DoubleBlind around FedAvg; `others` is told the time that is not the wrapper's."""
     x, y, shards = data()
-    template = models.build("mnist-mlp", seed=1)
+    template = networks.build("mnist-mlp", seed=1)
     app = ClientApp()
 
     @app.train()
@@ -75,7 +77,7 @@ def strategy(others: Clock, rounds: int = 1) -> Callable[[], object]:
     inner, grid = FedAvg(fraction_evaluate=0.0), LocalGrid(app, CLIENTS)
     for thing, name in ((inner, "configure_train"), (inner, "aggregate_train"), (grid, "send_and_receive")):
         setattr(thing, name, others.around(getattr(thing, name)))
-    outer = DoubleBlind(inner, models.build("mnist-mlp"))
+    outer = DoubleBlind(inner, networks.build("mnist-mlp"))
     return lambda: outer.start(grid, num_rounds=outer.server.round + rounds)
 
 
@@ -85,7 +87,6 @@ def main() -> None:
     others = Clock()
     sides = {
         "local engine": engine(LocalEngine),
-        "flower engine, local grid": engine(FlowerEngine),
         "double-blind FedAvg, local grid": strategy(others),
     }
     table = ratios(interleaved(sides, repeats=31), to="local engine")

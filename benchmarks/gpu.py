@@ -11,8 +11,10 @@ import torch
 from common import report
 
 import dbcl
-from dbcl import data, models
-from dbcl.engines import Engine, LocalTraining, ServerSession, StackedEngine, evaluate
+from dbcl import data
+from dbcl.engines import Engine, LocalTraining, StackedEngine, evaluate
+from dbcl.model import networks
+from dbcl.testing.nested import nested
 
 SEED = bytes(range(32))
 
@@ -29,12 +31,11 @@ def engine(
     **settings: Any,
 ) -> Engine:
     shape = tuple(x.shape[1:])
-    model, template = (models.build(name, shape=shape, seed=seed).to(device, x.dtype) for seed in (0, 1))
-    server = dbcl.Server(model, insecure_seed=0, **settings)
+    model, template = (networks.build(name, shape=shape, seed=seed).to(device, x.dtype) for seed in (0, 1))
+    server = dbcl.Server(model, insecure_seed=0, ema_decay=ema_decay, **nested(settings))
     shards = data.iid(y.cpu().numpy(), 100, seed=SEED)
-    session = ServerSession(server, ema_decay=ema_decay)
     own = data.examples_of((x, y)).to(device).divide(shards)
-    return StackedEngine(session, template, own, training, fraction=fraction, seed=SEED)
+    return StackedEngine(server, template, own, training, fraction=fraction, seed=SEED)
 
 
 def seconds(action: Any, repeats: int) -> float:
@@ -69,14 +70,14 @@ def difference(name: str, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
         made = engine(name, x, y, LocalTraining(lr=0.01), 0.1, device=device)
         for _ in range(3):
             made.play_round()
-        ends.append({key: value.cpu() for key, value in made.session.model.state_dict().items()})
+        ends.append({key: value.cpu() for key, value in made.server.model.state_dict().items()})
     worst = max(float((ends[0][key] - ends[1][key]).abs().max()) for key in ends[0])
     size = float(np.sqrt(np.mean([float(value.square().mean()) for value in ends[0].values()])))
     return {"difference": worst, "rms": size}
 
 
 PLAIN = {"sketch": "identity-v1", "veil": 0.0}
-BLIND = {"veil": 0.2, "cover": "large", "optimizer": dbcl.optim.momentum(0.7)}
+BLIND = {"veil": 0.2, "coverage": "large", "optimizer": dbcl.optim.momentum(0.7)}
 """What the preset `blind` asks of a server, in two lanes; it also averages W over five rounds."""
 
 
@@ -104,7 +105,7 @@ def main() -> None:
     x_test, y_test = mnist.x_test.cuda(), mnist.y_test.cuda()
     made.play_round()
     spent, rounds = 0.0, 1
-    while evaluate(made.session.released, (x_test, y_test)).score < 0.97 and rounds < 300:
+    while evaluate(made.server.released, (x_test, y_test)).score < 0.97 and rounds < 300:
         spent += seconds(made.play_round, 1)
         rounds += 1
     results["mlp with dbcl to 97 %"] = {"rounds": rounds, "training_s": spent}

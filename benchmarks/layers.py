@@ -8,7 +8,7 @@ from authors import SketchConv2d, SketchLinear
 from common import interleaved, one_thread, ratios, report, show
 from torch import Tensor, nn
 
-from dbcl.nn import sketch_parameter
+from dbcl.model.parametrization import sketch_parameter
 from dbcl.sketch import CountSketch
 
 LINEAR = [(10, 784, 200), (10, 200, 200), (32, 1024, 512), (256, 4096, 4096), (2048, 1024, 512)]

@@ -9,9 +9,9 @@ import torch
 from common import report
 
 import dbcl
-from dbcl import models
 from dbcl.data import examples_of
 from dbcl.engines import LocalTraining, StackedEngine
+from dbcl.model import networks
 
 
 def peak(clients: int, chosen: int, chunk: int) -> int:
@@ -24,10 +24,10 @@ def one(clients: int, chosen: int, chunk: int) -> None:
     torch.set_num_threads(1)
     x, y = torch.randn(60_000, 1, 28, 28), torch.arange(60_000) % 10
     shards = np.array_split(np.random.default_rng(0).permutation(60_000), clients)
-    server = dbcl.Server(models.build("mnist-mlp"))
+    server = dbcl.Server(networks.build("mnist-mlp"))
     engine = StackedEngine(
         server,
-        models.build("mnist-mlp"),
+        networks.build("mnist-mlp"),
         examples_of((x, y)).divide(shards),
         LocalTraining(),
         fraction=chosen / clients,

@@ -15,9 +15,10 @@ from common import interleaved, one_thread, ratios, report
 from torch import Tensor, nn
 
 import dbcl
-from dbcl import models
 from dbcl.data import examples_of
 from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine
+from dbcl.model import networks
+from dbcl.testing.nested import nested
 
 SEED = bytes(range(32))
 # name, one example, examples a client, batch, learning rate, repeats
@@ -114,19 +115,19 @@ def main() -> None:
         training = LocalTraining(lr=lr, batch_size=batch)
 
         def engine(kind: type[Engine], **settings: object) -> Callable[[], object]:
-            model, template = (models.build(name, shape=shape, seed=seed) for seed in (0, 1))  # noqa: B023
-            server = dbcl.Server(model, **settings)
+            model, template = (networks.build(name, shape=shape, seed=seed) for seed in (0, 1))  # noqa: B023
+            server = dbcl.Server(model, **nested(settings))
             return kind(server, template, examples_of((x, y)).divide(shards), training, seed=SEED).play_round  # noqa: B023
 
         index = [torch.from_numpy(shard) for shard in shards]
         sides = {
-            "plain loop": loop(models.build(name, shape=shape), x, y, index, batch, lr),
-            "authors' layers": loop(authors(models.build(name, shape=shape)), x, y, index, batch, lr),
+            "plain loop": loop(networks.build(name, shape=shape), x, y, index, batch, lr),
+            "authors' layers": loop(authors(networks.build(name, shape=shape)), x, y, index, batch, lr),
             "local": engine(LocalEngine),
             "stacked": engine(StackedEngine),
             "stacked, no sketch": engine(StackedEngine, sketch="identity-v1", veil=0.0),
         }
-        pfl = pfl_round(models.build(name, shape=shape), x, y, index, batch, lr)
+        pfl = pfl_round(networks.build(name, shape=shape), x, y, index, batch, lr)
         if pfl is not None:
             sides["pfl-research"] = pfl
         table = ratios(interleaved(sides, repeats=repeats), to="stacked")

@@ -14,9 +14,9 @@ from common import one_thread, report
 from dbcl.protocol.secagg import (
     ClientRound,
     GroupRound,
-    Identity,
     Registry,
-    Terms,
+    SecAggConfig,
+    SigningKey,
     decode_message,
     encode_message,
     groups,
@@ -24,7 +24,7 @@ from dbcl.protocol.secagg import (
 from dbcl.protocol.secagg.messages import Agreed, Delivery, Roster, Survivors
 
 LENGTH = 1 << 20
-TERMS = Terms(bound=1.0, most=600)
+TERMS = SecAggConfig(clip=1.0, weight_cap=600)
 GOALS = {"client_s": 0.1, "server_s": 0.5, "server_dropping_s": 1.0, "bytes_ratio": 1.35}
 
 
@@ -44,7 +44,7 @@ class Stopwatch:
 def played(count: int, dropping: int) -> dict[str, float]:
     """One round of a group, of which some send shares and then nothing more."""
     names = [f"client-{number:04d}" for number in range(count)]
-    identities = {name: Identity() for name in names}
+    identities = {name: SigningKey() for name in names}
     registry = Registry({name: identity.public for name, identity in identities.items()})
     digest = bytes(32)
     clients = {name: ClientRound(name, identities[name], 0, digest, digest, TERMS, registry) for name in names}

@@ -9,7 +9,9 @@ from common import interleaved, one_thread, ratios, report, show
 from torch import nn
 
 import dbcl
-from dbcl import CountSketch, models
+from dbcl.model import networks
+from dbcl.objective import cross_entropy
+from dbcl.sketch import CountSketch
 
 NETWORKS = {"mnist-mlp": ((1, 28, 28), 10), "mnist-cnn": ((1, 28, 28), 10), "cifar-cnn": ((3, 32, 32), 50)}
 
@@ -18,7 +20,7 @@ def training_steps() -> dict:
     """A training step of a client's whole model, against the plain model."""
     results = {}
     for name, (shape, batch) in NETWORKS.items():
-        net = models.build(name, shape=shape)
+        net = networks.build(name, shape=shape)
         local = dbcl.blinded(net, dbcl.Server(net).open_round())
         x, y = torch.randn(batch, *shape), torch.arange(batch) % 10
 
@@ -27,7 +29,7 @@ def training_steps() -> dict:
 
             def run() -> None:
                 optimizer.zero_grad()
-                models.loss(model(x), y).backward()
+                cross_entropy(model(x), y).backward()
                 optimizer.step()
 
             return run
@@ -65,11 +67,11 @@ def throughput() -> dict:
     for dim in (1024, 1 << 20):
         times = interleaved({"draw": lambda dim=dim: CountSketch(dim, dim // 2, seed=bytes(32))}, repeats=5)
         rates[f"sketch of {dim:,} inputs, us"] = round(1e6 * sorted(times["draw"])[2], 1)
-    broadcast = dbcl.Server(models.build("cifar-cnn", shape=(3, 32, 32))).open_round()
+    broadcast = dbcl.Server(networks.build("cifar-cnn", shape=(3, 32, 32))).open_round()
     data = dbcl.encode(broadcast)
     sides = {
         "encode": lambda: dbcl.encode(broadcast),
-        "decode": lambda: dbcl.decode_broadcast(data),
+        "decode": lambda: dbcl.protocol.decode_broadcast(data),
         "sha256 alone": lambda: hashlib.sha256(data).digest(),
     }
     for name, times in interleaved(sides, repeats=9, inner=3).items():

@@ -18,7 +18,7 @@ author = "The dbcl developers"
 version = release = dbcl.__version__
 copyright = f"{author}, Apache-2.0. dbcl {version}"
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "sphinx_design"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
 exclude_patterns = ["_build"]
 
 # Blocks without a language are commands and printed tables, which are not Python.

@@ -2,7 +2,7 @@
 
 Shows the five verbs of a round: `Server`, `open_round`, `blinded`, `update`, `close_round`. Four clients hold a quarter
 of the embedded digits each. Between `blinded` and `update` a client runs a plain loop with Adam that knows nothing of
-sketches. The printed accuracy is that of W, which only the server can measure.
+sketches. The printed accuracy is that of a running mean of W, which only the server can measure.
 
     python examples/01_five_verbs.py
 """
@@ -52,7 +52,7 @@ def main() -> float:
     digits = load("digits")
     shares = [torch.from_numpy(share) for share in iid(digits.y_train.numpy(), CLIENTS, seed=bytes(32))]
 
-    server = dbcl.Server(net(), ratio=RATIO)  # 1: holds W; the veil is 0.2 unless told otherwise
+    server = dbcl.Server(net(), dbcl.SketchConfig(ratio=RATIO))  # 1: holds W; the veil is 0.2 unless told otherwise
     print(server.plan)
     reached = 0.0
     for number in range(1, ROUNDS + 1):
@@ -61,12 +61,12 @@ def main() -> float:
             broadcast = server.open_round(client)  # 2: blinds W; the only thing that leaves the server
             local = dbcl.blinded(net(), broadcast)  # 3: a client's model; W is nowhere in it
             loss = train(local, digits.x_train[share], digits.y_train[share])
-            answers[str(client)] = dbcl.update(local, broadcast, examples=len(share), metrics={"loss": loss})  # 4
+            answers[str(client)] = dbcl.make_update(local, broadcast, examples=len(share), metrics={"loss": loss})  # 4
         report = server.close_round(answers)  # 5: checks, averages, lifts, steps
         if number % 5 == 0:
-            reached = accuracy(server.model, digits.x_test, digits.y_test)
+            reached = accuracy(server.released, digits.x_test, digits.y_test)  # a running mean of W
             loss = report.metrics["loss"]
-            print(f"round {number:2}: {report.accepted} updates, loss {loss:.3f}, W is {reached:.1%} right")
+            print(f"round {number:2}: {report.accepted} updates, loss {loss:.3f}, the mean of W is {reached:.1%} right")
     return reached
 
 

@@ -33,20 +33,20 @@ class LineReader(nn.Module):
 
 def make_plan(model: nn.Module) -> dbcl.SketchPlan:
     """Sketch all matrices but those of the output layer, the LSTM's with a new width in every round."""
-    plan = dbcl.SketchPlan.of(model, cover=["*", "!head.*"], ratio=2, veil=0.2)
+    plan = dbcl.SketchPlan.from_model(model, dbcl.SketchConfig(coverage=["*", "!head.*"], ratio=2, veil=0.2))
     return plan.adjust("lstm.weight_*", ratio=(2, 4)).adjust("head.*", veil=0.5)
 
 
 def answer(wire: bytes, x: Tensor, y: Tensor) -> bytes:
     """Do what a client does with a broadcast that it received."""
-    broadcast = dbcl.decode_broadcast(wire)
+    broadcast = dbcl.protocol.decode_broadcast(wire)
     local = dbcl.blinded(LineReader(), broadcast)
     optimizer = torch.optim.SGD(local.parameters(), lr=0.05, momentum=0.9)
     for batch in torch.randperm(len(y)).split(20):
         optimizer.zero_grad()
         F.cross_entropy(local(x[batch]), y[batch]).backward()
         optimizer.step()
-    return dbcl.encode(dbcl.update(local, broadcast, examples=len(y)))
+    return dbcl.encode(dbcl.make_update(local, broadcast, examples=len(y)))
 
 
 def main() -> dbcl.Server:
@@ -54,15 +54,18 @@ def main() -> dbcl.Server:
     torch.manual_seed(0)
     model = LineReader()
     try:
-        dbcl.SketchPlan.of(model, cover=["convolution.*"])
-    except dbcl.PlanError as error:
+        dbcl.SketchPlan.from_model(model, dbcl.SketchConfig(coverage=["convolution.*"]))
+    except dbcl.errors.PlanError as error:
         print(f"refused: {error}\n")
     plan = make_plan(model)
     print(plan, end="\n\n")
 
     digits = load("digits")
     mixed = torch.randperm(len(digits.y_train))[:600]  # the digits lie in order
-    server = dbcl.Server(model, plan, optimizer=dbcl.optim.momentum(0.5), door=dbcl.Door(min_updates=2))
+    # Clients would measure BatchNorm's statistics on blinded weights: the server does it, on inputs of its own.
+    server = dbcl.Server(
+        model, plan, calibration=digits.x_test[:200], validator=dbcl.protocol.UpdateValidator(min_updates=2)
+    )
     for _ in range(2):
         answers = {}
         for client, share in zip(("ann", "bob", "eve"), mixed.chunk(3), strict=True):

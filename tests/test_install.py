@@ -55,7 +55,7 @@ def test_no_file_advises_to_install_it_by_name_from_the_index() -> None:
 def test_the_distribution_has_a_name_of_its_own_and_its_extras_follow() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == "dbcl-torch"
-    assert {"audit", "flower", "tensorboard", "mlflow", "wandb"} <= project["optional-dependencies"].keys()
+    assert {"audit", "flower", "tensorboard"} <= project["optional-dependencies"].keys()
     assert "dbcl-torch[audit,flower,tensorboard]" in project["optional-dependencies"]["dev"]
     app = tomllib.loads((ROOT / "examples/flower-app/pyproject.toml").read_text())["project"]
     assert [each for each in app["dependencies"] if each.startswith("dbcl")] == []

@@ -29,28 +29,30 @@ def run_python(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
 
 def test_every_public_name_is_there() -> None:
     assert [name for name in dbcl.__all__ if not hasattr(dbcl, name)] == []
-    assert sorted(dbcl.__all__) == dir(dbcl)
+    assert {*dbcl.__all__} <= {*dir(dbcl)}
+    assert len(dbcl.__all__) <= 16
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         dbcl.nothing  # noqa: B018
 
 
-def test_all_errors_are_exported() -> None:
-    own = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
-    assert own <= set(dbcl.__all__)
+def test_all_errors_are_of_one_kind() -> None:
+    own = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)]
+    assert len(own) > 5
+    assert all(issubclass(each, dbcl.DbclError) for each in own)
 
 
 def test_every_public_class_and_function_has_an_example() -> None:
     shown = [getattr(dbcl, name) for name in dbcl.__all__]
     documented = [each for each in shown if inspect.isfunction(each) or inspect.isclass(each)]
     bare = [each.__name__ for each in documented if ">>>" not in inspect.getdoc(each)]
-    assert len(documented) > 20
+    assert len(documented) > 10
     assert [name for name in bare if not name.endswith("Error")] == []
 
 
 def test_the_extras_load_on_first_use_and_not_before(tmp_path: Path) -> None:
     code = (
         "import sys, dbcl; assert not {'flwr', 'sklearn', 'scipy', 'matplotlib'} & set(sys.modules); "
-        "dbcl.flower.DoubleBlind; dbcl.engines.LocalEngine; dbcl.data.load; dbcl.audit; print('flwr' in sys.modules)"
+        "dbcl.flower.DoubleBlind; dbcl.engines.LocalEngine; dbcl.data.load; print('flwr' in sys.modules)"
     )
     done = run_python(code, tmp_path)
     assert done.stdout.split() == ["True"], done.stderr
@@ -77,8 +79,7 @@ for room in ("flower", "testing"):
     done = run_python(code, tmp_path)
     assert done.returncode == 0, done.stderr
     missing, flower, testing = done.stdout.splitlines()
-    assert {name.split(".")[1] for name in missing.split()} == {"audit", "flower", "testing"}
-    assert {"dbcl.audit", "dbcl.audit.findings", "dbcl.audit.report"}.isdisjoint(missing.split())
+    assert {name.split(".")[1] for name in missing.split()} == {"flower", "testing"}
     assert "the remedy: pip install '.[flower]' in a clone of dbcl" in flower
     assert "the remedy: pip install pytest" in testing
 

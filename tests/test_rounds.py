@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dbcl.run import Run, preset
+from dbcl.simulation import Run, preset
 
 
 @pytest.mark.slow

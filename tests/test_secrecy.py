@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import dbcl
-from dbcl import models
 from dbcl.engines import LocalTraining
+from dbcl.model import networks
 from dbcl.plan import SketchPlan
 from dbcl.testing.secrecy import leaks
 
@@ -24,8 +24,8 @@ class Recurrent(nn.Module):
 
 
 NETS = {
-    "mlp": lambda: models.build("mnist-mlp"),
-    "cnn": lambda: models.build("dlg-lenet"),
+    "mlp": lambda: networks.build("mnist-mlp"),
+    "cnn": lambda: networks.build("dlg-lenet"),
     "lstm": Recurrent,
 }
 
@@ -36,12 +36,12 @@ def play(server: dbcl.Server, template: nn.Module, rounds: int) -> list[object]:
     training = LocalTraining(lr=0.001)
     for _ in range(rounds):
         wire = dbcl.encode(server.open_round())
-        broadcast = dbcl.decode_broadcast(wire)
+        broadcast = dbcl.protocol.decode_broadcast(wire)
         local = dbcl.blinded(template, broadcast)
         x, y = torch.randn(20, 1, 28, 28), torch.arange(20) % 10
         training.train(local, (x, y), seed=bytes(32), round=broadcast.round, client=0)
         loss = local(x).sum()  # an open graph with saved tensors, too
-        answer = dbcl.encode(dbcl.update(local, broadcast, examples=20))
+        answer = dbcl.encode(dbcl.make_update(local, broadcast, examples=20))
         kept += [wire, broadcast, local, loss, answer]
         server.close_round([answer])
     return kept
@@ -57,7 +57,9 @@ def covered(model: nn.Module, plan: SketchPlan) -> dict[str, Tensor]:
 def test_a_client_holds_no_covered_weight_and_no_veil(net: str, veil: float) -> None:
     torch.manual_seed(0)
     model = NETS[net]()
-    server = dbcl.Server(model, veil=veil, insecure_seed=0)  # ten numbers and their veil may be alike by chance
+    server = dbcl.Server(
+        model, dbcl.SketchConfig(veil=veil, coverage="hidden"), insecure_seed=0
+    )  # ten numbers and their veil may be alike by chance
     secrets = {}
     kept = []
     # The template is a copy of the server's own model, the worst case: whatever blinding leaves behind is W.
@@ -79,8 +81,8 @@ def test_a_client_holds_no_covered_weight_and_no_veil(net: str, veil: float) -> 
 
 @pytest.mark.parametrize("hide", ["attribute", "closure", "view", "half", "bytes", "scaled", "parameter"])
 def test_the_walk_finds_a_weight_wherever_it_is_put(hide: str) -> None:
-    model = models.build("mnist-mlp")
-    server = dbcl.Server(model)
+    model = networks.build("mnist-mlp")
+    server = dbcl.Server(model, dbcl.SketchConfig(coverage="hidden"))
     local = dbcl.blinded(copy.deepcopy(model), server.open_round())
     W = model[1].weight.detach().clone()
     secrets = {"1.weight": W}
@@ -103,7 +105,7 @@ def test_the_walk_finds_a_weight_wherever_it_is_put(hide: str) -> None:
 
 
 def test_a_covered_weight_does_not_fit_into_a_broadcast() -> None:
-    model = models.build("mnist-mlp")
-    broadcast = dbcl.Server(model).open_round()
-    with pytest.raises(dbcl.ProtocolError, match=r"1.weight has shape \(200, 784\) and must have \(200, 392\)"):
+    model = networks.build("mnist-mlp")
+    broadcast = dbcl.Server(model, dbcl.SketchConfig(coverage="hidden")).open_round()
+    with pytest.raises(dbcl.errors.ProtocolError, match=r"1.weight has shape \(200, 784\) and must have \(200, 392\)"):
         dbcl.Broadcast(broadcast.plan, {**broadcast.tensors, "1.weight": model[1].weight})

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 import dbcl
 from dbcl import _torch
-from dbcl.nn import compact_parameter, sketch_parameter
+from dbcl.model.parametrization import compact_parameter, sketch_parameter
 from dbcl.sketch import CountSketch, operator
 from dbcl.testing import secrecy
 
@@ -52,11 +52,15 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def take_away(*missing: str) -> None:
         module = without(*missing)
-        for user in (dbcl.nn, operator):
+        for user in (dbcl.model.parametrization, operator):
             for name in set(vars(user)) & {"functorch_active", "autocast_enabled", "children", "own_parameters"}:
                 monkeypatch.setattr(user, name, getattr(module, name))
-        monkeypatch.setattr(dbcl.nn, "version", module.version)
-        monkeypatch.setattr(dbcl.nn, "_sketched_linear", module.direct_apply(dbcl.nn._SketchedLinear))
+        monkeypatch.setattr(dbcl.model.parametrization, "version", module.version)
+        monkeypatch.setattr(
+            dbcl.model.parametrization,
+            "_sketched_linear",
+            module.direct_apply(dbcl.model.parametrization._SketchedLinear),
+        )
         monkeypatch.setattr(operator, "_apply_linear_map", module.direct_apply(operator._LinearMap))
 
     return take_away

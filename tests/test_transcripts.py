@@ -17,17 +17,18 @@ from typer.testing import CliRunner
 
 import dbcl
 from dbcl import cli
-from dbcl.audit.attacks.updates import ESTIMATORS, estimates, update_findings
-from dbcl.audit.estimators.view import views
-from dbcl.audit.scoring import score
 from dbcl.data import examples_of
 from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine, cohort_size
 from dbcl.errors import AuditError, ConfigError
 from dbcl.optim import momentum
 from dbcl.protocol import Broadcast, Update
-from dbcl.run.presets import preset
+from dbcl.simulation.presets import preset
+from dbcl.testing.nested import nested
 from dbcl.testing.secrecy import leaks
 from dbcl.transcripts import Recorder, Setting, Transcript, Truth, sums
+from dbcl_audit.attacks.updates import ESTIMATORS, estimates, update_findings
+from dbcl_audit.estimators.view import views
+from dbcl_audit.scoring import score
 
 SEED = bytes(range(32))
 CLIENTS = 4
@@ -57,8 +58,12 @@ class Recording:
             torch.manual_seed(0)
             net = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
             self.examples = examples_of((torch.randn(40, 12, dtype=dtype), torch.arange(40) % 3))
-        door = dbcl.Door(max_influence=None)  # what an attacker works out is exact where nobody is held back
-        self.server = dbcl.Server(net, insecure_seed=0, door=door, **settings)
+        validator = dbcl.protocol.UpdateValidator(
+            max_influence=None
+        )  # what an attacker works out is exact where nobody is held back
+        self.server = dbcl.Server(
+            net, insecure_seed=0, validator=validator, **nested({"coverage": "hidden", **settings})
+        )
         shards = [np.arange(0, 12), np.arange(12, 20), np.arange(20, 32), np.arange(32, 40)]
         self.engine = kind(
             self.server, copy.deepcopy(net), self.examples.divide(shards), TRAINING, fraction=fraction, seed=SEED
@@ -159,7 +164,7 @@ def test_under_secure_aggregation_the_server_has_only_the_average_of_each_lane(
         seen = run.of("server-sum")[round]
         assert sorted(seen.updates) == (["sum"] if lanes == 1 else ["sum 0", "sum 1"])
         assert len(seen.broadcasts) == lanes
-        decoded = [dbcl.decode_update(answer) for answer in answers.values()]
+        decoded = [dbcl.protocol.decode_update(answer) for answer in answers.values()]
         assert {total.plan for total in seen.updates.values()} == {each.plan for each in decoded}
         for who, total in seen.updates.items():
             assert seen.answered(who).plan.digest == total.plan
@@ -237,9 +242,11 @@ def test_estimates_meet_the_truth_as_scored(tmp_path: Path, veil: float, lanes: 
     run.play(4)
     view = views(run.of("client-1"))[COVERED]
     sent, answers = run.crossed[2]
-    sketches = {who: dbcl.decode_broadcast(broadcast).sketches()[COVERED] for who, broadcast in sent.items()}
+    sketches = {who: dbcl.protocol.decode_broadcast(broadcast).sketches()[COVERED] for who, broadcast in sent.items()}
     assert len({sketch.fingerprint() for sketch in sketches.values()}) == lanes
-    lifted = {who: sketches[who].lift(dbcl.decode_update(each).tensors[COVERED]) for who, each in answers.items()}
+    lifted = {
+        who: sketches[who].lift(dbcl.protocol.decode_update(each).tensors[COVERED]) for who, each in answers.items()
+    }
     others = torch.stack([change for who, change in lifted.items() if who != 1]).sum(dim=0)
     real = [torch.zeros(8, 12, dtype=torch.float64)] * 2 + [others / CLIENTS]
     scores = score(Truth(tmp_path), view, real)
@@ -255,11 +262,11 @@ def test_estimates_meet_the_truth_as_scored(tmp_path: Path, veil: float, lanes: 
 def test_a_resumed_recording_drops_later_rounds_and_goes_on(tmp_path: Path) -> None:
     whole = Recording(tmp_path / "whole", fraction=0.75).play(7)
     run = Recording(tmp_path / "parts", fraction=0.75).play(3)
-    saved = copy.deepcopy(run.engine.session.state())
+    saved = copy.deepcopy(run.engine.server.state())
     run.play(2)  # recorded, and then lost with the process
     crossed = run.crossed
     again = Recording(tmp_path / "other", fraction=0.75)
-    again.engine.session.load_state(saved)
+    again.engine.server.load_state(saved)
     again.folder = tmp_path / "parts"
     again.record()
     truth = Truth(again.folder)
@@ -467,13 +474,13 @@ def test_train_records_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     folder = Path("parts/transcripts")
     assert {path.name for path in folder.iterdir()} == {"client-0", "server", "truth"}
     assert Transcript(folder / "server").rounds == [0, 1, 2, 3]
-    invoke("train", "--resume", "parts", "--rounds", "6", "--trust")
+    invoke("train", "--resume", "parts", "--rounds", "6", "--allow-code")
     transcript = Transcript(folder / "client-0")
     assert transcript.setting.clients == 20
     assert transcript.setting.cohort == 10
     assert (transcript.setting.momentum, transcript.setting.veil) == (preset("blind").server_momentum, 0.2)
     taking_part = json.loads((folder / "truth" / "cohorts.json").read_text())
-    assert transcript.rounds == [int(round) for round, clients in taking_part.items() if 0 in clients]
+    assert transcript.rounds == [int(round) for round, plans in taking_part.items() if "0" in plans]
     for path in Path("whole/transcripts").rglob("*.*"):
         assert path.read_bytes() == (folder / path.relative_to("whole/transcripts")).read_bytes()
     with pytest.raises(ConfigError, match="may change, not transcripts"):

@@ -25,21 +25,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from dbcl.audit.attacks.members import member_findings
-from dbcl.audit.attacks.span import span_membership_findings
-from dbcl.audit.attacks.trajectory import Knowledge, Trajectory
-from dbcl.audit.attacks.trajectory_pictures import TrajectoryMatching, trajectory_picture_findings
-from dbcl.audit.attacks.trajectory_properties import trajectory_property_findings
-from dbcl.audit.attacks.trajectory_updates import trajectory_update_findings
-from dbcl.audit.budget import FULL
-from dbcl.audit.findings import Finding
-from dbcl.audit.guarantee import guarantee_finding, measure_guarantee
-from dbcl.audit.job import Job
-from dbcl.audit.rehearsal import VICTIM, draw_batches, rehearse
-from dbcl.audit.run_audit import as_it_is, released_shares
-from dbcl.audit.run_rehearsal import RunRehearsal, rehearse_run, shards_of
-from dbcl.audit.suite import PROPERTY_LEEWAY, property_script
-from dbcl.run import preset, task_of
+from dbcl.simulation import preset, task_of
+from dbcl_audit.attacks.members import member_findings
+from dbcl_audit.attacks.span import span_membership_findings
+from dbcl_audit.attacks.trajectory import Knowledge, Trajectory
+from dbcl_audit.attacks.trajectory_pictures import TrajectoryMatching, trajectory_picture_findings
+from dbcl_audit.attacks.trajectory_properties import trajectory_property_findings
+from dbcl_audit.attacks.trajectory_updates import trajectory_update_findings
+from dbcl_audit.budget import FULL
+from dbcl_audit.findings import Finding
+from dbcl_audit.guarantee import guarantee_finding, measure_guarantee
+from dbcl_audit.job import Job
+from dbcl_audit.rehearsal import VICTIM, draw_batches, rehearse
+from dbcl_audit.run_audit import as_it_is, released_shares
+from dbcl_audit.run_rehearsal import RunRehearsal, rehearse_run, shards_of
+from dbcl_audit.suite import PROPERTY_LEEWAY, property_script
 
 HERE = Path(__file__).parent
 ROUNDS = 60

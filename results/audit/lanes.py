@@ -24,17 +24,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from dbcl.audit.attacks.images import image_findings
-from dbcl.audit.attacks.matching import Matching
-from dbcl.audit.attacks.properties import property_findings
-from dbcl.audit.attacks.updates import estimates
-from dbcl.audit.budget import FULL, QUICK
-from dbcl.audit.estimators.smoother import known_scales, smoother
-from dbcl.audit.estimators.view import views
-from dbcl.audit.rehearsal import colluders_of, draw_batches, rehearse
-from dbcl.audit.scoring import score
-from dbcl.audit.suite import property_script
-from dbcl.run import RunConfig, task_of
+from dbcl.simulation import RunConfig, task_of
+from dbcl_audit.attacks.images import image_findings
+from dbcl_audit.attacks.matching import Matching
+from dbcl_audit.attacks.properties import property_findings
+from dbcl_audit.attacks.updates import estimates
+from dbcl_audit.budget import FULL, QUICK
+from dbcl_audit.estimators.smoother import known_scales, smoother
+from dbcl_audit.estimators.view import views
+from dbcl_audit.rehearsal import colluders_of, draw_batches, rehearse
+from dbcl_audit.scoring import score
+from dbcl_audit.suite import property_script
 
 HERE = Path(__file__).parent
 BUDGET = replace(FULL, rounds=90, batch=32)
@@ -56,14 +56,13 @@ class Case:
 
     def config(self) -> RunConfig:
         """Every setting that matters by its name, so that presets may change."""
-        return RunConfig(
+        return RunConfig.from_options(
             data="digits",
             model=self.model,
-            cover="hidden",
+            coverage="hidden",
             sketch="count-v1",
             ratio=2.0,
             lanes=self.lanes,
-            buckets="shared",
             veil=self.veil,
             lr=0.1 if self.model == "dlg-lenet" else 0.01,
             seed=self.seed,

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from dbcl._version import __version__
-from dbcl.audit.budget import QUICK
-from dbcl.audit.findings import Audit, Finding
-from dbcl.audit.report.measures import kind
-from dbcl.audit.report.rating import severity
-from dbcl.audit.suite import audit
-from dbcl.run import Run, preset
+from dbcl.simulation import Run, preset
+from dbcl_audit.budget import QUICK
+from dbcl_audit.findings import Audit, Finding
+from dbcl_audit.report.measures import kind
+from dbcl_audit.report.rating import severity
+from dbcl_audit.suite import audit
 
 HERE = Path(__file__).parent
 PRESETS: dict[str, dict[str, Any]] = {

@@ -24,13 +24,13 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from dbcl.audit.attacks.images import image_findings
-from dbcl.audit.attacks.matching import Matching
-from dbcl.audit.attacks.properties import property_findings
-from dbcl.audit.budget import QUICK
-from dbcl.audit.rehearsal import Rehearsal, draw_batches, rehearse
-from dbcl.audit.suite import property_script
-from dbcl.run import RunConfig, task_of
+from dbcl.simulation import RunConfig, task_of
+from dbcl_audit.attacks.images import image_findings
+from dbcl_audit.attacks.matching import Matching
+from dbcl_audit.attacks.properties import property_findings
+from dbcl_audit.budget import QUICK
+from dbcl_audit.rehearsal import Rehearsal, draw_batches, rehearse
+from dbcl_audit.suite import property_script
 
 HERE = Path(__file__).parent
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -39,8 +39,8 @@ SEEDS = {"pictures": (0,), "properties": (0, 1, 2)}
 
 def config(model: str, seed: int) -> RunConfig:
     """Every setting that matters by its name, so that presets may change."""
-    return RunConfig(
-        data="digits", model=model, cover="hidden", sketch="count-v1", ratio=2.0, lanes=1, buckets="shared", veil=0.2,
+    return RunConfig.from_options(
+        data="digits", model=model, coverage="hidden", sketch="count-v1", ratio=2.0, lanes=1, veil=0.2,
         lr=0.1 if model == "dlg-lenet" else 0.01, seed=seed,
     )  # fmt: skip
 

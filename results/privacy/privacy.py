@@ -19,7 +19,6 @@ import statistics
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,10 @@ import rounds as runs
 import torch
 from rounds import Job, grouped, key, rows, task_on
 
-from dbcl.audit.canaries import Canaries
-from dbcl.engines import ServerSession, evaluate
-from dbcl.protocol import Server
-from dbcl.run import preset
-from dbcl.run.assemble import build_engine, build_session, new_seed
+from dbcl.engines import evaluate
+from dbcl.simulation import preset
+from dbcl.simulation.build import build_engine, build_run_server, new_seed
+from dbcl_audit.canaries import Canaries
 
 HERE = Path(__file__).parent
 ROWS = HERE / "rows.jsonl"
@@ -65,16 +63,16 @@ def scan(seeds: int) -> Iterator[Job]:
     ways = [(8.0, 400, 0.2), (8.0, 400, 0.1), (8.0, 400, 0.3), (8.0, 800, 0.1), (4.0, 200, 0.2), (4.0, 200, 0.3)]
     ways += [(2.0, 200, 0.1), (2.0, 200, 0.2)]
     for epsilon, rounds, clip in ways:
-        yield client_job("scan", 1000, epsilon, rounds, clip, 0, mechanism="banded")
+        yield client_job("scan", 1000, epsilon, rounds, clip, 0, correlation="banded")
     for (epsilon, rounds, clip), lr in itertools.product([ways[0], ways[4], ways[6]], (0.02, 0.1)):
-        yield client_job("scan", 1000, epsilon, rounds, clip, 0, mechanism="banded", lr=lr)
+        yield client_job("scan", 1000, epsilon, rounds, clip, 0, correlation="banded", lr=lr)
     for (_, epsilon, rounds, clip), part in itertools.product(FLEETS[:3], (0.5, 0.25)):
-        yield client_job("scan", 1000, epsilon, rounds, clip * part, 0, mechanism="independent")
+        yield client_job("scan", 1000, epsilon, rounds, clip * part, 0, correlation="independent")
     for epsilon, rounds in ((8.0, 1500), (4.0, 600), (2.0, 600), (2.0, 200), (1.0, 200)):
         for clip, step in itertools.product((1.0, 4.0), (0.25, 0.5, 1.0, 2.0, 4.0)):
             yield example_job("scan", 10, epsilon, rounds, step / clip, 0, clip=clip)
     for lr in (0.25, 0.5, 1.0):
-        yield example_job("scan", 10, 4.0, 600, lr, 0, mechanism="independent")
+        yield example_job("scan", 10, 4.0, 600, lr, 0, correlation="independent")
     for epsilon, rounds in ((4.0, 600), (2.0, 200), (1.0, 200)):
         yield example_job("scan", 10, epsilon, rounds, 2.0, 0)
 
@@ -91,7 +89,7 @@ def examples(seeds: int) -> Iterator[Job]:
         yield example_job("examples", 10, *plan, seed)
         yield example_job("examples", 2, *plan, seed)
     for plan, seed in itertools.product([*FEW, *FEW_ALONE], range(seeds)):
-        yield example_job("examples", 10, *plan, seed, mechanism="independent")
+        yield example_job("examples", 10, *plan, seed, correlation="independent")
 
 
 def sketches(seeds: int) -> Iterator[Job]:
@@ -107,29 +105,27 @@ def frontier(seeds: int) -> Iterator[Job]:
     """White noise on every W_t wants much smaller steps: four rates for it, one for banded noise."""
     for seed, epsilon in itertools.product(range(seeds), (1.0, 2.0, 4.0, 8.0, 16.0)):
         for kind, lr in (("banded", 2.0), ("white", 0.1), ("white", 0.3), ("white", 1.0), ("white", 2.0)):
-            yield example_job("frontier", 2, epsilon, 200, lr, seed, kind=kind)
+            yield example_job("frontier", 2, epsilon, 200, lr, seed, correlation=kind)
 
 
 def play(job: Job, device: str) -> dict[str, Any]:
-    """One run; of the frontier with canaries in it, and with the kind of noise that its settings name."""
+    """Play one run; those of the frontier with canaries in it."""
     part, name, settings, _, most = job
     if part != "frontier":
         return runs.play(job, device)
-    kind = settings["kind"]
-    config = preset(name, data="mnist", device=device, **{key: own for key, own in settings.items() if key != "kind"})
+    config = preset(name, data="mnist", device=device, **settings)
     task, seed = task_on(device, config.data, config.model), new_seed(config)
-    planned, privacy = build_session(config, task, seed=seed), config.privacy(len(task.train))
+    server = build_run_server(config, task, seed=seed)
+    privacy = server.privacy
     assert privacy is not None
-    privacy = replace(privacy, kind=kind)
-    server = Server(planned.model, planned.plan, privacy=privacy, insecure_seed=config.seed)
-    session = Canaries(ServerSession(server, ema_decay=config.ema_decay), privacy, seed=settings["seed"])
-    engine = build_engine(config, task, session, seed=seed)
+    canaries = Canaries(server, privacy, seed=settings["seed"])
+    engine = build_engine(config, task, canaries, seed=seed)
     for number in range(1, most + 1):
         engine.play_round()
         print(f"\r{settings}: round {number}  ", end="", file=sys.stderr, flush=True)
-    found = session.estimate()
+    found = canaries.estimate()
     row = {"part": part, "preset": name, "settings": settings, "rounds": most, "noise": privacy.noise}
-    row |= {"accuracy": evaluate(session.released, task.held_out).score, "error": "", "curve": []}
+    row |= {"accuracy": evaluate(server.released, task.held_out).score, "error": "", "curve": []}
     row |= {"canaries": len(found.seen), "auc": found.auc, "auc_interval": found.auc_interval}
     row |= {"auc_bound": found.auc_bound, "mu": found.mu, "mu_interval": found.mu_interval}
     return {**row, "epsilon": found.epsilon, "device": device, "torch": torch.__version__}
@@ -231,7 +227,7 @@ def as_row(group: list[dict[str, Any]]) -> str:
 
 
 FRONTIER = """two parties, one example is the unit, 200 rounds, and the strongest attack that
-there is: canaries in the run, found in all that it shows by a matched filter (`dbcl.audit.canaries`). White noise is on
+there is: canaries in the run, found in all that it shows by a matched filter (`dbcl_audit.canaries`). White noise is on
 every W_t by itself, as the veil of the other presets; both kinds have the size that keeps the epsilon.
 
 ![accuracy against the attack](frontier.png)

@@ -1,15 +1,16 @@
-"""How many rounds and bytes a run takes to an accuracy: a scan of settings, and the presets side by side.
+"""Count the rounds and bytes of a run to an accuracy: the presets, and settings of each beside the best plain one.
 
-    python results/rounds/rounds.py scan [--model mnist-cnn]   server momentum and running mean, preset blind
-    python results/rounds/rounds.py presets [--model ...]      plain, veil, paper, blind: rounds and bytes to the target
-    python results/rounds/rounds.py cifar                      CIFAR-10: the accuracy after 300 rounds
-    python results/rounds/rounds.py unequal                    clients with unequal data: Dirichlet 0.3, two shards each
-    python results/rounds/rounds.py diverging                  the CNN at rates at which clients diverge, door by door
-    python results/rounds/rounds.py secure                     blind with and without secure aggregation, 20 a round
-    python results/rounds/rounds.py report                     the tables and the picture of what lies here
+    python results/rounds/rounds.py presets [--model mnist-cnn]   plain, veil, paper, blind as they are
+    python results/rounds/rounds.py scan [--model mnist-cnn]      rates, server momentum and running mean of each
+    python results/rounds/rounds.py cifar                         CIFAR-10: the accuracy after 300 rounds
+    python results/rounds/rounds.py unequal                       clients with unequal data
+    python results/rounds/rounds.py diverging                     the CNN at a rate at which clients diverge
+    python results/rounds/rounds.py secure                        blind with and without secure aggregation, 20 a round
+    python results/rounds/rounds.py report                        the tables and the picture of all rows
 
 A row for each run goes to rows.jsonl beside this file; a row that is there is not made again, so an interrupted scan
-goes on. DBCL_DATA says where the datasets lie. On 2 cores mnist-mlp takes minutes; the others want --device cuda.
+continues. DBCL_DATA says where the datasets are. On one core a run of mnist-mlp takes 5 to 30 seconds, one of mnist-cnn
+some minutes; cifar needs --device cuda.
 """
 
 import argparse
@@ -28,67 +29,81 @@ from typing import Any
 import torch
 
 from dbcl.engines import evaluate
-from dbcl.run import RunConfig, Task, preset, task_of
-from dbcl.run.assemble import build_engine, build_session, new_seed
+from dbcl.simulation import RunConfig, Task, preset, task_of
+from dbcl.simulation.build import build_engine, build_run_server, new_seed
 
 HERE = Path(__file__).parent
 ROWS = HERE / "rows.jsonl"
+SEEDS = {"mnist-mlp": (0, 1, 2, 3, 4, 11, 12, 13), "mnist-cnn": (0, 1, 2)}
 TARGETS = {"mnist-mlp": 0.97, "mnist-cnn": 0.99}
-MOST = {"mnist-mlp": 200, "mnist-cnn": 110}
+MAX_ROUNDS = {"mnist-mlp": 200, "mnist-cnn": 110}
 CLIENTS = {"mnist-mlp": {"epochs": 1, "lr": 0.05}, "mnist-cnn": {"epochs": 5, "lr": 0.02}}
 """100 clients, 10 a round, batches of 10: the paper's setting."""
+RATES = {
+    "mnist-mlp": {"plain": (0.05, 0.1, 0.2), "veil": (0.05, 0.1, 0.2), "blind": (0.05, 0.1)},
+    "mnist-cnn": {"plain": (0.05, 0.1), "blind": (0.02,)},
+}
+OLD_DEFAULT = {"server_optimizer": "momentum", "server_momentum": 0.7, "ema_decay": 0.8}
 
 Job = tuple[str, str, dict[str, Any], float | None, int]
 """A part of this file, a preset, its changed settings, the accuracy to reach and the most rounds."""
 
 
-def scan(model: str, seeds: int) -> Iterator[Job]:
-    rates = {"mnist-mlp": (0.05,), "mnist-cnn": (0.02, 0.03)}[model]
-    for seed, lr, ema, momentum in itertools.product(range(seeds), rates, (0.0, 0.8), (0.5, 0.6, 0.7, 0.8)):
-        settings = {"server_optimizer": "momentum", "server_momentum": momentum, "ema_decay": ema, "seed": seed}
-        yield "scan", "blind", {"model": model, **CLIENTS[model], "lr": lr, **settings}, TARGETS[model], MOST[model]
-
-
-def presets(model: str, seeds: int) -> Iterator[Job]:
-    ways: list[tuple[str, dict[str, Any]]] = [("plain", {}), ("blind", {}), ("paper", {}), ("veil", {})]
-    ways += [("blind", {"buckets": "grouped"}), ("blind", {"lanes": 1})]
-    for (name, settings), seed in itertools.product(ways, range(seeds)):
+def presets(model: str, seeds: tuple[int, ...]) -> Iterator[Job]:
+    ways: list[tuple[str, dict[str, Any]]] = [("plain", {}), ("blind", {}), ("veil", {})]
+    if model == "mnist-mlp":
+        ways += [("paper", {}), ("blind", {"lanes": 1})]
+    for (name, settings), seed in itertools.product(ways, seeds):
         own = {"model": model, **CLIENTS[model], **settings, "seed": seed}
-        if model == "mnist-cnn" and name == "plain":
+        if model == "mnist-cnn" and name != "blind":
             own["lr"] = 0.05  # which is too much for a sketched CNN
-        yield "presets", name, own, TARGETS[model], MOST[model]
+        yield "presets", name, own, TARGETS[model], MAX_ROUNDS[model]
 
 
-def cifar(model: str, seeds: int) -> Iterator[Job]:
-    ways = [("plain", 0.02), ("plain", 0.05), ("blind", 0.01), ("blind", 0.02)]
-    for seed, (name, lr) in itertools.product(range(seeds), ways):
-        settings = {"data": "cifar10", "model": "cifar-cnn", "epochs": 5, "batch_size": 50, "lr": lr, "seed": seed}
-        yield "cifar", name, settings, None, 300
+def scan(model: str, seeds: tuple[int, ...]) -> Iterator[Job]:
+    """Every preset with the rate, server momentum and running mean that are best for it, so that none is favoured."""
+    means, betas = ((0.0, 0.8), (0.0, 0.5, 0.7)) if model == "mnist-mlp" else ((0.0,), (0.0, 0.5, 0.7))
+    for name, rates in RATES[model].items():
+        for lr, mean, beta, seed in itertools.product(rates, means, betas, seeds):
+            own = {"server_optimizer": "momentum", "server_momentum": beta, "ema_decay": mean, "seed": seed}
+            yield "scan", name, {"model": model, **CLIENTS[model], "lr": lr, **own}, TARGETS[model], MAX_ROUNDS[model]
 
 
-def unequal(model: str, seeds: int) -> Iterator[Job]:
+def cifar(model: str, seeds: tuple[int, ...]) -> Iterator[Job]:
+    validated = {"max_influence": 1.5, "outlier_factor": 10.0}
+    ways: list[tuple[str, float, dict[str, Any]]] = [("plain", lr, validated) for lr in (0.02, 0.05)]
+    ways += [("blind", lr, OLD_DEFAULT) for lr in (0.01, 0.02)]
+    for name, lr, more in ways:
+        own = {"data": "cifar10", "model": "cifar-cnn", "epochs": 5, "batch_size": 50, "lr": lr, **more, "seed": 0}
+        yield "cifar", name, own, None, 300
+
+
+def unequal(model: str, seeds: tuple[int, ...]) -> Iterator[Job]:
     splits = [({"partition": "dirichlet", "alpha": 0.3}, 0.95), ({"partition": "shards"}, 0.93)]
-    ways = [("plain", {}), ("paper", {}), ("blind", {"lanes": 1}), ("blind", {}), ("blind", {"buckets": "grouped"})]
-    for seed, (split, target), (name, settings) in itertools.product(range(seeds), splits, ways):
+    ways: list[tuple[str, dict[str, Any]]] = [("plain", {})]
+    for beta, mean in itertools.product((0.5, 0.7), (0.0, 0.8)):
+        ways.append(("plain", {"server_optimizer": "momentum", "server_momentum": beta, "ema_decay": mean}))
+    ways += [("veil", {}), ("paper", {}), ("blind", {"lanes": 1}), ("blind", {})]
+    for seed, (split, target), (name, settings) in itertools.product(seeds, splits, ways):
         own = {"model": "mnist-mlp", **CLIENTS["mnist-mlp"], **split, **settings, "seed": seed}
         yield "unequal", name, own, target, 150
 
 
-def diverging(model: str, seeds: int) -> Iterator[Job]:
-    doors: list[dict[str, Any]] = [{}, {"max_influence": 0.0, "max_times_median": 0.0}]
-    for seed, lr, door in itertools.product(range(seeds), (0.04,), doors):
-        settings = {"model": "mnist-cnn", "epochs": 5, "lr": lr, **door, "seed": seed}
+def diverging(model: str, seeds: tuple[int, ...]) -> Iterator[Job]:
+    validators: list[dict[str, Any]] = [{}, {"max_influence": 0.0, "outlier_factor": 0.0}]
+    for validator in validators:
+        settings = {"model": "mnist-cnn", "epochs": 5, "lr": 0.04, **validator, "seed": 0}
         yield "diverging", "blind", settings, TARGETS["mnist-cnn"], 50
 
 
-def secure(model: str, seeds: int) -> Iterator[Job]:
+def secure(model: str, seeds: tuple[int, ...]) -> Iterator[Job]:
     """20 clients a round, which are 10 in each of two lanes; sums are those of the ring, without the masks."""
-    for seed, way in itertools.product(range(seeds), ({}, {"secure_aggregation": True})):
+    for seed, way in itertools.product(seeds, ({}, {"secure_aggregation": True})):
         own = {"model": "mnist-mlp", **CLIENTS["mnist-mlp"], "fraction": 0.2, **way, "seed": seed}
-        yield "secure", "blind", own, TARGETS["mnist-mlp"], MOST["mnist-mlp"]
+        yield "secure", "blind", own, TARGETS["mnist-mlp"], MAX_ROUNDS["mnist-mlp"]
 
 
-JOBS = {"scan": scan, "presets": presets, "cifar": cifar, "unequal": unequal, "diverging": diverging, "secure": secure}
+JOBS = {"presets": presets, "scan": scan, "cifar": cifar, "unequal": unequal, "diverging": diverging, "secure": secure}
 
 
 @cache
@@ -105,8 +120,8 @@ def play(job: Job, device: str) -> dict[str, Any]:
     config = preset(name, **{"data": "mnist", **settings}, device=device)
     task = task_on(device, config.data, config.model)
     seed = new_seed(config)
-    session = build_session(config, task, seed=seed)
-    engine = build_engine(config, task, session, seed=seed)
+    server = build_run_server(config, task, seed=seed)
+    engine = build_engine(config, task, server, seed=seed)
     sent, refused, curve, error = 0, 0, [], ""
     began = time.perf_counter()
     for number in range(1, most + 1):
@@ -117,7 +132,7 @@ def play(job: Job, device: str) -> dict[str, Any]:
             break
         sent += result.bytes_down + result.bytes_up
         refused += len(result.report.refused)
-        curve.append(round(evaluate(session.released, task.held_out).score, 4))
+        curve.append(round(evaluate(server.released, task.held_out).score, 4))
         print(f"\r{part} {name} {settings}: round {number}, {curve[-1]:.4f}  ", end="", file=sys.stderr, flush=True)
         if target is not None and curve[-1] >= target:
             break
@@ -140,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=[*JOBS, "report"])
     parser.add_argument("--model", choices=list(TARGETS), default="mnist-mlp")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=8, help="how many of the seeds")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", default="", help="only the jobs of this preset")
     parser.add_argument("--rows", type=Path, default=ROWS)
@@ -149,7 +164,7 @@ def main() -> None:
         report(rows(options.rows))
         return
     done = {key(row["part"], row["preset"], row["settings"]) for row in rows(options.rows)}
-    for job in JOBS[options.part](options.model, options.seeds):
+    for job in JOBS[options.part](options.model, SEEDS[options.model][: options.seeds]):
         if key(*job[:3]) not in done and options.only in ("", job[1]):
             row = play(job, options.device)
             with options.rows.open("a") as file:
@@ -229,7 +244,7 @@ def draw(groups: list[list[dict[str, Any]]]) -> None:
     for model, (left, right) in zip(models, panels, strict=True):
         for group in sorted(groups, key=lambda group: group[0]["preset"]):
             settings = group[0]["settings"]
-            changed = {name: settings[name] for name in ("lanes", "buckets") if name in settings}
+            changed = {name: settings[name] for name in ("lanes",) if name in settings}
             if settings["model"] != model:
                 continue
             row = sorted(group, key=lambda row: row["rounds"])[len(group) // 2]
@@ -238,7 +253,7 @@ def draw(groups: list[list[dict[str, Any]]]) -> None:
             a_round = row["bytes"] / len(row["curve"]) / 1e6
             style = {"label": label, "linewidth": 1.6, "linestyle": "-", "color": COLORS[row["preset"]]}
             if changed:
-                style["linestyle"] = "--" if "buckets" in changed else ":"
+                style["linestyle"] = ":"
             left.plot(numbers, [100 * score for score in row["curve"]], **style)
             right.plot([number * a_round for number in numbers], [100 * score for score in row["curve"]], **style)
         target = 100 * TARGETS[model]

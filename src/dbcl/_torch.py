@@ -5,8 +5,10 @@ A version of PyTorch that lacks one gives the same results with its fallback, on
 takes each name away in turn. Look names up with `getattr(owner, name, fallback)` here: that is what the tests replace.
 """
 
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +25,14 @@ def _assume_active() -> bool:
 functorch_active: Callable[[], bool] = getattr(_C, "_are_functorch_transforms_active", _assume_active)
 """Whether `torch.func` (vmap, grad, ...) runs the current call. No public function tells; "yes" is always right, since
 it only makes autograd differentiate the gathers of a sketch one by one."""
+
+
+@contextmanager
+def quiet_vmap() -> Iterator[None]:
+    """Hold back PyTorch's warning that `vmap` has no batched form of an operation and loops over it, until the end."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
+        yield
 
 
 def _autocast_on_any_device() -> bool:

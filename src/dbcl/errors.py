@@ -67,6 +67,10 @@ class ProtocolError(DbclError):
     """A message, a round or a checkpoint is not what it must be."""
 
 
+class DivergedError(ProtocolError):
+    """A round failed because values are no longer finite, and for no other reason."""
+
+
 class DataError(DbclError):
     """A dataset is missing, damaged or cannot be divided as asked."""
 
@@ -77,3 +81,7 @@ class ConfigError(DbclError):
 
 class AuditError(DbclError):
     """A transcript cannot be recorded or read, or an attack cannot be mounted on it."""
+
+
+class NotAttackableError(AuditError):
+    """An attack has nothing to work on in this run; nothing failed."""

@@ -18,6 +18,38 @@ SCRATCH = ".dbcl-"
 LOCK = ".lock"
 
 
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path that somebody has written, with `~` at its beginning as the home folder.
+
+    A shell leaves `~` as it is in quotes and after `=`.
+
+    >>> user_path("runs/mine").as_posix(), user_path("~/mine") == Path.home() / "mine"
+    ('runs/mine', True)
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name a path in an error of the system that names none, as that of a full disk.
+
+    >>> with naming(Path("runs/metrics.jsonl")):
+    ...     raise OSError(28, "No space left on device")
+    Traceback (most recent call last):
+        ...
+    OSError: [Errno 28] No space left on device: 'runs/metrics.jsonl'
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Put bytes into a file so that a reader, after any crash, finds the old content or the new and nothing between.
 
@@ -30,7 +62,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     # A fresh name that must not exist yet: nobody can have put a link there.
     scratch = path.with_name(f"{SCRATCH}{path.name}-{secrets.token_hex(8)}")
     try:
-        with open(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
+        with naming(path), open(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

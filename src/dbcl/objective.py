@@ -8,7 +8,6 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dbcl import models
 from dbcl.data.trees import Tree
 from dbcl.errors import ConfigError
 
@@ -16,6 +15,67 @@ Loss = Callable[[Tree, Tree], Tensor]
 """Of a model's outputs and the targets of a batch, one number: the mean over its examples."""
 Metric = Callable[[Tree, Tree], Any]
 """Of all outputs and targets, one number; or an object with `reset`, `update` and `compute`, as torchmetrics has."""
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:  # (n, outputs), (n,) -> ()
+    """The mean of `cross_entropies`.
+
+    >>> import torch
+    >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))
+    tensor(1.3863)
+    """
+    return _cross_entropy(logits, labels, "mean")
+
+
+def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:  # (n, outputs), (n,) -> (n,)
+    """The cross entropy of every example. With a single output, that is the logit of class 1 against class 0.
+
+    The labels are classes, or probabilities of the classes, (n, outputs); of class 1, (n,), with a single output.
+
+    >>> import torch
+    >>> cross_entropies(torch.zeros(2, 4), torch.tensor([0, 3]))
+    tensor([1.3863, 1.3863])
+    >>> cross_entropies(torch.zeros(2, 4), torch.full((2, 4), 0.25))
+    tensor([1.3863, 1.3863])
+    """
+    return _cross_entropy(logits, labels, "none")
+
+
+def cross_entropies_and_gradients(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """`cross_entropies` for classes, (..., outputs) and (...), and the derivative of each by its logits.
+
+    The derivative is softmax(logits) - onehot(label), or sigmoid(logit) - label with a single output.
+
+    >>> import torch
+    >>> cross_entropies_and_gradients(torch.zeros(1, 4), torch.tensor([3]))
+    (tensor([1.3863]), tensor([[ 0.2500,  0.2500,  0.2500, -0.7500]]))
+    """
+    if logits.shape[-1] == 1:
+        return _cross_entropy(logits, labels, "none"), (logits.squeeze(-1).sigmoid() - labels).unsqueeze(-1)
+    logp = F.log_softmax(logits, dim=-1)
+    label = labels.unsqueeze(-1)
+    each = logp.gather(-1, label).squeeze(-1).neg_()
+    gradients = logp.exp_()
+    gradients.scatter_add_(-1, label, gradients.new_full((), -1.0).expand_as(label))
+    return each, gradients
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    if logits.shape == (*labels.shape, 1):
+        return F.binary_cross_entropy_with_logits(logits.squeeze(-1), labels.to(logits.dtype), reduction=reduction)
+    return F.cross_entropy(logits, labels, reduction=reduction)
+
+
+def predicted_classes(logits: Tensor) -> Tensor:
+    """The most probable class of every example, or of every pixel or word where classes are the second axis.
+
+    >>> import torch
+    >>> predicted_classes(torch.tensor([[0.1, 0.9], [0.8, 0.2]]))
+    tensor([1, 0])
+    """
+    if logits.ndim == 2 and logits.shape[-1] == 1:
+        return (logits.squeeze(-1) > 0).long()
+    return logits.argmax(dim=min(1, logits.ndim - 1))
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
@@ -26,52 +86,52 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
     0.5
     """
     # Counted, not a mean of single-precision numbers: 9,700 of 10,000 are 0.97 on every device.
-    return int((models.predict(logits) == labels).sum()) / max(len(labels), 1)
+    return int((predicted_classes(logits) == labels).sum()) / max(len(labels), 1)
 
 
 @dataclass(frozen=True)
 class Objective:
     """A loss, and a metric with its name and the direction in which it is better. `metric` None stands for the loss.
 
-    >>> Objective().name, Objective.of(F.mse_loss).name, Objective.of(F.mse_loss).lower_is_better
+    >>> Objective().name, Objective.from_loss(F.mse_loss).name, Objective.from_loss(F.mse_loss).lower_is_better
     ('accuracy', 'loss', True)
     """
 
-    loss: Loss = models.loss
+    loss: Loss = cross_entropy
     metric: Metric | None = accuracy
     name: str = "accuracy"
     lower_is_better: bool = False
 
     @classmethod
-    def of(
-        cls, loss: Loss | type[nn.Module] | None = None, metric: Metric | None = None, *, better: str = "higher"
+    def from_loss(
+        cls, loss: Loss | type[nn.Module] | None = None, metric: Metric | None = None, *, metric_mode: str = "higher"
     ) -> "Objective":
         """The objective of a loss and a metric; without them cross entropy, accuracy for it, and else the loss itself.
 
         A class, such as `torch.nn.MSELoss` or a metric of torchmetrics, is called without arguments.
 
-        >>> Objective.of(nn.L1Loss, lambda outputs, targets: 0.0, better="lower").lower_is_better
+        >>> Objective.from_loss(nn.L1Loss, lambda outputs, targets: 0.0, metric_mode="lower").lower_is_better
         True
         """
-        if better not in ("higher", "lower"):
-            raise ConfigError(f"better must be 'higher' or 'lower', got {better!r}")
+        if metric_mode not in ("higher", "lower"):
+            raise ConfigError(f"metric_mode must be 'higher' or 'lower', got {metric_mode!r}")
         loss = loss() if isinstance(loss, type) else loss
         metric = metric() if isinstance(metric, type) else metric
         if loss is None or _is_cross_entropy(loss):
-            loss, metric = models.loss, metric or accuracy
+            loss, metric = cross_entropy, metric or accuracy
         if metric is None:
             return cls(loss, None, "loss", lower_is_better=True)
-        return cls(loss, metric, name_of(metric, "metric"), better == "lower")
+        return cls(loss, metric, name_of(metric, "metric"), metric_mode == "lower")
 
     @property
     def classifies(self) -> bool:
         """Whether the loss is the cross entropy of classes, for which the engines and attacks have more to offer."""
-        return self.loss is models.loss
+        return self.loss is cross_entropy
 
     def better(self, one: float, other: float) -> bool:
         """Whether the first value of the metric is better than the second.
 
-        >>> Objective().better(0.9, 0.8), Objective.of(F.mse_loss).better(0.9, 0.8)
+        >>> Objective().better(0.9, 0.8), Objective.from_loss(F.mse_loss).better(0.9, 0.8)
         (True, False)
         """
         return one < other if self.lower_is_better else one > other
@@ -79,7 +139,7 @@ class Objective:
     def shown(self, value: float, digits: int = 2) -> str:
         """A value of the metric as people write it, an accuracy in percent with so many digits.
 
-        >>> Objective().shown(0.912), Objective.of(F.mse_loss).shown(0.01234567)
+        >>> Objective().shown(0.912), Objective.from_loss(F.mse_loss).shown(0.01234567)
         ('91.20%', '0.01235')
         """
         return f"{value:.{digits}%}" if self.metric is accuracy else f"{value:.4g}"

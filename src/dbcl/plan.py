@@ -13,26 +13,24 @@ from torch import Tensor, nn
 
 from dbcl import seeds
 from dbcl._torch import unwrapped
-from dbcl.cover import (
-    Cover,
-    Covered,
-    Layers,
+from dbcl.config import Ratio, SketchConfig
+from dbcl.errors import PlanError
+from dbcl.model.coverage import Covered, covered_names, nothing_left, shared_memory
+from dbcl.model.layout import Layout
+from dbcl.model.norm_stats import is_statistic
+from dbcl.model.tensors import (
     broadcast_names,
     cannot_be_sent,
-    covered_names,
     frozen_parameters,
     named_tensors,
-    nothing_left,
+    nothing_trained,
     plain_numbers,
     without_values,
 )
-from dbcl.errors import PlanError
-from dbcl.layout import Layout
-from dbcl.round_plan import CLEAR, MAX_LANES, MEASURED, UNSKETCHED, RoundPlan, RoundTensor
+from dbcl.round_plan import BATCHNORM_STATS, CLEAR, MAX_LANES, UNSKETCHED, RoundPlan, RoundTensor
 from dbcl.sketch import SCHEMES, LaneSketch, Sketch, draw
-from dbcl.statistics import is_statistic
 
-Ratio = float | tuple[float, float]
+DEFAULT = SketchConfig()
 COUNT = "count-v1"
 
 
@@ -58,7 +56,7 @@ class TensorPlan:
         return self.scheme not in UNSKETCHED
 
     @property
-    def in_clear(self) -> bool:
+    def unprotected(self) -> bool:
         """Nothing hides this tensor: neither a sketch nor a veil."""
         return not self.sketched and self.veil == 0
 
@@ -76,7 +74,7 @@ class TensorPlan:
         """Say what is wrong with these choices."""
         if not (math.isfinite(self.veil) and self.veil >= 0):
             yield f"{self.name}: veil must be 0 or more, got {self.veil}"
-        if self.scheme not in SCHEMES and self.scheme != MEASURED:
+        if self.scheme not in SCHEMES and self.scheme != BATCHNORM_STATS:
             yield f"{self.name}: unknown sketch {self.scheme!r}; choose one of {', '.join(SCHEMES)}"
         elif self.sketched:
             low, high = self.ratio
@@ -86,7 +84,7 @@ class TensorPlan:
             for width in set(self.widths):
                 if not 1 <= width < self.dim:
                     bounds = f"between 1 and {self.dim - 1} (its inputs less one)"
-                    remedy = f"choose another ratio, or leave it out with '!{self.name}' in cover"
+                    remedy = f"choose another ratio, or leave it out with '!{self.name}' in coverage"
                     yield f"{self.name}: width must be {bounds}, got {width}; {remedy}"
 
     def draw(self, seed: bytes, round: int, lanes: int = 1) -> tuple[RoundTensor, Sketch]:
@@ -114,14 +112,14 @@ class TensorPlan:
 class SketchPlan:
     """For every tensor that leaves the server: how it is sketched and how it is veiled.
 
-    >>> model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
-    >>> print(SketchPlan.of(model, veil=0))
-    tensor    shape  sketch    a client sees               veil
-    0.weight  4x8    lanes-v1  4 of 8 numbers of each row  none
-    0.bias    4      none      every number                none
-    2.weight  2x4    none      every number                none
-    2.bias    2      none      every number                none
-    sketched: 70 % of the numbers
+    >>> model = nn.Sequential(nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> print(SketchPlan.from_model(model, SketchConfig(veil=0)))
+    tensor    shape  sketch    a client sees                 veil
+    0.weight  4x64   lanes-v1  32 of 64 numbers of each row  none
+    0.bias    4      none      every number                  none
+    2.weight  2x4    none      every number                  none
+    2.bias    2      none      every number                  none
+    sketched: 95 % of the numbers
     lanes: 2, whose sketches complement each other; each client trains in one of them
     in clear: 0.bias, 2.weight, 2.bias
     sketched without a veil, so a client that remembers can undo it: 0.weight
@@ -129,15 +127,13 @@ class SketchPlan:
 
     tensors: tuple[TensorPlan, ...]
     left_out: tuple[tuple[str, str], ...] = ()
-    """What a word in `cover` would have sketched, and why it is not."""
-    at_home: tuple[tuple[str, str], ...] = ()
+    """What a word in `coverage` would have sketched, and why it is not."""
+    not_sent: tuple[tuple[str, str], ...] = ()
     """What is not sent, since every party has its own: the name, and "frozen" or "constant"."""
     base: tuple[TensorPlan, ...] = ()
     """The frozen parameters that are sent once, with their veils."""
     lanes: int = 1
     """Among so many complementary sketches the clients of a round are spread; one is the paper's shared sketch."""
-    grouped: bool = False
-    """Whether every group of as many clients as there are lanes has buckets of its own."""
 
     def __post_init__(self) -> None:
         problems = [problem for tensor in (*self.tensors, *self.base) for problem in tensor.problems()]
@@ -146,46 +142,22 @@ class SketchPlan:
         laned = [tensor.name for tensor in self.tensors if tensor.scheme == LaneSketch.scheme]
         if laned and self.lanes == 1:
             problems.append(f"{laned[0]}: {LaneSketch.scheme} needs two lanes or more; of one lane it is {COUNT}")
-        if self.grouped and self.lanes == 1:
-            problems.append("grouped buckets need two lanes or more: a group is one client of each lane")
         _refuse(problems)
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        *,
-        cover: Cover = "hidden",
-        ratio: Ratio = 2,
-        veil: float = 0.2,
-        sketch: str = COUNT,
-        buffers: Sequence[str] = (),
-        layers: Layers | None = None,
-        send_frozen: bool = False,
-        lanes: int | None = None,
-        grouped: bool = False,
-    ) -> "SketchPlan":
+    def from_model(cls, model: nn.Module, sketch: SketchConfig = DEFAULT) -> "SketchPlan":
         """Plan a model.
 
-        `cover` says what is sketched: "hidden" (the paper's choice: every dense and convolutional layer but the one
-        that the model registers last), "large" (of those the layers that hold at least 1 % of the parameters), "all",
-        or a list of these words and of name patterns such as ["hidden", "!encoder.embed.*"]. `ratio` is how many times
-        narrower a compact weight is, or a range from which each round's width is drawn. `veil` is the size of the
-        secret noise on everything that leaves the server, relative to the size of the weights; 0 is the paper. What
-        leaves is what is trained and the statistics of normalisation layers; `buffers` are patterns of further buffers
-        to send.
+        Everything that is trained leaves the server, and so do the statistics of normalisation layers and the buffers
+        that `sketch.buffers` names. Layers that a word in `sketch.coverage` names and that cannot be sketched are left
+        out, with the reason; those that a name pattern names are an error.
 
-        `lanes` is among how many complementary sketches the clients of a round are spread: the ratio rounded unless
-        given, so that the lanes together miss nothing; 1 is the paper's, one sketch for all. With `grouped` every group
-        of as many clients as there are lanes has buckets of its own: a little fewer rounds, but no two clients share a
-        sketch, so that their updates cannot be added up before they are lifted.
+        Args:
+            model: The network that is trained.
+            sketch: What is sketched and veiled, and how.
 
-        `layers` tells the words in `cover` of layers that they do not know: a class, or a pattern of parameter names,
-        and on which axis (or axes) of the weight the inputs lie: -1 for x @ W.T, 0 for x @ W, -1 for experts
-        (experts, out, in).
-
-        Frozen parameters stay at home: a client must have the same. With `send_frozen` the server sends those that are
-        floating-point numbers, once (`Server.base`), under one noise that never changes.
+        Raises:
+            PlanError: The configuration cannot be carried out for this model; the message lists every problem.
 
         >>> import torch
         >>> class Backwards(nn.Module):
@@ -194,49 +166,57 @@ class SketchPlan:
         ...         self.weight = nn.Parameter(0.1 * torch.randn(inputs, outputs))
         ...     def forward(self, x):
         ...         return x @ self.weight
-        >>> model = nn.Sequential(Backwards(8, 4), nn.ReLU(), nn.Linear(4, 2))
-        >>> SketchPlan.of(model, layers={Backwards: 0}).rows()[0]
-        ('0.weight', '8x4', 'lanes-v1', '4 of 8 inputs (axis 0)', '0.2')
+        >>> model = nn.Sequential(Backwards(64, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> SketchPlan.from_model(model, SketchConfig(layers={Backwards: 0})).rows()[0]
+        ('0.weight', '64x4', 'lanes-v1', '32 of 64 inputs (axis 0)', '0.2')
         """
         model = unwrapped(model)
-        low, high = ratio if isinstance(ratio, tuple) else (ratio, ratio)
-        sketch, lanes = _laned(sketch, lanes, low)
-        _refuse([*without_values(model), *cannot_be_sent(model)])
+        low, high = sketch.ratio if isinstance(sketch.ratio, tuple) else (sketch.ratio, sketch.ratio)
+        scheme, lanes = _laned(sketch.sketch, sketch.lanes, low)
+        _refuse([*without_values(model), *cannot_be_sent(model), *shared_memory(model), *nothing_trained(model)])
         own = named_tensors(model)
-        sent = broadcast_names(model, buffers)
-        covered = Covered({}, set(), {}, []) if sketch == CLEAR else covered_names(model, cover, layers)
+        sent = broadcast_names(model, sketch.buffers)
+        covered = (
+            Covered({}, set(), {}, []) if scheme == CLEAR else covered_names(model, sketch.coverage, sketch.layers)
+        )
 
-        def planned(name: str, scheme: str) -> TensorPlan:
+        def planned(name: str, kind: str) -> TensorPlan:
             inputs = covered.names.get(name, ())
-            return TensorPlan(name, tuple(own[name].shape), scheme, (float(low), float(high)), float(veil), inputs)
+            return TensorPlan(name, tuple(own[name].shape), kind, (float(low), float(high)), float(sketch.veil), inputs)
 
         left_out = dict(covered.left_out)
         for name in sorted(covered.by_word):
-            inputs = planned(name, sketch).dim
+            inputs = planned(name, scheme).dim
             if 1 < low <= high and int(inputs / high) < 1:
                 left_out[name] = f"has {inputs} inputs, too few for the ratio {_span(low, high)}"
         names = covered.names.keys() - left_out.keys()
         if covered.names and not names:
             covered.problems.append(nothing_left(left_out))
-        unsketched = {name: MEASURED if is_statistic(name) else CLEAR for name in sent}
-        tensors = [planned(name, sketch if name in names else unsketched[name]) for name in sent]
+        if scheme != CLEAR and not names and not covered.problems:  # "auto" may cover nothing
+            if sketch.lanes is not None and sketch.lanes > 1:
+                why = covered_names(model, "large", sketch.layers).problems
+                why = why or [f"{nothing_left(left_out)}; use coverage='hidden'"]
+                covered.problems.append(f"lanes={sketch.lanes} needs a sketch: {why[0]}")
+            scheme, lanes = CLEAR, 1
+        unsketched = {name: BATCHNORM_STATS if is_statistic(name) else CLEAR for name in sent}
+        tensors = [planned(name, scheme if name in names else unsketched[name]) for name in sent]
         _refuse([*covered.problems, *(problem for tensor in tensors for problem in tensor.problems())])
         frozen = frozen_parameters(model)
-        base = [planned(name, CLEAR) for name, tensor in frozen.items() if send_frozen and plain_numbers(tensor)]
-        at_home = [(name, "frozen") for name in frozen if name not in {tensor.name for tensor in base}]
-        at_home += [(name, "constant") for name, tensor in own.items() if _is_constant(name, tensor, sent)]
-        return cls(tuple(tensors), tuple(left_out.items()), tuple(at_home), tuple(base), lanes, grouped)
+        base = [planned(name, CLEAR) for name, tensor in frozen.items() if sketch.send_frozen and plain_numbers(tensor)]
+        not_sent = [(name, "frozen") for name in frozen if name not in {tensor.name for tensor in base}]
+        not_sent += [(name, "constant") for name, tensor in own.items() if _is_constant(name, tensor, sent)]
+        return cls(tuple(tensors), tuple(left_out.items()), tuple(not_sent), tuple(base), lanes)
 
     def adjust(
         self, pattern: str, *, sketch: str | None = None, ratio: Ratio | None = None, veil: float | None = None
     ) -> "SketchPlan":
         """Give a plan in which the tensors that match a pattern have another sketch, ratio or veil.
 
-        A tensor that is not covered cannot get a sketch here: `cover` decides that, with all its checks.
+        A tensor that is not covered cannot get a sketch here: `coverage` decides that, with all its checks.
 
-        >>> model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
-        >>> plan = SketchPlan.of(model, veil=0).adjust("2.*", veil=0.5)
-        >>> plan.in_clear
+        >>> model = nn.Sequential(nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> plan = SketchPlan.from_model(model, SketchConfig(veil=0)).adjust("2.*", veil=0.5)
+        >>> plan.unprotected
         ('0.bias',)
         """
         every = (*self.tensors, *self.base)
@@ -248,7 +228,9 @@ class SketchPlan:
             changes["scheme"] = sketch
             bare = [t.name for t in every if fnmatchcase(t.name, pattern) and not t.sketched]
             if bare and sketch != CLEAR:
-                raise PlanError(f"not covered, so it cannot get a sketch: {', '.join(bare)}; name it in cover instead")
+                raise PlanError(
+                    f"not covered, so it cannot get a sketch: {', '.join(bare)}; name it in coverage instead"
+                )
         if ratio is not None:
             changes["ratio"] = ratio if isinstance(ratio, tuple) else (ratio, ratio)
         if veil is not None:
@@ -273,9 +255,9 @@ class SketchPlan:
         return float(min((tensor.veil for tensor in self.tensors), default=0.0))
 
     @property
-    def in_clear(self) -> tuple[str, ...]:
+    def unprotected(self) -> tuple[str, ...]:
         """The tensors that every client receives exactly."""
-        return tuple(tensor.name for tensor in (*self.tensors, *self.base) if tensor.in_clear)
+        return tuple(tensor.name for tensor in (*self.tensors, *self.base) if tensor.unprotected)
 
     @cached_property
     def digest(self) -> str:
@@ -283,7 +265,7 @@ class SketchPlan:
         parts = [dataclasses.astuple(tensor) for tensor in self.tensors]
         base = [dataclasses.astuple(tensor) for tensor in self.base]
         settled: list[object] = [parts, base] if base else [*parts]
-        settled += [{"lanes": self.lanes, "grouped": self.grouped}] if self.lanes > 1 else []
+        settled += [{"lanes": self.lanes, "grouped": False}] if self.lanes > 1 else []
         return hashlib.sha256(json.dumps(settled).encode()).hexdigest()
 
     def draw(self, seed: bytes, round: int, frozen: tuple[tuple[str, str], ...] = ()) -> RoundPlan:
@@ -296,16 +278,12 @@ class SketchPlan:
         vars(plan)["sketches"] = {tensor.name: sketch for tensor, sketch in drawn if tensor.sketched}  # not drawn again
         return plan
 
-    def numbers_sent(self) -> int:
-        """How many numbers one message holds, at most."""
-        return sum(t.layout.rows * t.widths[1] if t.sketched else math.prod(t.shape) for t in self.tensors)
-
     @property
     def share_sketched(self) -> float:
         """The share of the numbers that leave the server which is sketched.
 
-        >>> SketchPlan.of(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))).share_sketched
-        0.695...
+        >>> SketchPlan.from_model(nn.Sequential(nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 2))).share_sketched
+        0.948...
         """
         sizes = {tensor.name: math.prod(tensor.shape) for tensor in self.tensors}
         return sum(sizes[tensor.name] for tensor in self.tensors if tensor.sketched) / (sum(sizes.values()) or 1)
@@ -314,20 +292,22 @@ class SketchPlan:
         """What a reader of the table must know besides: the share that is sketched, and what is not sent at all."""
         lines = []
         if any(tensor.sketched for tensor in self.tensors):
-            few = "" if self.share_sketched >= 0.5 else ", less than half: name more layers in cover"
+            few = "" if self.share_sketched >= 0.5 else ", less than half: name more layers in coverage"
             lines.append(f"sketched: {self.share_sketched:.0%} of the numbers{few}".replace("%", " %"))
         if self.lanes > 1:
-            buckets = f"; every {self.lanes} clients have buckets of their own" if self.grouped else ""
             lines.append(
-                f"lanes: {self.lanes}, whose sketches complement each other; each client trains in one of them{buckets}"
+                f"lanes: {self.lanes}, whose sketches complement each other; each client trains in one of them"
             )
-        lines += [f"not sketched: {name} {reason}" for name, reason in self.left_out]
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.left_out:
+            by_reason.setdefault(reason, []).append(name)
+        lines += [f"not sketched: {_shown(names)} {reason}" for reason, names in by_reason.items()]
         if self.base:
             veils = sorted({tensor.veil for tensor in self.base})
             shown = _shown([tensor.name for tensor in self.base])
             lines.append(f"sent once: {len(self.base)} frozen parameters ({shown}), veil {_span(veils[0], veils[-1])}")
         for why, what in (("frozen", "frozen parameters"), ("constant", "buffers that are constants")):
-            names = [name for name, reason in self.at_home if reason == why]
+            names = [name for name, reason in self.not_sent if reason == why]
             if names:
                 lines.append(f"stays at home: {len(names)} {what} ({_shown(names)})")
         return lines
@@ -345,7 +325,7 @@ class SketchPlan:
         sizes = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True)).rstrip() for row in table]
         lines += self.notes()
-        lines.append(f"in clear: {', '.join(self.in_clear) or 'nothing'}")
+        lines.append(f"in clear: {', '.join(self.unprotected) or 'nothing'}")
         bare = [tensor.name for tensor in self.tensors if tensor.sketched and not tensor.veil]
         if bare:
             lines.append(f"sketched without a veil, so a client that remembers can undo it: {', '.join(bare)}")
@@ -359,12 +339,10 @@ def _refuse(problems: list[str]) -> None:
 
 
 def _laned(sketch: str, lanes: int | None, ratio: float) -> tuple[str, int]:
-    """The scheme and the number of lanes: of the balanced count sketch as many as the ratio, unless told otherwise."""
-    balanced = sketch in (COUNT, LaneSketch.scheme)
+    """Return the scheme and the number of lanes: by default the rounded ratio for the balanced count sketch."""
+    balanced = sketch == COUNT
     if lanes is None:
         lanes = max(1, min(MAX_LANES, int(ratio + 0.5))) if balanced and math.isfinite(ratio) else 1
-    if not isinstance(lanes, int) or isinstance(lanes, bool):
-        _refuse([f"lanes must be a whole number, got {lanes!r}"])
     if lanes > 1 and not balanced:
         _refuse([f"lanes are of the balanced count sketch: {sketch} has one, got {lanes}"])
     return (LaneSketch.scheme if lanes > 1 else COUNT) if balanced else sketch, lanes

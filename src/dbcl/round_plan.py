@@ -9,14 +9,14 @@ from functools import cached_property
 from torch import Tensor
 
 from dbcl.errors import SketchError, plain, shown
-from dbcl.layout import Layout
+from dbcl.model.layout import Layout
 from dbcl.sketch import LaneSketch, Sketch, draw
 
 CLEAR = "identity-v1"
 """The scheme of a tensor that is not sketched."""
-MEASURED = "statistics-v1"
+BATCHNORM_STATS = "statistics-v1"
 """The scheme of a normalisation statistic: not sketched, and a client reports a value of its own and not a change."""
-UNSKETCHED = (CLEAR, MEASURED)
+UNSKETCHED = (CLEAR, BATCHNORM_STATS)
 MAX_LANES = 1024
 
 
@@ -52,7 +52,7 @@ class RoundTensor:
     @property
     def measured(self) -> bool:
         """Whether it is a normalisation statistic, of which clients report values and not changes."""
-        return self.scheme == MEASURED
+        return self.scheme == BATCHNORM_STATS
 
     @property
     def dim(self) -> int:

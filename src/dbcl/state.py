@@ -1,6 +1,8 @@
 """What a checkpoint holds: plain values and tensors, of several parts under names."""
 
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -34,3 +36,25 @@ def join(**parts: State) -> State:
     """
     tensors = {f"{name}.{key}": each for name, part in parts.items() for key, each in part.tensors.items()}
     return State({name: part.values for name, part in parts.items()}, tensors)
+
+
+class Stateful(Protocol):
+    """An object that saves its own state."""
+
+    def state(self) -> State:
+        """Return a copy of the state."""
+
+    def load_state(self, state: State) -> None:
+        """Restore what `state` returned."""
+
+
+@contextlib.contextmanager
+def restored_on_error(*parts: Stateful) -> Iterator[None]:
+    """Restore the state of some objects if the block is left by an error."""
+    before = [part.state() for part in parts]
+    try:
+        yield
+    except BaseException:
+        for part, state in zip(parts, before, strict=True):
+            part.load_state(state)
+        raise

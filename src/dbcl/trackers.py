@@ -1,6 +1,6 @@
-"""Where a run's metrics can be watched: a progress bar, TensorBoard, MLflow, Weights & Biases; loaded on use.
+"""Trackers of a run's metrics: a progress bar and TensorBoard.
 
-A tracker receives the settings and the numbers of metrics.jsonl; no weights, no updates and no secrets.
+A tracker receives the settings and the metrics of metrics.jsonl; no weights, no updates and no secrets.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dbcl.errors import ConfigError
-from dbcl.files import file_in_the_way
+from dbcl.files import file_in_the_way, user_path
 
 
 class Tracker(Protocol):
@@ -28,7 +28,7 @@ class Tracker(Protocol):
     ...     def end(self):
     ...         print("done")
     >>> import tempfile
-    >>> from dbcl.run import Run, RunConfig
+    >>> from dbcl.simulation import Run, RunConfig
     >>> run = Run.start(RunConfig(rounds=1, clients=10, seed=0), Path(tempfile.mkdtemp()) / "mine")
     >>> history = list(run.play(Printed()))
     mine: 1 rounds, from round 0
@@ -53,16 +53,16 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str = "") -> None:
-        _needs("tensorboard", "TensorBoard")
-        if taken := file_in_the_way(Path(folder)):
+        _needs("tensorboard")
+        self.folder = user_path(folder) if folder else None
+        if self.folder is not None and (taken := file_in_the_way(self.folder)):
             raise ConfigError(f"TensorBoard cannot write into {folder}: {taken} is a file")
-        self.folder = folder
         self.writer: Any = None
 
     def begin(self, folder: Path, settings: Mapping[str, Any], round: int) -> None:
         """Open the event file; what a crash had written after `round` is hidden."""
-        place = Path(self.folder) / folder.name if self.folder else folder / "tensorboard"
-        writer = _needs("torch.utils.tensorboard", "TensorBoard").SummaryWriter
+        place = self.folder / folder.name if self.folder else folder / "tensorboard"
+        writer = _needs("torch.utils.tensorboard").SummaryWriter
         self.writer = writer(str(place), purge_step=round + 1 if round else None)
         rows = "".join(f"| {name} | {value} |\n" for name, value in settings.items())
         self.writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", round)
@@ -76,63 +76,6 @@ class TensorBoard:
         """Write what is left and close the file."""
         if self.writer is not None:
             self.writer.close()
-
-
-class MLflow:
-    """Logs to an MLflow server or folder; a run that goes on is a further MLflow run under the same name.
-
-    >>> check_place("mlflow:http://127.0.0.1:5000")
-    """
-
-    def __init__(self, address: str = "") -> None:
-        self.mlflow = _needs("mlflow", "MLflow")
-        self.address = address
-        self.begun = False
-
-    def begin(self, folder: Path, settings: Mapping[str, Any], round: int) -> None:
-        """Start an MLflow run in the experiment `dbcl`, with the settings as its parameters."""
-        if self.address:
-            self.mlflow.set_tracking_uri(self.address)
-        self.mlflow.set_experiment("dbcl")
-        self.mlflow.start_run(run_name=folder.name)
-        self.begun = True
-        self.mlflow.log_params(dict(settings))
-
-    def log(self, round: int, values: Mapping[str, float]) -> None:
-        """One point on each curve."""
-        self.mlflow.log_metrics(dict(values), step=round)
-
-    def end(self) -> None:
-        """Close the MLflow run."""
-        if self.begun:
-            self.mlflow.end_run()
-            self.begun = False
-
-
-class WeightsAndBiases:
-    """Logs to Weights & Biases; a run that goes on is a further one in the group of the run's name.
-
-    >>> check_place("wandb:my-project")
-    """
-
-    def __init__(self, project: str = "") -> None:
-        self.wandb = _needs("wandb", "Weights & Biases")
-        self.project = project or "dbcl"
-        self.run: Any = None
-
-    def begin(self, folder: Path, settings: Mapping[str, Any], round: int) -> None:
-        """Start a run of the project, with the settings as its configuration."""
-        self.run = self.wandb.init(project=self.project, name=folder.name, group=folder.name, config=dict(settings))
-
-    def log(self, round: int, values: Mapping[str, float]) -> None:
-        """One point on each curve."""
-        self.run.log(dict(values), step=round)
-
-    def end(self) -> None:
-        """Finish the run."""
-        if self.run is not None:
-            self.run.finish()
-            self.run = None
 
 
 class ProgressBar:
@@ -177,26 +120,16 @@ class ProgressBar:
             self.progress = None
 
 
-TRACKERS: dict[str, Callable[[str], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "mlflow": MLflow,
-    "wandb": WeightsAndBiases,
-}
-PLACES = ("tensorboard[:FOLDER]", "mlflow[:ADDRESS]", "wandb[:PROJECT]")
-"""How a tracker is written, with what may follow its name."""
-
-
 def tracker(place: str) -> Tracker:
-    """Make a tracker from its text; what it needs must be installed.
+    """Make a tracker from its text; the package that it needs must be installed.
 
     >>> tracker("paper")
     Traceback (most recent call last):
         ...
-    dbcl.errors.ConfigError: no tracker 'paper'; choose tensorboard[:FOLDER], mlflow[:ADDRESS] or wandb[:PROJECT]
+    dbcl.errors.ConfigError: no tracker 'paper'; choose tensorboard or tensorboard:FOLDER
     """
     check_place(place)
-    name, _, where = place.partition(":")
-    return TRACKERS[name](where)
+    return TensorBoard(place.partition(":")[2])
 
 
 def check_place(place: str) -> None:
@@ -204,17 +137,16 @@ def check_place(place: str) -> None:
 
     >>> check_place("tensorboard")
     """
-    if place.partition(":")[0] not in TRACKERS:
-        raise ConfigError(f"no tracker {place!r}; choose {', '.join(PLACES[:-1])} or {PLACES[-1]}")
+    if place.partition(":")[0] != "tensorboard":
+        raise ConfigError(f"no tracker {place!r}; choose tensorboard or tensorboard:FOLDER")
 
 
-def _needs(module: str, name: str) -> Any:
-    """Optional dependency, imported lazily."""
+def _needs(module: str) -> Any:
+    """Import an optional dependency on use."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        extra = "wandb" if module == "wandb" else name.lower()
         raise ConfigError(
-            f"tracking with {name} needs a package that is not installed ({error}): pip install {extra}, "
-            f"or pip install '.[{extra}]' in a clone of dbcl"
+            f"tracking with TensorBoard needs a package that is not installed ({error}): pip install tensorboard, "
+            "or pip install '.[tensorboard]' in a clone of dbcl"
         ) from error

@@ -16,15 +16,15 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from dbcl import models
-from dbcl.cover import named_tensors
-from dbcl.engines import LocalTraining, Session
-from dbcl.engines.session import session_of
-from dbcl.errors import AuditError, ProtocolError
+from dbcl.engines import LocalTraining
+from dbcl.engines.training_server import TrainingServer
+from dbcl.errors import AuditError, NotAttackableError, ProtocolError
 from dbcl.files import SECRET, make_folder, write_atomic
-from dbcl.protocol import Broadcast, Server, Update, decode_broadcast, decode_update, encode
+from dbcl.model import networks
+from dbcl.model.norm_stats import is_statistic
+from dbcl.model.tensors import named_tensors
+from dbcl.protocol import Broadcast, Update, decode_broadcast, decode_update, encode
 from dbcl.protocol.aggregation import Weighted, average
-from dbcl.statistics import is_statistic
 
 SUM = "sum"
 
@@ -50,8 +50,6 @@ class Setting:
     momentum: float = 0.0
     server_lr: float = 1.0
     veil: float = 0.0
-    grouped: bool = False
-    """Whether every group of as many clients as there are lanes has buckets of its own."""
 
     @property
     def local(self) -> LocalTraining:
@@ -64,7 +62,7 @@ class Setting:
         if ":" in self.model or len(self.shape) != 3:  # a transcript never imports code by itself
             raise AuditError(f"the network {self.model!r} is code of its own: give Transcript a template that makes it")
         channels, height, width = self.shape
-        return models.build(self.model, shape=(channels, height, width), outputs=self.outputs, seed=1)
+        return networks.build(self.model, shape=(channels, height, width), outputs=self.outputs, seed=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +115,7 @@ class Transcript:
             raise AuditError(f"{folder}: setting.json is damaged ({error!r})") from None
         self.rounds = _rounds(folder)
         if not self.rounds:
-            raise AuditError(f"{folder} holds no rounds")
+            raise NotAttackableError(f"{folder.name} holds no rounds: nothing was sent to it")
 
     def template(self) -> nn.Module:
         """A network of the right shape with weights of its own: by `template`, or as the setting names it."""
@@ -162,15 +160,22 @@ class Truth:
         return {name: after[name] - before[name] for name in before}
 
     def cohort(self, round: int) -> list[int]:
-        """Which clients took part in a round, and not only saw its broadcast."""
-        return _cohorts(self.folder)[str(round)]
+        """Return the clients that took part in a round, and did not only see its broadcast."""
+        return list(map(int, _cohorts(self.folder)[str(round)]))
+
+    def lane_of(self, round: int, client: int) -> tuple[str, list[int]]:
+        """Return the digest of the plan that a client answered in a round, and all clients that answered it."""
+        plans = _cohorts(self.folder)[str(round)]
+        own = plans[str(client)]
+        return own, [int(each) for each, plan in plans.items() if plan == own]
 
 
 class Recorder:
     """Writes the transcripts of a run round by round: set it as an engine's `observer`.
 
-    Parties are numbers of clients, "server" (which sees each client's update) and "server-sum" (which sees only their
-    sum, as under secure aggregation). A client's transcript has every round whose broadcast it was sent.
+    Parties are numbers of clients, "server" (which sees what the run's server sees: each client's update, or under
+    secure aggregation the sum of each group) and "server-sum" (which sees only sums, whatever the run's server sees).
+    A client's transcript has every round whose broadcast it was sent.
 
     >>> import tempfile, dbcl
     >>> from dbcl.engines import LocalEngine
@@ -179,16 +184,16 @@ class Recorder:
     >>> engine = LocalEngine(dbcl.Server(net), nn.Sequential(*net), clients, LocalTraining(), seed=bytes(32))
     >>> folder = Path(tempfile.mkdtemp())
     >>> setting = Setting("net", (1, 1, 8), 2, LocalTraining().settings(), clients=2, cohort=2)
-    >>> engine.observer = Recorder(folder, ["0", "server"], engine.session, setting)
+    >>> engine.observer = Recorder(folder, ["0", "server"], engine.server, setting)
     >>> report = engine.play_round()
     >>> seen = Transcript(folder / "client-0")[0]
     >>> sorted(seen.updates), seen.weights is None
     (['0'], True)
     """
 
-    def __init__(self, folder: Path, parties: Sequence[str], holder: Server | Session, setting: Setting) -> None:
+    def __init__(self, folder: Path, parties: Sequence[str], server: TrainingServer, setting: Setting) -> None:
         check_parties(parties, setting.clients)
-        self.session = session = session_of(holder)
+        self.server = server
         self.folders = {party: folder / (f"client-{party}" if party.isdigit() else party) for party in parties}
         for place in self.folders.values():
             make_folder(place, secret=True)
@@ -198,13 +203,13 @@ class Recorder:
         for place in (*self.folders.values(), self.truth):  # rounds that a crash recorded and resume plays again
             for round in _rounds(place):
                 # What was only shown of the open round stays seen: it is sent again as it was, perhaps to others.
-                shown = round == session.round > 0 and _only_shown(_path(place, round)) and place != self.truth
-                if round >= session.round and not shown:
+                shown = round == server.round > 0 and _only_shown(_path(place, round)) and place != self.truth
+                if round >= server.round and not shown:
                     _path(place, round).unlink()
-        read = _cohorts(self.truth) if session.round else {}
-        self.cohorts: dict[str, list[int]] = {key: value for key, value in read.items() if int(key) < session.round}
+        read = _cohorts(self.truth) if server.round else {}
+        self.cohorts = {key: value for key, value in read.items() if int(key) < server.round}
         self.before = self._weights()
-        self._save(self.truth, session.round, self.before)
+        self._save(self.truth, server.round, self.before)
 
     def __call__(self, broadcasts: Mapping[int, Broadcast], messages: Mapping[int, Update | bytes]) -> None:
         """Take note of a round that was just closed, or without messages, of one that is open and was only shown.
@@ -224,22 +229,22 @@ class Recorder:
                 continue
             if not updates:
                 continue
-            told: Mapping[str, Update | bytes] = updates
-            if party == "server-sum":
-                told = self.session.sums() or sums(list(updates.values()))
+            told: Mapping[str, Update | bytes] = self.server.sums() or updates
+            if party == "server-sum" and told is updates:
+                told = sums(list(updates.values()))
             received = {f"update/{who}": _message(update) for who, update in told.items()}
             own = {f"weights/{name}": tensor for name, tensor in self.before.items()}
             self._save(folder, round, {**sent, **received, **own})
         if not updates:  # the weights have not changed
             return
-        self.cohorts[str(round)] = list(messages)
+        self.cohorts[str(round)] = {who: _update(message).plan for who, message in updates.items()}
         write_atomic(self.truth / "cohorts.json", json.dumps(self.cohorts).encode(), mode=SECRET)
         self.before = self._weights()
         self._save(self.truth, round + 1, self.before)
 
     def _weights(self) -> dict[str, Tensor]:
-        own = named_tensors(self.session.model)
-        return {each.name: own[each.name].detach().cpu().clone() for each in self.session.plan.tensors}
+        own = named_tensors(self.server.model)
+        return {each.name: own[each.name].detach().cpu().clone() for each in self.server.plan.tensors}
 
     @staticmethod
     def _save(folder: Path, round: int, tensors: Mapping[str, Tensor]) -> None:
@@ -255,7 +260,7 @@ def sums(messages: Sequence[Update | bytes]) -> dict[str, Update]:
     """
     lanes: dict[str, list[Update]] = {}
     for message in messages:
-        update = decode_update(message) if isinstance(message, bytes) else message
+        update = _update(message)
         lanes.setdefault(update.plan, []).append(update)
     if len(lanes) == 1:
         return {SUM: _mean(next(iter(lanes.values())))}
@@ -304,10 +309,13 @@ def _only_shown(path: Path) -> bool:
         return False
 
 
-def _cohorts(truth: Path) -> dict[str, list[int]]:
+def _cohorts(truth: Path) -> dict[str, dict[str, str]]:
+    """Return for each round the clients that took part, with the digest of the plan that each answered."""
     try:
-        read: dict[str, list[int]] = json.loads((truth / "cohorts.json").read_text())
-    except (OSError, ValueError) as error:
+        read: dict[str, dict[str, str]] = json.loads((truth / "cohorts.json").read_text())
+        if not all(isinstance(plans, dict) and all(map(str.isdecimal, plans)) for plans in read.values()):
+            raise ValueError("it has another form, as earlier versions wrote it")
+    except (OSError, ValueError, AttributeError) as error:
         raise AuditError(f"{truth}: cohorts.json cannot be read ({error})") from None
     return read
 
@@ -322,6 +330,10 @@ def _tensor(data: bytes) -> Tensor:
 
 def _bytes(tensor: Tensor) -> bytes:
     return tensor.numpy().tobytes()
+
+
+def _update(message: Update | bytes) -> Update:
+    return decode_update(message) if isinstance(message, bytes) else message
 
 
 def _message(update: Update | bytes) -> Tensor:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dbcl import optim, seeds
-from dbcl.audit.canaries import Canaries, CanaryEstimate
-from dbcl.engines import ServerSession
 from dbcl.errors import AuditError
-from dbcl.privacy import CorrelatedVeil, Ledger, PrivacyPlan, epsilon_of
+from dbcl.privacy import CorrelatedNoise, ParticipationTracker, PrivacyPlan, epsilon_of
 from dbcl.protocol import Server, Update, UpdateStack, encode
+from dbcl.testing.nested import nested
+from dbcl_audit.canaries import Canaries, CanaryEstimate
 
 ROUNDS, SEPARATION, COHORT, CLIP, DELTA = 12, 3, 10, 0.5, 1e-4
 
@@ -35,15 +35,15 @@ def server_of(plan: PrivacyPlan, **changes: Any) -> Server:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 10))
     settings = {"sketch": "identity-v1", "optimizer": optim.momentum(plan.momentum, lr=plan.lr), **changes}
-    return Server(net, privacy=plan, insecure_seed=1, **settings)
+    return Server(net, privacy=plan, insecure_seed=1, **nested(settings))
 
 
-def honest(session: ServerSession, plan: PrivacyPlan, kind: str) -> Any:
+def honest(server: Server, plan: PrivacyPlan, kind: str) -> Any:
     """The updates of a round's cohort: they pull together, and at the weights that they see."""
-    round, cohort = session.round, plan.cohort
+    round, cohort = server.round, plan.cohort
     first = plan.cohort * (round % plan.separation) if plan.unit == "client" else 0
     names = [f"client {number}" for number in range(first, first + cohort)]
-    sent = [session.open(name) for name in names]
+    sent = [server.open_round(name) for name in names]
     length = plan.clip if plan.unit == "client" else plan.clip * plan.batch / cohort / 2
     pulls = [{name: 0.2 - V.float() for name, V in each.tensors.items()} for each in sent]
     lengths = [math.sqrt(sum(float(V.square().sum()) for V in pull.values())) for pull in pulls]
@@ -65,10 +65,10 @@ def measured(
     count: int | None = 300,
     canaries: type[Canaries] = Canaries,
 ) -> CanaryEstimate:
-    session = canaries(ServerSession(server or server_of(plan)), plan, count=count)
+    measuring = canaries(server or server_of(plan), plan, count=count)
     for _ in range(rounds):
-        session.close(honest(session.session, plan, kind))
-    return session.estimate()
+        measuring.close_round(honest(measuring.server, plan, kind))
+    return measuring.estimate()
 
 
 def assert_as_stated(found: CanaryEstimate, error: float = 0.14) -> None:
@@ -94,12 +94,11 @@ def test_what_is_measured_is_what_is_stated(mu: float, unit: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kind": "white"},
-        {"kind": "independent", "lr": 0.5},
-        {"kind": "blt", "decay": (0.8,), "scale": (0.6,)},
+        {"correlation": "white"},
+        {"correlation": "independent", "lr": 0.5},
         {"momentum": 0.7, "lr": 2.0},
-        {"kind": "white", "momentum": 0.5},
-        {"most": 7.0},
+        {"correlation": "white", "momentum": 0.5},
+        {"weight_cap": 7.0},
     ],
     ids=str,
 )
@@ -115,7 +114,7 @@ def test_a_stack_and_bytes_measure_the_same() -> None:
 
 def test_with_a_sketch_canaries_are_in_what_is_not_sketched() -> None:
     plan = plan_of(2.0)
-    server = server_of(plan, sketch="count-v1", lanes=2, cover="large")
+    server = server_of(plan, sketch="count-v1", lanes=2, coverage="large")
     assert [each.name for each in server.plan.tensors if each.sketched] == ["0.weight"]
     assert_as_stated(measured(plan, server=server, count=100, kind="update"), error=0.22)
 
@@ -128,14 +127,14 @@ def test_fewer_rounds_are_compared_with_what_they_spend() -> None:
     assert_as_stated(found)
 
 
-class Replayed(CorrelatedVeil):
+class Replayed(CorrelatedNoise):
     """z of the first round, again and again."""
 
     def _drawn(self, key: bytes, round: int, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
         return super()._drawn(seeds.derive(bytes(32), "replayed"), 0, name, shape, device)
 
 
-class Late(CorrelatedVeil):
+class Late(CorrelatedNoise):
     """The noise of a round comes one round late."""
 
     def noise(self, round: int, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -144,7 +143,7 @@ class Late(CorrelatedVeil):
         return torch.zeros_like(now) if before is None else before.clone()
 
 
-class White(CorrelatedVeil):
+class White(CorrelatedNoise):
     """The noise of every round by itself, in the size that is meant for correlated noise."""
 
     def noise(self, round: int, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -154,31 +153,34 @@ class White(CorrelatedVeil):
 
 
 def half_the_noise(server: Server, plan: PrivacyPlan) -> None:
-    server.veil = CorrelatedVeil(plan.mechanism, plan.sigma / 2)
+    server.noise = CorrelatedNoise(plan.mechanism, plan.sigma / 2)
 
 
 def replayed(server: Server, plan: PrivacyPlan) -> None:
-    server.veil = Replayed(plan.mechanism, plan.sigma)
+    server.noise = Replayed(plan.mechanism, plan.sigma)
 
 
 def late(server: Server, plan: PrivacyPlan) -> None:
-    server.veil = Late(plan.mechanism, plan.sigma)
+    server.noise = Late(plan.mechanism, plan.sigma)
 
 
 def white_noise(server: Server, plan: PrivacyPlan) -> None:
-    server.veil = White(plan.mechanism, plan.sigma)
+    server.noise = White(plan.mechanism, plan.sigma)
 
 
 def no_clip(server: Server, plan: PrivacyPlan) -> None:
-    server.door = replace(server.door, norm_bound=None)
+    server.validation.validator = replace(server.validator, norm_bound=None)
 
 
 def early(server: Server, plan: PrivacyPlan) -> None:
-    server.ledger = Ledger(rounds=ROUNDS, separation=SEPARATION - 1, participations=ROUNDS)
+    server.keeper.tracker = ParticipationTracker(
+        rounds=ROUNDS, separation=SEPARATION - 1, participations=ROUNDS, clients=10**6
+    )
 
 
 def divided_by_less(server: Server, plan: PrivacyPlan) -> None:
-    server.privacy = replace(plan, cohort=plan.cohort // 2, separation=SEPARATION, participations=plan.participations)
+    fewer = replace(plan, cohort=plan.cohort // 2, separation=SEPARATION, participations=plan.participations)
+    server.keeper.plan = fewer
 
 
 MUTANTS = (half_the_noise, replayed, late, white_noise, no_clip, early, divided_by_less)
@@ -204,32 +206,30 @@ def test_an_example_that_comes_back_too_early_is_seen() -> None:
 
 
 def test_weights_beyond_the_cap_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of(most=7.0)
+    plan = plan_of(weight_cap=7.0)
     server = server_of(plan)
-    server.privacy = replace(plan, most=3.5)  # an update of 14 examples counts for one all the same
+    server.keeper.plan = replace(plan, weight_cap=3.5)  # an update of 14 examples counts for one all the same
     assert measured(plan, server=server, kind="update").holds
-    monkeypatch.setattr("dbcl.protocol.server.share", lambda weight, *, most, per_round: weight / most)
+    monkeypatch.setattr("dbcl.protocol.guarantee.share", lambda weight, *, weight_cap, per_round: weight / weight_cap)
     assert not measured(plan, kind="update").holds
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
     plan = plan_of()
     with pytest.raises(AuditError, match="by default no more than"):
-        Canaries(ServerSession(server_of(plan)), plan, count=19)
+        Canaries(server_of(plan), plan, count=19)
     with pytest.raises(AuditError, match="five numbers or more for each"):
-        Canaries(ServerSession(server_of(plan)), plan, count=1000)
+        Canaries(server_of(plan), plan, count=1000)
     with pytest.raises(AuditError, match="before an optimiser that is not linear"):
-        Canaries(ServerSession(server_of(plan)), replace(plan, before=True))
-    canaries = Canaries(ServerSession(server_of(plan)), plan)
+        Canaries(server_of(plan), replace(plan, noise_on_updates=True))
+    canaries = Canaries(server_of(plan), plan)
     with pytest.raises(AuditError, match="no canary has taken part"):
         canaries.estimate()
     with pytest.raises(AuditError, match="by their senders"):
-        canaries.close([])
-    with pytest.raises(AuditError, match="cannot be resumed"):
-        canaries.load_state(canaries.state())
-    canaries.close(honest(canaries.session, plan, "stack"))
+        canaries.close_round([])
+    canaries.close_round(honest(canaries.server, plan, "stack"))
     with pytest.raises(AuditError, match="from round 0 on"):
-        Canaries(canaries.session, plan)
+        Canaries(canaries.server, plan)
 
 
 def test_an_estimate_has_both_ends() -> None:

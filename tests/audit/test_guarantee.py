@@ -2,26 +2,34 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import Subset
 from typer.testing import CliRunner
 
+import dbcl_audit.guarantee as measured
 from dbcl import cli
-from dbcl.audit.budget import QUICK
-from dbcl.audit.canaries import CanaryEstimate
-from dbcl.audit.findings import Audit, Finding
-from dbcl.audit.guarantee import guarantee_finding
-from dbcl.audit.report.page import page
-from dbcl.audit.report.rating import BROKEN, DOUBTFUL, FAILED, KEPT, UNRATED, exceeded, word
-from dbcl.audit.report.wording import verdicts
-from dbcl.audit.suite import audit
+from dbcl.objective import CLASSIFICATION
 from dbcl.privacy import Spent
 from dbcl.protocol import Server
-from dbcl.run import RunConfig
-from dbcl.run.presets import to_toml
+from dbcl.simulation import RunConfig
+from dbcl.simulation.build import privacy_plan
+from dbcl.simulation.presets import preset, to_toml
+from dbcl.simulation.task import given
+from dbcl_audit.budget import QUICK
+from dbcl_audit.canaries import CanaryEstimate
+from dbcl_audit.findings import Audit, Finding
+from dbcl_audit.guarantee import guarantee_finding
+from dbcl_audit.report.page import page
+from dbcl_audit.report.rating import BROKEN, DOUBTFUL, FAILED, KEPT, UNRATED, exceeded, word
+from dbcl_audit.report.wording import verdicts
+from dbcl_audit.suite import audit
 
 SETTINGS: dict[str, Any] = {
     "sketch": "identity-v1",
@@ -40,12 +48,12 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dbcl.audit.canaries.MOST", 60)
+    monkeypatch.setattr("dbcl_audit.canaries.MOST", 60)
 
 
 def run_of(folder: Path, **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "config.toml").write_text(to_toml(RunConfig(**{**SETTINGS, **changes})))
+    (folder / "config.toml").write_text(to_toml(RunConfig.from_options(**{**SETTINGS, **changes})))
     return folder
 
 
@@ -89,7 +97,8 @@ def test_an_audit_measures_epsilon_with_fresh_secrets(tmp_path: Path, monkeypatc
         6,
         2,
     )
-    plan = RunConfig(**SETTINGS).privacy()
+    plan = privacy_plan(RunConfig.from_options(**SETTINGS))
+    assert plan is not None
     assert finding.budget["stated epsilon"] == plan.spent(rounds=6, participations=2).epsilon < 8
     assert finding.low < finding.value < finding.high
     error = (finding.budget["mu high"] - finding.budget["mu low"]) / (2 * 1.96)
@@ -109,7 +118,14 @@ def test_an_audit_measures_epsilon_with_fresh_secrets(tmp_path: Path, monkeypatc
 
 def test_the_command_measures_one_example_and_keeps_limits(tmp_path: Path) -> None:
     folder = run_of(
-        tmp_path / "run", unit="example", clients=4, fraction=1.0, algorithm="sgd", separation=2, delta=1e-5, rounds=4
+        tmp_path / "run",
+        privacy_unit="example",
+        clients=4,
+        fraction=1.0,
+        algorithm="sgd",
+        separation=2,
+        delta=1e-5,
+        rounds=4,
     )
 
     def invoke(limits: str) -> Any:
@@ -136,6 +152,60 @@ def test_the_command_measures_one_example_and_keeps_limits(tmp_path: Path) -> No
     assert "no veil" not in html.lower()
     assert "canaries that took part" in html
     assert "border-top-style:dashed" in html
+
+
+class Residual(nn.Module):
+    """A model that the stacked engine trains one client at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(20, 20), nn.Linear(20, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(x + torch.relu(self.first(x)))
+        return out
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 3))
+
+
+def together(x: torch.Tensor, y: torch.Tensor) -> Any:
+    return x, y
+
+
+def one_by_one(x: torch.Tensor, y: torch.Tensor) -> Any:
+    return Subset(list(zip(x, y, strict=True)), range(len(x)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize(
+    ("make", "source", "path"), [(dense, together, "stages"), (dense, one_by_one, "loop"), (Residual, together, "loop")]
+)
+def test_real_extreme_examples_find_clients_that_do_not_clip(
+    make: Callable[[], nn.Module], source: Any, path: str, clips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go through the code that trains a client, by the path that the run takes."""
+    engines: list[Any] = []
+    made = measured.build_engine
+
+    def watched(*arguments: Any, **more: Any) -> Any:
+        engines.append(made(*arguments, **more))
+        return engines[-1]
+
+    monkeypatch.setattr(measured, "build_engine", watched)
+    if not clips:
+        for place in ("privacy.example_clipping", "privacy.dense_clipping", "engines.stacked.stage_path"):
+            monkeypatch.setattr(f"dbcl.{place}.clip_factors", lambda squares, clip: torch.ones_like(squares))
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(80, 20, generator=generator), torch.arange(80) % 3
+    examples = source(x, y)
+    task = given(lambda seed: make(), examples, examples, objective=CLASSIFICATION)
+    config = preset("private-example", clients=4, rounds=4, separation=2, delta=1e-3, epsilon=100.0, clip=0.1)
+    found = measured.measure_guarantee(task.adapt(config), task)
+    assert {engine.path for engine in engines} == {path}
+    assert found.holds is clips
+    assert found.largest == pytest.approx(1.0, rel=1e-3) if clips else found.largest > 10
 
 
 def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:

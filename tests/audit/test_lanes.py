@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from dbcl import blinded, data
-from dbcl.audit.attacks.gradients import as_gradient, gradients
-from dbcl.audit.attacks.images import image_findings
-from dbcl.audit.attacks.matching import Matching
-from dbcl.audit.attacks.properties import property_findings
-from dbcl.audit.attacks.sources import sources
-from dbcl.audit.attacks.updates import estimates, update_findings
-from dbcl.audit.attacks.victim import victims_rounds
-from dbcl.audit.estimators.view import views
-from dbcl.audit.findings import Finding
-from dbcl.audit.rehearsal import VICTIM, Rehearsal, colluders_of, draw_batches, rehearse
-from dbcl.run import presets
-from dbcl.run.task import of_pictures
+from dbcl.simulation import presets
+from dbcl.simulation.task import of_pictures
+from dbcl_audit.attacks.gradients import as_gradient, gradients
+from dbcl_audit.attacks.images import image_findings
+from dbcl_audit.attacks.matching import Matching
+from dbcl_audit.attacks.properties import property_findings
+from dbcl_audit.attacks.sources import sources
+from dbcl_audit.attacks.updates import estimates, update_findings
+from dbcl_audit.attacks.victim import victims_rounds
+from dbcl_audit.estimators.view import views
+from dbcl_audit.findings import Finding
+from dbcl_audit.rehearsal import VICTIM, Rehearsal, colluders_of, draw_batches, rehearse
 
 DIGITS = data.load("digits")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dbcl import data
-from dbcl.audit import picture_quality as pictures
+from dbcl_audit import picture_quality as pictures
 
 
 def test_psnr_pairs_the_images_of_a_batch():

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from dbcl import data
-from dbcl.audit.attacks.images import image_findings
-from dbcl.audit.attacks.labels import label_finding
-from dbcl.audit.attacks.matching import Matching
-from dbcl.audit.attacks.properties import property_findings
-from dbcl.audit.attacks.updates import estimates, update_findings
-from dbcl.audit.findings import Finding
-from dbcl.audit.rehearsal import VICTIM, Rehearsal, draw_batches, rehearse
 from dbcl.errors import AuditError
-from dbcl.run import presets
-from dbcl.run.task import of_pictures
+from dbcl.simulation import presets
+from dbcl.simulation.task import of_pictures
+from dbcl_audit.attacks.images import image_findings
+from dbcl_audit.attacks.labels import label_finding
+from dbcl_audit.attacks.matching import Matching
+from dbcl_audit.attacks.properties import property_findings
+from dbcl_audit.attacks.updates import estimates, update_findings
+from dbcl_audit.findings import Finding
+from dbcl_audit.rehearsal import VICTIM, Rehearsal, draw_batches, rehearse
 
 DIGITS = data.load("digits")
 
@@ -107,7 +107,7 @@ def test_no_attack_of_a_rehearsal_opens_the_truth(tmp_path: Path) -> None:
 
 def test_weights_whose_inputs_come_first_are_attacked_as_the_matrices_they_are(tmp_path: Path) -> None:
     """A transposed convolution: without a defence every update is seen exactly, sketched or not."""
-    chosen = presets.preset("paper", model="audit.networks:upwards", seed=0, cover="all")
+    chosen = presets.preset("paper", model="audit.networks:upwards", seed=0, coverage="all")
     task = of_pictures(chosen, DIGITS)
     rehearsal = rehearse(chosen, task, draw_batches(np.arange(400), (40, 2, 4), seed=3), tmp_path)
     found = estimates(rehearsal.attacker, ["rewind"])

@@ -17,14 +17,15 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import dbcl
+import dbcl_audit
 from dbcl import cli
-from dbcl.audit import suite
-from dbcl.audit.budget import FULL, QUICK, Budget
-from dbcl.audit.findings import Audit, Finding, cases
-from dbcl.audit.report.rating import worst_by_seat
 from dbcl.errors import AuditError, ConfigError
-from dbcl.run import Run, presets, task_of
+from dbcl.simulation import Run, presets, task_of
 from dbcl.transcripts import Transcript, Truth
+from dbcl_audit import suite
+from dbcl_audit.budget import FULL, QUICK, Budget
+from dbcl_audit.findings import Audit, Finding, cases
+from dbcl_audit.report.rating import worst, worst_by_seat
 
 SMALL = Budget(
     estimators=("option I", "option II", "rewind"),
@@ -85,7 +86,9 @@ def found(paper: Path, told: list[str], moves: list[tuple[int, int]]) -> Audit:
     """The one audit that most tests here look at."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", lambda descriptor: None)
-        return suite.audit(paper, budget=SMALL, trust=True, tell=told.append, progress=lambda *step: moves.append(step))
+        return suite.audit(
+            paper, budget=SMALL, allow_code=True, tell=told.append, progress=lambda *step: moves.append(step)
+        )
 
 
 def pick(audit: Audit, **wanted: str) -> list[Finding]:
@@ -174,11 +177,11 @@ def test_findings_survive_json(found: Audit) -> None:
     assert again.json() == text
     assert again.findings == found.findings
     assert again.seats == found.seats
-    assert again.worst("cosine") == found.worst("cosine")
+    assert worst(again, "cosine") == worst(found, "cosine")
     with_nan = replace(found, findings=(Finding("a", "client", "naive", "image", "psnr", float("nan")),))
     assert json.loads(with_nan.json())["findings"][0]["value"] is None
     assert math.isnan(Audit.from_json(with_nan.json()).findings[0].value)
-    assert Audit.from_json(with_nan.json()).worst("psnr") is None
+    assert worst(Audit.from_json(with_nan.json()), "psnr") is None
 
 
 @pytest.mark.parametrize("where", ["", " (client-0 of the run)"])
@@ -195,7 +198,7 @@ def test_the_papers_attacks_fail_on_the_paper_and_rewind_does_not(found: Audit, 
 def test_an_audit_of_a_run_with_lanes_rehearses_clients_that_collude(tmp_path: Path) -> None:
     folder = train(tmp_path / "run", "paper", rounds=1, lanes=2)
     steps: list[tuple[int, int]] = []
-    audit = suite.audit(folder, budget=TINY, trust=True, progress=lambda *step: steps.append(step))
+    audit = suite.audit(folder, budget=TINY, allow_code=True, progress=lambda *step: steps.append(step))
     assert [seat for seat, _, _ in audit.seats] == ["client", "colluders", "server", "anyone"]
     assert "sketches of 1.weight in one of 2 lanes without noise" in audit.seats[0][1]
     together = pick(audit, seat="colluders")
@@ -217,28 +220,67 @@ def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
         suite.audit(tmp_path / "nothing", budget=SMALL)
 
 
-def test_parts_that_fail_are_findings_and_the_others_go_on(tmp_path: Path) -> None:
-    """A run that is not finished, and a recording that is too short."""
+def test_parts_that_fail_are_findings_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is not finished, and a fault in one part; two recordings that are too short did not fail."""
+
+    def broken(*arguments: Any, **more: Any) -> list[Finding]:
+        raise TypeError("object has no len()")
+
+    monkeypatch.setattr(suite, "few_parties", broken)
     settings = presets.preset("paper", model="audit.networks:twelve", clients=4, fraction=1.0, rounds=5, seed=0)
     run = Run.start(replace(settings, transcripts=("1",)), tmp_path / "run")
     next(run.play())
+    silent = tmp_path / "run" / "transcripts" / "client-3"
+    silent.mkdir()
+    shutil.copy(silent.with_name("client-1") / "setting.json", silent)
     steps: list[tuple[int, int]] = []
     audit = suite.audit(
-        tmp_path / "run", budget=TINY, trust=True, progress=lambda done, total: steps.append((done, total))
+        tmp_path / "run", budget=TINY, allow_code=True, progress=lambda done, total: steps.append((done, total))
     )
-    recording, membership = (finding for finding in audit.findings if finding.failures)
-    assert (recording.attack, recording.target) == ("updates from client-1", "update")
-    assert "client-1 saw 1 rounds; estimating takes 3 or more" in recording.failures[0]
+    membership, faulty = (finding for finding in audit.findings if finding.failures)
+    assert audit.not_attacked["updates from client-1"] == "client-1 saw 1 rounds; estimating takes 3 or more"
+    assert audit.not_attacked["updates from client-3"] == "client-3 holds no rounds: nothing was sent to it"
     assert membership.target == "membership"
     assert "model.safetensors is missing: the run is not finished" in membership.failures[0]
-    assert math.isnan(recording.value)
     assert math.isnan(membership.value)
-    assert {each.target for each in audit.findings} == {"update", "image", "label", "property", "membership"}
+    assert (faulty.attack, faulty.target) == ("members", "membership")
+    assert "TypeError: object has no len()" in faulty.failures[0]
+    assert {each.target for each in audit.findings if not each.failures} >= {"update", "image", "label", "property"}
     (total,) = {total for _, total in steps}
     assert steps[0] == (0, total)
     assert steps[-1] == (total, total)
     assert [done for done, _ in steps] == sorted({done for done, _ in steps})
     assert Audit.from_json(audit.json()).json() == audit.json()
+
+
+@pytest.mark.slow
+def test_a_client_that_is_alone_in_its_round_is_not_attacked_as_a_member(tmp_path: Path) -> None:
+    settings = presets.preset("blind", model="audit.networks:twelve", clients=5, fraction=0.2, rounds=2, seed=0)
+    run = Run.start(settings, tmp_path / "run")
+    list(run.play())
+    audit = suite.audit(tmp_path / "run", budget=replace(TINY, whole_cohort=True), allow_code=True)
+    assert not [finding.failures for finding in audit.findings if finding.failures]
+    assert "one client" in audit.not_attacked["members, as the run is"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", presets.PRESETS)
+@pytest.mark.parametrize("clients", [2, 3, 10])
+@pytest.mark.parametrize("rounds", [5, 20, 60])
+def test_every_preset_is_audited_with_any_number_of_clients_and_rounds(
+    name: str, clients: int, rounds: int, tmp_path: Path
+) -> None:
+    """Every part gives findings, or says in words why it is left out; none fails by a fault of ours."""
+    settings: dict[str, Any] = {"clients": clients, "fraction": 1.0, "rounds": rounds, "transcripts": ("0", "server")}
+    if name == "private-example":
+        settings["separation"] = min(10, rounds)
+    elif name == "private":
+        settings["epsilon"] = 1000.0  # at a smaller one so few clients are refused: the noise would be too large
+    run = Run.start(presets.preset(name, model="audit.networks:twelve", seed=0, **settings), tmp_path / "run")
+    list(run.play())
+    audit = suite.audit(tmp_path / "run", budget=TINY, allow_code=True)
+    assert audit.findings
+    assert "a fault of dbcl" not in " ".join(reason for each in audit.findings for reason in each.failures)
 
 
 def job(folder: Path, budget: Budget) -> suite.Job:
@@ -288,7 +330,7 @@ def test_audit_fails_above_a_limit_and_leaves_page_and_json(
     assert html.startswith("<!")
     assert "rewind" in html
     written = Audit.from_json((folder / "audit.json").read_text())
-    assert written.worst("cosine") > 0.99  # type: ignore[operator]
+    assert worst(written, "cosine") > 0.99  # type: ignore[operator]
     other = tmp_path / "pages" / "one.html"
     lenient = invoke("audit", str(folder), "--fail-above", "cosine=1.5", "--out", str(other))
     assert lenient.exit_code == 0, lenient.output
@@ -307,10 +349,10 @@ def test_audit_fails_above_a_limit_and_leaves_page_and_json(
     result = invoke("compare", str(folder), str(other.with_suffix(".json")), "--out", str(page))
     assert result.exit_code == 0, result.output
     assert "audits side by side" in result.output
-    assert "cosine ↑" in result.output
-    assert "↑: higher is worse" in result.output
+    assert "cosine" in result.output
+    assert "higher is worse" in result.output
     (guessing,) = (line for line in result.output.splitlines() if line.strip().startswith("guessing"))
-    assert guessing.split()[1].startswith("0.000-")  # what anybody expects of an update has a cosine, too
+    assert float(guessing.split()[1]) >= 0  # what anybody expects of an update has a cosine, too
     assert guessing.split()[3] == "0.500"
     assert f"{written.run['accuracy']:.1%}" in result.output
     assert page.read_text().count("<td>paper</td>") == 2
@@ -321,7 +363,7 @@ def test_the_command_audits_a_run(tmp_path: Path) -> None:
     """The quick budget as it ships, by the command, on the default preset: as docs/audit.md says."""
     folder = train(tmp_path / "run", "blind", rounds=20)
     limits = "client.cosine=0.99,client.psnr=45,server.psnr=15"  # under a veil no client gets what is exact
-    result = invoke("audit", str(folder), "--quick", "--trust", "--fail-above", limits)
+    result = invoke("audit", str(folder), "--quick", "--allow-code", "--fail-above", limits)
     assert result.exit_code == 1, result.output
     written = Audit.from_json((folder / "audit.json").read_text())
     assert {finding.target for finding in written.findings} == {"update", "image", "label", "property", "membership"}
@@ -373,10 +415,11 @@ def test_a_file_that_is_no_audit_is_refused(tmp_path: Path) -> None:
 
 def test_what_an_audit_needs_is_loaded_on_first_use() -> None:
     parts = ("budget.QUICK.rounds", "suite.audit", "report.page.page", "findings.Audit")
-    program = f"import dbcl; print({', '.join(f'dbcl.audit.{part}' for part in parts)})"
+    program = (
+        "import sys, dbcl_audit; dbcl_audit.report; assert not {'sklearn', 'scipy'} & sys.modules.keys(); "
+        f"print({', '.join(f'dbcl_audit.{part}' for part in parts)})"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    light = "import sys, dbcl; dbcl.audit.report; assert 'sklearn' not in sys.modules and 'scipy' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", light]).returncode == 0
-    with pytest.raises(AttributeError, match=r"'dbcl\.audit' has no attribute 'speed'"):
-        dbcl.audit.speed  # noqa: B018
+    with pytest.raises(AttributeError, match="'dbcl_audit' has no attribute 'speed'"):
+        dbcl_audit.speed  # noqa: B018

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from dbcl.audit.attacks.images import image_findings
-from dbcl.audit.attacks.matching import Matching
-from dbcl.audit.attacks.sources import sources
-from dbcl.audit.findings import Audit, Finding
-from dbcl.audit.rehearsal import VICTIM, Rehearsal, draw_batches, rehearse
-from dbcl.audit.report.wording import advice, rehearsal_text, verdicts
-from dbcl.audit.suite import seats
-from dbcl.protocol.secagg.ring import Ring
-from dbcl.run import RunConfig, task_of
-from dbcl.run.assemble import build_plan
+from dbcl.protocol.secagg.quantizer import Quantizer
+from dbcl.simulation import RunConfig, task_of
+from dbcl.simulation.build import build_plan
+from dbcl_audit.attacks.images import image_findings
+from dbcl_audit.attacks.matching import Matching
+from dbcl_audit.attacks.sources import sources
+from dbcl_audit.findings import Audit, Finding
+from dbcl_audit.rehearsal import VICTIM, Rehearsal, draw_batches, rehearse
+from dbcl_audit.report.wording import advice, rehearsal_text, verdicts
+from dbcl_audit.suite import seats
 
-CONFIG = RunConfig(model="dlg-lenet", veil=0.2, lr=0.1, seed=0, secure_aggregation=True, fraction=0.2)
+CONFIG = RunConfig.from_options(model="dlg-lenet", veil=0.2, lr=0.1, seed=0, secure_aggregation=True, fraction=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_the_server_has_the_mean_of_the_victims_lane(played: Rehearsal) -> None:
     assert saw.clients[0] == VICTIM
     assert len(saw.clients) == 3  # of 6 in two lanes
     updates = [saw.seen.updates[str(client)].tensors for client in saw.clients]
-    step = Ring(CONFIG.secure_bound, 3).step
+    step = Quantizer(CONFIG.secagg.clip, 3).step
     for name, mean in saw.tensors.items():
         clear = torch.stack([each[name] for each in updates]).mean(0)
         torch.testing.assert_close(mean, clear, rtol=0, atol=step)
@@ -57,7 +57,7 @@ def test_attacks_know_that_it_is_a_sum(played: Rehearsal) -> None:
 
 
 def test_pictures_are_matched_as_many_as_are_in_the_sum(played: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dbcl.audit.attacks import images
+    from dbcl_audit.attacks import images
 
     counts = []
     recover = images.recover

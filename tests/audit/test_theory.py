@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from dbcl.audit import simulation, theory
 from dbcl.errors import SketchError
 from dbcl.sketch import draw
+from dbcl_audit import simulation, theory
 
 SKETCHES = ("count-v1", "count-hashed-v1", "sampling-v1")
 

@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 import dbcl
-from dbcl.audit.findings import Audit, Finding
-from dbcl.audit.report import measures
-from dbcl.cli.audit import worst_rows
 from dbcl.cli.console import sparkline
 from dbcl.errors import ConfigError, DataError, PlanError
+from dbcl_audit.cli.audit import worst_rows
+from dbcl_audit.findings import Audit, Finding
+from dbcl_audit.report import measures
 
 Invoke = Callable[..., str]
 
@@ -43,7 +43,7 @@ def test_plan_shows_what_a_client_would_see(invoke: Invoke) -> None:
     assert "in clear: nothing" in out
     facts = json.loads(invoke("plan", "cifar-cnn", "--shape", "3,32,32", "--preset", "paper", "--json"))
     assert facts["message_bytes"] < 0.51 * facts["plain_message_bytes"]
-    assert facts["in_clear"][0] == "0.0.bias"
+    assert facts["unprotected"][0] == "0.0.bias"
     half = json.loads(invoke("plan", "cifar-cnn", "--shape", "3,32,32", "--wire", "bfloat16", "--json"))
     assert half["message_bytes"] < 0.26 * half["plain_message_bytes"]
     assert "no veil" in invoke("plan", "mnist-mlp", "--veil", "0")
@@ -59,13 +59,13 @@ def test_plan_shows_what_a_client_would_see(invoke: Invoke) -> None:
 
 
 def test_plan_reads_its_settings_as_train_does(invoke: Invoke) -> None:
-    Path("mine.toml").write_text('cover = "1.*,3.*,!3.weight"\nratio = "2-4"\nwire = "bfloat16"\n')
+    Path("mine.toml").write_text('coverage = "1.*,3.*,!3.weight"\nratio = "2-4"\nwire = "bfloat16"\n')
     facts = json.loads(invoke("plan", "mnist-mlp", "--preset", "mine.toml", "--json"))
     assert [row["tensor"] for row in facts["tensors"] if row["sketch"] != "none"] == ["1.weight"]
     assert facts["tensors"][0]["a client sees"] == "196 to 392 of 784 numbers of each row"
     assert facts["wire"] == "bfloat16"
     with pytest.raises(PlanError, match="pattern '' matches no parameter"):
-        invoke("plan", "mnist-mlp", "--cover", "")
+        invoke("plan", "mnist-mlp", "--coverage", "")
     with pytest.raises(ConfigError, match="ratio is a number or a range such as 2-4, got ''"):
         invoke("plan", "mnist-mlp", "--ratio", "")
     with pytest.raises(ConfigError, match="wire must be one of float64, float32"):
@@ -117,12 +117,12 @@ def test_a_comparison_fits_a_terminal_of_80_columns(invoke: Invoke, monkeypatch:
     run = {"accuracy": 0.915, "rounds": 60, "bytes": 485e6}
     for name, findings in (("001-blind", found[:2]), ("002-paper", found)):
         Path(f"{name}.json").write_text(Audit(name, {}, run, (), tuple(findings), 1.0).json())
-    monkeypatch.setattr("dbcl.cli.compare.console", Console(width=80))
+    monkeypatch.setattr("dbcl_audit.cli.compare.console", Console(width=80))
     lines = invoke("compare", "001-blind.json", "002-paper.json").splitlines()
     rows = {words[0]: words[1:] for words in map(str.split, lines) if words}
-    assert rows["guessing"] == ["0.000", "—", "—", "13.1-13.7", "—"]
-    assert rows["001-blind"] == ["91.5%", "60", "485", "0.329", "–", "–", "39.8", "–"]
-    assert rows["002-paper"][-2] == "39.8"
+    assert rows["guessing"] == ["0.000", "—", "—", "13.7", "—", "—"]
+    assert rows["001-blind"] == ["91.5%", "60", "485", "0.329", "—", "—", "39.8", "—", "—"]
+    assert rows["002-paper"][-3] == "39.8"
     assert max(map(len, lines)) <= 80
 
 

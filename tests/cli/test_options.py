@@ -1,8 +1,8 @@
-"""The options of the commands are the fields of `RunConfig`; no default is written in a command."""
+"""The options of the commands are the settings of a run; no default is written in a command."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,11 @@ from dbcl import cli
 from dbcl.cli.plan import plan
 from dbcl.cli.privacy import privacy
 from dbcl.cli.train import train
-from dbcl.run.config import PROMISE, RunConfig
-from dbcl.run.presets import explain, from_toml
-from dbcl.run.settings import about
+from dbcl.settings import PROMISE, about
+from dbcl.simulation.config import OPTIONS, RunConfig
+from dbcl.simulation.presets import explain, from_toml
 
 Invoke = Callable[..., str]
-
-FIELDS = {field.name: field for field in dataclasses.fields(RunConfig)}
 
 
 def test_every_setting_is_an_option() -> None:
@@ -29,19 +27,19 @@ def test_every_setting_is_an_option() -> None:
         "resume",
         "quiet",
         "as_json",
-        "trust",
-    } == set(FIELDS)
+        "allow_code",
+    } == set(OPTIONS)
 
 
 def test_plan_takes_those_that_decide_what_a_client_sees() -> None:
     own = {"model", "preset", "shape", "outputs", "examples", "as_json"}
-    decide = {"cover", "sketch", "ratio", "lanes", "buckets", "veil", "wire"}
+    decide = {"coverage", "sketch", "ratio", "lanes", "veil", "wire"}
     assert set(inspect.signature(plan).parameters) - own == decide
 
 
 def test_privacy_takes_those_that_decide_how_large_the_noise_is() -> None:
     own = {"run", "preset", "shape", "outputs", "examples", "data_dir", "out", "as_json"}
-    promise = {name for name, field in FIELDS.items() if about(field).panel == PROMISE}
+    promise = {name for name, field in OPTIONS.items() if about(field).panel == PROMISE}
     moves = {"algorithm", "lr", "server_optimizer", "server_lr", "server_momentum"}
     assert set(inspect.signature(privacy).parameters) - own == promise | moves | {
         "data",
@@ -59,25 +57,25 @@ def options_of(command: str) -> dict:
 
 @pytest.mark.parametrize("command", ["train", "plan", "privacy"])
 def test_an_option_has_the_text_and_the_panel_of_its_setting_and_no_default_of_its_own(command: str) -> None:
-    made = {name: option for name, option in options_of(command).items() if name in FIELDS}
+    made = {name: option for name, option in options_of(command).items() if name in OPTIONS}
     assert len(made) >= 5
     for name, option in made.items():
         assert option.help == explain(name)
-        assert option.rich_help_panel == about(FIELDS[name]).panel
+        assert option.rich_help_panel == about(OPTIONS[name]).panel
         assert option.default is None
         assert option.opts == [f"--{name.replace('_', '-')}"]
 
 
 def test_help_teaches(invoke: Invoke) -> None:
     out = invoke("train", "--help")
-    for panel in dict.fromkeys(about(field).panel for field in FIELDS.values()):
+    for panel in dict.fromkeys(about(field).panel for field in OPTIONS.values()):
         assert panel in out
     for words in (
         "Default 100; preset private: 1000; preset private-example: 10.",
-        "private-example (the same for each example, of 10 clients), paper",
+        "private-example (differential privacy for each example of 10 clients), paper",
         "blind (sketch and secret noise), veil (secret noise, no sketch), private (differential privacy for each of",
         "paper (a sketch that a client",
-        "Default fedavg; presets blind, veil: momentum.",
+        "Default momentum; presets private, private-example, paper, plain: fedavg.",
         "replace the defaults; an option that you give replaces them",
         "dbcl train --preset paper --data mnist --target 0.97",
     ):
@@ -88,7 +86,8 @@ def test_a_preset_wins_over_a_default_and_an_option_over_a_preset(invoke: Invoke
     Path("mine.toml").write_text("lr = 0.5\nveil = 0.0\nclients = 200\n")
     invoke("train", "--preset", "mine.toml", "--rounds", "1", "--fraction", "0.01", "--lr", "0.01", "--out", "run")
     config = from_toml(Path("run/config.toml").read_text())
-    assert (config.lr, config.veil, config.clients, config.ratio) == (0.01, 0.0, 200, RunConfig().ratio)
+    assert (config.lr, config.clients) == (0.01, 200)
+    assert config.sketch == replace(RunConfig().sketch, veil=0.0)
 
 
 def test_numbers_that_are_none_are_refused_by_the_option_itself(invoke: Invoke) -> None:

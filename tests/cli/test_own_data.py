@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dbcl.errors import ConfigError, DataError
-from dbcl.run import from_toml, read_metrics
+from dbcl.simulation import from_toml, read_metrics
 
 Invoke = Callable[..., str]
 
@@ -21,6 +21,21 @@ def hospitals():
     y = x[:, :1] - 2 * x[:, 1:2]
     parts = [(x[at : at + 20], y[at : at + 20]) for at in range(0, 80, 20)]
     return parts, (x[80:], y[80:]), {"old": (x[:80, 3] > 0).numpy()}
+
+class Lazy(torch.utils.data.Dataset):
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, row):
+        return self.x[row], self.y[row]
+
+def one_sick():
+    parts, held_out, _ = hospitals()
+    parts[2][0][3] = torch.nan
+    return [Lazy(*part) for part in parts], held_out
 
 def one_set():
     train, held_out, _ = hospitals()
@@ -54,6 +69,14 @@ def own_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "own_data", raising=False)
 
 
+def test_a_client_that_was_rejected_is_named_at_the_end(invoke: Invoke) -> None:
+    given = ("train", "--model", "own_data:net", "--data", "own_data:one_sick", *MSE, "--rounds", "3", "--seed", "0")
+    assert "client 2: rejected in 3 of 3 rounds" in " ".join(invoke(*given).replace("│", " ").split())
+    facts = json.loads(invoke(*given, "--json"))
+    assert facts["clients"]["rejected"].keys() == {"client 2"}
+    assert "client 2: rejected in 3 of 3 rounds" in " ".join(invoke(*given, "--quiet").split())
+
+
 def test_own_data_are_trained_on_resumed_and_audited(invoke: Invoke) -> None:
     output = invoke("train", *OURS, "--metric", "own_data:r2", "--rounds", "3", "--seed", "0", "--transcripts", "0")
     folder = Path("runs/001-blind-own_data-hospitals")
@@ -61,7 +84,7 @@ def test_own_data_are_trained_on_resumed_and_audited(invoke: Invoke) -> None:
     assert "own_data:net on own_data:hospitals, 4 clients" in output
     assert from_toml((folder / "config.toml").read_text()).cohort == 4
     assert [metrics.metric for metrics in read_metrics(folder)] == ["r2"] * 3
-    with pytest.raises(ConfigError, match=r"name code that would be run .model own_data:net, .*, add --trust"):
+    with pytest.raises(ConfigError, match=r"name code that would be run .model own_data:net, .*, add .allow_code=True"):
         invoke("train", "--resume", str(folder), "--rounds", "5")
     with pytest.raises(ConfigError, match=r"name code that would be run"):
         invoke("train", "--resume", str(folder), "--model", "own_data:net")  # not all of it
@@ -70,13 +93,13 @@ def test_own_data_are_trained_on_resumed_and_audited(invoke: Invoke) -> None:
     with pytest.raises(ConfigError, match=r"name code that would be run"):
         invoke("audit", str(folder))
     code = ("--model", "own_data:net", "--data", "own_data:hospitals", *MSE, "--metric", "own_data:r2")
-    invoke("train", "--resume", str(folder), "--rounds", "4", *code)  # the same again is as good as --trust
-    report = json.loads(invoke("train", "--resume", str(folder), "--rounds", "5", "--json", "--trust"))
+    invoke("train", "--resume", str(folder), "--rounds", "4", *code)  # the same again is as good as --allow-code
+    report = json.loads(invoke("train", "--resume", str(folder), "--rounds", "5", "--json", "--allow-code"))
     assert report["rounds"] == 5
     assert report["r2"] == read_metrics(folder)[-1].score
     whole = json.loads(invoke("train", *OURS, "--metric", "own_data:r2", "--rounds", "5", "--seed", "0", "--json"))
     assert whole["r2"] == report["r2"]
-    audited = invoke("audit", str(folder), "--quick", "--trust")
+    audited = invoke("audit", str(folder), "--quick", "--allow-code")
     assert "not attacked: pictures and labels: the loss is not the cross entropy of classes" in audited
     assert "│ old " in audited
     page = (folder / "audit.html").read_text()
@@ -103,7 +126,7 @@ def test_one_set_is_divided_by_the_settings(invoke: Invoke) -> None:
         (("--loss", "mse"), "loss must be cross-entropy or module:function, got 'mse'"),
         (("--metric", "r2"), "metric must be loss or module:function, got 'r2'"),
         (("--optimizer", "Adamm"), "optimizer must be one of"),
-        (("--target", "nan"), "target must be a finite number"),
+        (("--target", "nan"), "target must be finite"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(invoke: Invoke, settings: tuple[str, ...], message: str) -> None:

@@ -63,7 +63,7 @@ def test_what_is_wrong_is_one_sentence(invoke: Invoke, name: str, message: str) 
 
 
 def test_a_factory_whose_arguments_all_have_defaults_is_called(invoke: Invoke) -> None:
-    assert "10x784" in invoke("plan", "own_nets:optional", "--cover", "all")
+    assert "10x784" in invoke("plan", "own_nets:optional", "--coverage", "all")
 
 
 def test_the_command_shows_no_traceback() -> None:

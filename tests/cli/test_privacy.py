@@ -9,12 +9,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from dbcl import models
 from dbcl.errors import ConfigError
+from dbcl.model import networks
 from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import checkpoint
-from dbcl.run import preset
-from dbcl.run.assemble import rms
+from dbcl.simulation import preset
+from dbcl.simulation.build import privacy_plan, rms
 
 Invoke = Callable[..., str]
 
@@ -36,7 +36,7 @@ def test_before_a_run_it_says_what_the_preset_takes(invoke: Invoke) -> None:
         "mu 1.666",
         "sigma 0.01016",
         "noise on W 0.04219, which is 0.93 times the initial weights of mnist-mlp",
-        "neighbouring runs differ by one client's data set to zero",
+        "neighbouring runs differ by one client, whose updates are zero in one of them",
         "as planned 0.93 1 ",
         "independent noise 2.37 2.55",
         "clip 0.2: no client's update is longer; they all count alike",
@@ -50,7 +50,7 @@ def test_json_has_the_plan_and_the_other_choices(invoke: Invoke) -> None:
     options = ["--epsilon", "4", "--clients", "2000", "--rounds", "100", "--server-optimizer", "momentum"]
     facts = json.loads(invoke("privacy", *options, "--model", "cifar-cnn", "--shape", "3,32,32", "--json"))
     plan = PrivacyPlan(epsilon=4, delta=1e-5, clip=0.2, rounds=100, clients=2000, cohort=200, momentum=0.5)
-    size = rms(models.build("cifar-cnn", shape=(3, 32, 32)))
+    size = rms(networks.build("cifar-cnn", shape=(3, 32, 32)))
     assert facts["relative_noise"] == plan.relative(size)
     assert (facts["mu"], facts["sigma"], facts["promise"]) == (plan.mu, plan.sigma, plan.promise)
     assert (facts["separation"], facts["participations"], facts["useful"]) == (10, 10, True)
@@ -82,14 +82,15 @@ def test_too_few_clients_are_told_of_the_other_unit_and_not_sent_to_train(invoke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "blind"], "these settings promise nothing: give --epsilon and --clip, or --preset private"),
-        (["--delta", "0.01"], "delta must be above 0 and below 1 / 1000 (clients)"),
+        (
+            ["--preset", "blind"],
+            "these settings have no guarantee: give `epsilon` and `clip`, or take the preset private",
+        ),
+        (["--delta", "0.01"], "delta must be below 1 / 1000 (clients)"),
         (["--epsilon", "0"], "epsilon must be above 0"),
         (["--clip", "-1"], "clip must be above 0"),
-        (["--unit", "example"], "with --unit example clients take one step a round"),
-        (["--mechanism", "blt", "--blt-decay", "0.9"], "--mechanism blt goes with --blt-decay and --blt-scale"),
-        (["--mechanism", "blt", "--blt-decay", "1.5", "--blt-scale", "0.9"], "decay"),
-        (["--preset", "private-example", "--data", "mine:make"], "data of your own give --examples"),
+        (["--privacy-unit", "example"], "with `privacy_unit=example` clients take one step a round"),
+        (["--preset", "private-example", "--data", "mine:make"], "data of your own give `examples`"),
         (["nowhere"], "nowhere holds no run"),
         (["nowhere", "--epsilon", "8", "--out", "x.png"], "--epsilon, --out: for a run that is planned, and nowhere"),
         (["nowhere", "--examples", "8"], "--examples: for a run that is planned, and nowhere"),
@@ -101,41 +102,29 @@ def test_what_cannot_be_promised_is_one_clear_error(invoke: Invoke, arguments: l
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("command", [["privacy"], ["train", "--preset", "private"]])
-def test_without_dp_accounting_the_command_names_the_remedy(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
-    with pytest.raises(ConfigError, match=r"dp-accounting, which is not installed.*pip install '\.\[privacy\]'"):
-        invoke(*command)
-    assert list(Path().iterdir()) == []
-
-
 def test_train_says_what_is_promised_spent_and_secret(invoke: Invoke) -> None:
     out = invoke(*TRAIN, "--out", "run")
     said = words(out)
-    plan = preset("private", clients=40, fraction=0.25, delta=1e-3, epsilon=50.0, clip=0.05, rounds=6).privacy()
+    config = preset("private", clients=40, fraction=0.25, delta=1e-3, epsilon=50.0, clip=0.05, rounds=6)
+    plan = privacy_plan(config)
     assert plan is not None
     for sentence in (
         "accuracy of the mean of noisy models, held-out",
         "the guarantee epsilon 50, delta 0.001 for one client; spent so far: epsilon 50",
         "model.safetensors is the mean of noisy models, which the guarantee covers",
         "checkpoints/ hold the clean W, which it does not: keep them secret",
-        "the door 1 update or more; updates shortened to 0.05 long",
+        "the validator 1 update or more; norms clipped to 0.05",
         "The budget is spent: this run cannot go on.",
     ):
         assert sentence in said
     assert "veil" not in said
     assert "nan" not in said.lower()
     assert "--resume" not in said  # it would be refused
-    state = checkpoint.load(Path("run/checkpoints"))
-    released, W = (
-        safetensors.torch.load_file("run/model.safetensors"),
-        state.part("session").part("server").part("model"),
-    )
-    for name, tensor in released.items():
-        assert not torch.equal(tensor, W.tensors[name])
-        assert torch.equal(tensor, state.part("session").part("ema").tensors[name])
+    server = checkpoint.load(Path("run/checkpoints")).part("server")
+    weights, mean = server.part("weights").part("model"), server.part("mean")
+    for name, tensor in safetensors.torch.load_file("run/model.safetensors").items():
+        assert not torch.equal(tensor, weights.tensors[name])
+        assert torch.equal(tensor, mean.tensors[name])
     with pytest.raises(ConfigError, match="the budget of this run is 6 rounds at epsilon 50: it cannot go on past"):
         invoke("train", "--resume", "run", "--rounds", "12")
     spent = words(invoke("privacy", "run"))
@@ -159,7 +148,7 @@ def test_a_run_that_stops_early_has_spent_less_and_may_go_on(invoke: Invoke) -> 
         f"spent so far: epsilon {facts['spent_epsilon']:.3g} (but 50 counts: what it showed decided when to stop)"
         in out
     )
-    assert "as by --target or --patience, what is promised counts" in words(invoke("privacy", "run"))
+    assert "as by `target` or `patience`, the whole budget is spent" in words(invoke("privacy", "run"))
     report = json.loads(invoke("train", "--resume", "run", "--target", "1", "--patience", "9", "--json"))
     assert (report["rounds"], report["stopped_by"]) == (6, "rounds")
     assert report["guarantee"]["spent_epsilon"] == pytest.approx(50)
@@ -185,7 +174,7 @@ def test_a_run_without_epsilon_has_no_guarantee(invoke: Invoke) -> None:
 def test_plan_shows_the_noise_of_a_preset_with_a_guarantee(invoke: Invoke) -> None:
     facts = json.loads(invoke("plan", "mnist-mlp", "--preset", "private", "--json"))
     assert {row["veil"] for row in facts["tensors"]} == {"0.93"}
-    assert facts["in_clear"] == []
+    assert facts["unprotected"] == []
     relative = json.loads(invoke("privacy", "--preset", "private-example", "--json"))["relative_noise"]
     for options, expected in (([], relative), (["--examples", "8000"], relative / 2)):
         facts = json.loads(invoke("plan", "mnist-mlp", "--preset", "private-example", *options, "--json"))
@@ -194,45 +183,24 @@ def test_plan_shows_the_noise_of_a_preset_with_a_guarantee(invoke: Invoke) -> No
 
 def test_examples_are_those_of_the_data_and_the_rate_counts(invoke: Invoke) -> None:
     config = preset("private-example")
+    assert config.privacy is not None
     out = words(invoke("privacy", "--preset", "private-example", "--out", "p.png"))
     assert f"400 of 4000 examples in each of {config.rounds} rounds, in turns" in out
-    assert f"clip {config.clip:g}: the gradient of one example is no longer, and is sent times the lr, " in out
+    assert f"clip {config.privacy.clip:g}: the gradient of one example is no longer, and is sent times the lr, " in out
     assert "half the batch, separation 20" in out
     assert "train dbcl train --preset private-example" in out
     out = invoke("privacy", "--preset", "private-example", "--data", "digits", "--data-dir", "here")
     assert "train    dbcl train --preset private-example --data digits --data-dir here\n" in out
     facts = json.loads(invoke("privacy", "--preset", "private-example", "--examples", "60000", "--lr", "2", "--json"))
-    assert (facts["examples"], facts["batch"], facts["clip"]) == (60_000, 6000, config.clip)
-    assert facts["noise"] == preset("private-example", lr=2.0).privacy(60_000).noise  # type: ignore[union-attr]
-
-
-def test_a_blt_is_planned_and_the_command_to_go_on_with_has_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dbcl.run.budget.plan_blt", lambda **rule: ((0.87,), (0.65,)))
-    out = words(invoke("privacy", "--mechanism", "blt", "--out", "p.png"))
-    assert "before it is correlated (blt)" in out
-    assert "banded noise 0.93 " in out
-    assert "dbcl train --preset private --mechanism blt --blt-decay 0.87 --blt-scale 0.65" in out
-    monkeypatch.setattr("dbcl.run.budget.plan_blt", None)  # nothing is planned twice
-    given = ["--mechanism", "blt", "--blt-decay", "0.87", "--blt-scale", "0.65"]
-    facts = json.loads(invoke("privacy", *given, "--json"))
-    assert (facts["mechanism"], facts["blt_decay"], facts["blt_scale"]) == ("blt", 0.87, 0.65)
-    invoke(*TRAIN, *given, "--out", "run")
-    assert json.loads(invoke("privacy", "run", "--json"))["guarantee"]["spent_epsilon"] == pytest.approx(50)
-
-
-def test_without_jax_privacy_or_a_plan_the_command_names_the_remedy(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "jax", None)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[privacy-planning\]'"):
-        invoke("privacy", "--mechanism", "blt")
-    with pytest.raises(ConfigError, match="dbcl privacy --mechanism blt, with the other options of this run, plans"):
-        invoke(*TRAIN, "--mechanism", "blt")
+    assert (facts["examples"], facts["batch"], facts["clip"]) == (60_000, 6000, config.privacy.clip)
+    plan = privacy_plan(preset("private-example", lr=2.0), 60_000)
+    assert plan is not None
+    assert facts["noise"] == plan.noise
 
 
 def test_with_adam_the_noise_is_in_the_updates_and_the_command_says_what_that_costs(invoke: Invoke) -> None:
     adam = ["--server-optimizer", "adam", "--weight-cap", "90"]
-    plan = preset("private", server_optimizer="adam", weight_cap=90).privacy()
+    plan = privacy_plan(preset("private", server_optimizer="adam", weight_cap=90))
     assert plan is not None
     out = words(invoke("privacy", *adam))
     assert f"noise on an update {plan.noise:.4g} on each of 199,210 numbers of mnist-mlp" in out

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dbcl.run import Run, read_metrics
+from dbcl.simulation import Run, read_metrics
 
 
 def start(*arguments: str) -> "subprocess.Popen[str]":
@@ -42,5 +42,5 @@ def test_while_it_is_training(number: int, tmp_path: Path) -> None:
     assert f"go on with: dbcl train --resume {folder}" in said
     rounds = len(read_metrics(folder))
     more = Run.resume(folder, rounds=rounds + 1)
-    assert more.session.round in (rounds, rounds - 1)  # a line may be ahead of its checkpoint
+    assert more.server.round in (rounds, rounds - 1)  # a line may be ahead of its checkpoint
     assert list(more.play())[-1].round == rounds + 1

@@ -12,11 +12,12 @@ import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
-from dbcl import cli, models
+from dbcl import cli
 from dbcl.errors import ConfigError, DataError, PlanError
+from dbcl.model import networks
 from dbcl.protocol import checkpoint
-from dbcl.run import preset, read_metrics
-from dbcl.run.presets import to_toml
+from dbcl.simulation import preset, read_metrics
+from dbcl.simulation.presets import to_toml
 
 Invoke = Callable[..., str]
 
@@ -56,7 +57,7 @@ def test_a_run_leaves_its_folder_and_says_what_happened(invoke: Invoke) -> None:
     ):
         assert words in out
     weights = safetensors.torch.load_file(folder / "model.safetensors")
-    model = models.build("mnist-mlp")
+    model = networks.build("mnist-mlp")
     model.load_state_dict(weights)
     invoke(*QUICK, "--rounds", "1", "--preset", "paper")
     assert Path("runs/002-paper-digits").is_dir()
@@ -194,7 +195,7 @@ def test_patience_says_since_when_and_how_to_go_on(invoke: Invoke) -> None:
 
 
 def test_large_transcripts_are_announced_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = [*TEN, "--rounds", "2", "--quiet", "--transcripts", "0,server"]
+    arguments = [*TEN, "--rounds", "2", "--quiet", "--transcripts", "0,server", "--max-influence", "0"]
     assert streams(*arguments)[1] == ""
     monkeypatch.setattr("dbcl.cli.train.MUCH", 1e6)
     said = streams(*arguments)[1]
@@ -254,7 +255,7 @@ def newest(checkpoints: Path) -> int:
         ),
         (["--ratio", "two"], ConfigError, "ratio is a number or a range such as 2-4, got 'two'"),
         (["--ratio", "2-3-4"], ConfigError, "ratio is a number or a range"),
-        (["--cover", "nope.*"], PlanError, "pattern 'nope.*' matches no parameter"),
+        (["--coverage", "nope.*"], PlanError, "pattern 'nope.*' matches no parameter"),
         (["--model", "resnet"], ConfigError, "no model 'resnet'"),
         (["--data", "mnist", "--data-dir", "."], DataError, "is missing; try `dbcl data fetch mnist`"),
         (["--clients", "5000"], DataError, "4000 examples cannot be divided into 5000 parts"),
@@ -276,6 +277,6 @@ def test_bad_options_are_one_clear_error_and_leave_nothing(
 def test_an_existing_run_is_not_overwritten(invoke: Invoke) -> None:
     invoke(*QUICK, "--rounds", "1", "--out", "run")
     before = Path("run/model.safetensors").read_bytes()
-    with pytest.raises(ConfigError, match="run holds a run already; go on with --resume run"):
+    with pytest.raises(ConfigError, match="run holds a run already; go on with it by `resume`"):
         invoke(*QUICK, "--rounds", "1", "--out", "run")
     assert Path("run/model.safetensors").read_bytes() == before

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from dbcl import cli
-from dbcl.audit.findings import Audit, Finding
-from dbcl.run import Run, RunConfig
+from dbcl.simulation import Run, RunConfig
+from dbcl_audit.findings import Audit, Finding
 
 HUGE = str(10**30)
 OWN = """
@@ -248,7 +248,7 @@ CHOICES = [
     for name, match, values in (
         ("partition", "partition must be one of", ("", "even", "IID")),
         ("algorithm", "algorithm must be one of", ("sgdd", "")),
-        ("better", "better must be one of", ("worse", "")),
+        ("metric-mode", "metric_mode must be one of", ("worse", "")),
         ("sketch", "sketch must be one of", ("count", "", "count-v2")),
         ("server-optimizer", "server_optimizer must be one of", ("sgd", "")),
         ("wire", "wire must be one of", ("int8", "")),
@@ -265,11 +265,11 @@ CHOICES = [
         ("optimizer", "optimizer must be one of", ("", "Adamm", "Optimizer")),
         ("optimizer", "the optimiser .* cannot train this model", ("LBFGS", "SparseAdam", "Muon", "torch.optim:LBFGS")),
         ("lr-schedule", "lr_schedule must be constant, cosine or", ("", "linear")),
-        ("cover", "matches no parameter", ("", "nothing", "!", "*.weights", "hidden,", "\u00fc")),
-        ("cover", "nothing to cover", ("!*",)),
+        ("coverage", "matches no parameter", ("", "nothing", "!", "*.weights", "hidden,", "\u00fc")),
+        ("coverage", "nothing to cover", ("!*",)),
         ("transcripts", "no such party", ("", "9", "-1", "everybody", "0,9", "server,", "\u0663", HUGE)),
         ("track", "no tracker", ("", "stdout", "tensorboards", ",")),
-        ("track", "pip install", ("mlflow", "wandb:p", "mlflow:http://127.0.0.1:1")),
+        ("track", "no tracker", ("mlflow", "wandb:p")),
         ("preset", "no preset", ("", "blinded", ".", "/", "nowhere.toml", "a" * 300, "presets/blind")),
     )
     for value in values
@@ -350,15 +350,15 @@ PRESETS = [
         ("ratio = [1.0, 2.0, 3.0]", "ratio must be a number or a list of 2 numbers"),
         ("ratio = []", "ratio must be"),
         ('ratio = "wide"', "ratio is a number or a range"),
-        ("cover = [1, 2]", "cover must be"),
-        ("cover = []", "the model has nothing to cover"),
+        ("coverage = [1, 2]", "coverage must be"),
+        ("coverage = []", "the model has nothing to cover"),
         ("transcripts = [0]", "transcripts must be a list of texts"),
         ("device = 0", "device must be text, got 0"),
         (f"seed = {HUGE}", "seed must be"),
         ('seed = "0"', "seed must be a whole number, got '0'"),
         ("seed = 1.5", "seed must be a whole number"),
-        ("seed = 0\nfixed_secrets = true", "fixed_secrets is gone since dbcl 0.2: with a seed all is fixed"),
-        ("fixed_secrets = true", "fixed_secrets is gone since dbcl 0.2"),
+        ("seed = 0\nfixed_secrets = true", "mine.toml: unknown settings: fixed_secrets"),
+        ("fixed_secrets = true", "unknown settings: fixed_secrets"),
         ("ruonds = 3", "unknown setting.* ruonds.*did you mean rounds"),
         ("[train]\nrounds = 3", "unknown setting.* train"),
         ("a = 1\nb = 2", "unknown settings.* a, b"),
@@ -405,7 +405,7 @@ PLAN = [
         ("cannot import", "torch.nn:"),
         ("cannot import", "torch.nn:Nothing"),
         ("needs arguments", "torch.nn:Linear"),
-        ("the model has nothing to cover", "torch.nn:ReLU"),
+        ("the model has nothing to train", "torch.nn:ReLU"),
         ("function or a class", "math:pi"),
         ("must make a torch.nn.Module", "builtins:dict"),
         ("SystemExit", "builtins:exit"),
@@ -429,66 +429,73 @@ PLAN = [
         ("veil", "mnist-mlp", "--veil", "-1"),
         ("wire must be one of", "mnist-mlp", "--wire", "int8"),
         ("sketch must be one of", "mnist-mlp", "--sketch", "none"),
-        ("matches no parameter", "mnist-mlp", "--cover", "conv*"),
+        ("matches no parameter", "mnist-mlp", "--coverage", "conv*"),
         ("lanes must be 1 or more, got 0", "mnist-mlp", "--lanes", "0"),
         ("lanes must be between 1 and 1024, got 1025", "mnist-mlp", "--lanes", "1025"),
         ("'two' is not a valid integer", "mnist-mlp", "--lanes", "two"),
         ("sampling-v1 has one, got 2", "mnist-mlp", "--lanes", "2", "--sketch", "sampling-v1"),
         ("sketch must be one of count-v1", "mnist-mlp", "--sketch", "lanes-v1"),
-        ("buckets must be one of shared, grouped, got 'own'", "mnist-mlp", "--buckets", "own"),
-        ("grouped buckets need two lanes or more", "mnist-mlp", "--buckets", "grouped", "--lanes", "1"),
-        ("grouped buckets need two lanes or more", "mnist-mlp", "--buckets", "grouped", "--preset", "plain"),
     )
 ]
 
-MODELS = [
-    Row(("plan", f"own:{name}"), match)
-    for name, match in (
-        ("needs", r"'own:needs' needs arguments \(width\)"),
-        ("raises", r"'own:raises' failed: ValueError: no weights here \(.*own.py, line 19\)"),
-        ("exits", "'own:exits' failed: SystemExit: bye"),
-        ("exits_0", "'own:exits_0' failed: SystemExit"),
-        ("interrupts", "'own:interrupts' failed: EOFError"),
-        ("asserts", "'own:asserts' failed: AssertionError"),
-        ("recursive", "'own:recursive' failed: RecursionError"),
-        ("none", "made a NoneType"),
-        ("text", "made a str"),
-        ("generator", "made a generator"),
-        ("module", "'own:module' is a network, and must be a function that makes one"),
-        ("number", "is a int"),
-        ("missing", "no attribute 'missing'"),
-        ("net.missing", "no attribute 'missing'"),
-        ("net()", "no attribute"),
-        ("no_weights", "the model has nothing to cover"),
-        ("empty", "the model has nothing to cover"),
-        ("frozen", "0.weight is frozen"),
-        ("one_layer", "weight is the output layer and nothing else can be covered"),
-    )
-] + [
-    Row(("plan", name), match, prepare)
-    for name, match, prepare in (
-        (
-            "broken:net",
-            "cannot import the model 'broken:net': SyntaxError: invalid syntax .*line 1",
-            file("broken.py", "def net(:\n"),
-        ),
-        ("broken:net", "SyntaxError: source code string cannot contain null bytes", file("broken.py", b"\x00\xff")),
-        ("broken:net", "NameError: name 'tirch'", file("broken.py", "import os\ntirch.zeros(3)\n")),
-        ("broken:net", "No module named 'nowhere_at_all'", file("broken.py", "import nowhere_at_all\n")),
-        ("broken:net", "SystemExit", file("broken.py", "import sys; sys.exit(0)\n")),
-        ("folder:net", "no attribute 'net'", folder("folder")),
-        ("own.py:net", "cannot import", None),
-        ("./own:net", "cannot import", None),
-        ("/etc/own:net", "cannot import", None),
-        (".own:net", "cannot import", None),
-        ("own:net:net", "no attribute 'net:net'", None),
-        ("o\u00fcn:net", "cannot import", None),
-    )
-]
+MODELS = (
+    [
+        Row(("plan", f"own:{name}"), match)
+        for name, match in (
+            ("needs", r"'own:needs' needs arguments \(width\)"),
+            ("raises", r"'own:raises' failed: ValueError: no weights here \(.*own.py, line 19\)"),
+            ("exits", "'own:exits' failed: SystemExit: bye"),
+            ("exits_0", "'own:exits_0' failed: SystemExit"),
+            ("interrupts", "'own:interrupts' failed: EOFError"),
+            ("asserts", "'own:asserts' failed: AssertionError"),
+            ("recursive", "'own:recursive' failed: RecursionError"),
+            ("none", "made a NoneType"),
+            ("text", "made a str"),
+            ("generator", "made a generator"),
+            ("module", "'own:module' is a network, and must be a function that makes one"),
+            ("number", "is a int"),
+            ("missing", "no attribute 'missing'"),
+            ("net.missing", "no attribute 'missing'"),
+            ("net()", "no attribute"),
+            ("no_weights", "the model has nothing to train"),
+            ("empty", "the model has nothing to train"),
+            ("frozen", "the model has nothing to train"),
+        )
+    ]
+    + [
+        Row(("plan", "own:one_layer", *arguments), f"{match}weight is the output layer and nothing else can be covered")
+        for match, *arguments in (
+            ("", "--coverage", "hidden"),
+            ("lanes=2 needs a sketch: ", "--lanes", "2"),
+        )
+    ]
+    + [Row(("plan", "own:net", "--lanes", "2"), "0.weight has 4 inputs.*coverage='hidden'")]
+    + [
+        Row(("plan", name), match, prepare)
+        for name, match, prepare in (
+            (
+                "broken:net",
+                "cannot import the model 'broken:net': SyntaxError: invalid syntax .*line 1",
+                file("broken.py", "def net(:\n"),
+            ),
+            ("broken:net", "SyntaxError: source code string cannot contain null bytes", file("broken.py", b"\x00\xff")),
+            ("broken:net", "NameError: name 'tirch'", file("broken.py", "import os\ntirch.zeros(3)\n")),
+            ("broken:net", "No module named 'nowhere_at_all'", file("broken.py", "import nowhere_at_all\n")),
+            ("broken:net", "SystemExit", file("broken.py", "import sys; sys.exit(0)\n")),
+            ("folder:net", "no attribute 'net'", folder("folder")),
+            ("own.py:net", "cannot import", None),
+            ("./own:net", "cannot import", None),
+            ("/etc/own:net", "cannot import", None),
+            (".own:net", "cannot import", None),
+            ("own:net:net", "no attribute 'net:net'", None),
+            ("o\u00fcn:net", "cannot import", None),
+        )
+    ]
+)
 
 LISTS = [
     Row(("plan", "own:lazy"), "0.weight: has no shape yet", lines=3),
-    train("2 problems with this plan", *BRIEF, "--cover", ",", lines=3),
+    train("2 problems with this plan", *BRIEF, "--coverage", ",", lines=3),
 ]
 
 NEVER = [
@@ -664,17 +671,16 @@ RESUME = [
         ("config.toml: no text", damaged("config.toml", b"\xff\xfe")),
         ("config.toml: unknown settings: rouns; did you mean rounds", damaged("config.toml", "rouns = 3")),
         ("config.toml: rounds must be a whole number", damaged("config.toml", 'rounds = "3"')),
-        ("config.toml: fixed_secrets is gone", with_setting("fixed_secrets = true")),
+        ("config.toml: unknown settings: fixed_secrets", with_setting("fixed_secrets = true")),
         ("no whole checkpoint", damaged("checkpoints", None)),
         ("no whole checkpoint", damaged_checkpoints(b"")),
         ("no whole checkpoint", damaged_checkpoints(b"half a file")),
         ("no whole checkpoint", cut_checkpoints),
         ("No such file or directory: run/metrics.jsonl", damaged("metrics.jsonl", None)),
         ("in use by", held()),
-        ("ema_decay", with_setting("ema_decay = 0.5")),
-        ("the checkpoint belongs to another model or another plan", with_setting('model = "mnist-cnn"')),
+        ("ema_decay", with_setting("ema_decay = 0.0")),
         ("is missing", with_setting('data = "mnist"')),
-        ("name code that would be run .model own:net.*--trust", with_setting('model = "own:net"')),
+        ("name code that would be run .model own:net.*--allow-code", with_setting('model = "own:net"')),
         ("optimi[sz]er", with_setting('server_optimizer = "adam"')),
     )
 ] + [
@@ -697,6 +703,12 @@ RESUME = [
 
 RESUME += [
     Row(MORE, "no whole checkpoint", only_config, leaves=r"run/\.lock"),
+    Row(
+        MORE,
+        "the checkpoint belongs to another model",
+        with_setting('model = "mnist-cnn"'),
+        lines=7,  # the first five differences
+    ),
     *(
         Row(
             ("train", "--quiet", "--resume", "run"),
@@ -715,7 +727,7 @@ RESUME += [
 OUT = [
     train(match, *BRIEF, "--out", place, prepare=prepare)
     for match, place, prepare in (
-        ("holds a run already; go on with --resume run", "run", None),
+        ("holds a run already; go on with it by --resume", "run", None),
         ("exists and is not empty", "full", file("full/notes.txt", "mine")),
         ("exists and is not empty", "notes.txt", file("notes.txt", "mine")),
         ("Not a directory: notes.txt/run", "notes.txt/run", file("notes.txt", "mine")),
@@ -789,10 +801,9 @@ AUDIT = [
         ("config.toml: not a TOML", damaged("config.toml", "="), "run"),
         ("config.toml: unknown settings", damaged("config.toml", "veils = 1"), "run"),
         ("name code that would be run", with_setting('model = "own:net"'), "run"),
-        ("cannot import the model", with_setting('model = "nowhere:net"'), "run", "--trust"),
-        ("own:raises. failed: ValueError", with_setting('model = "own:raises"'), "run", "--trust"),
-        ("mnist-mlp is made for the built-in datasets", with_setting('data = "own:small"'), "run", "--trust"),
-        ("own:BreaksInTraining.forward failed: KeyError", own_run, "run", "--quick", "--trust"),
+        ("cannot import the model", with_setting('model = "nowhere:net"'), "run", "--allow-code"),
+        ("own:raises. failed: ValueError", with_setting('model = "own:raises"'), "run", "--allow-code"),
+        ("mnist-mlp is made for the built-in datasets", with_setting('data = "own:small"'), "run", "--allow-code"),
         ("name code that would be run", own_run, "run", "--quick"),
         ("was given in Python", with_setting('model = "Net (in Python)"'), "run"),
         ("MNIST.* is missing", with_setting('data = "mnist"'), "run"),
@@ -813,6 +824,19 @@ AUDIT = [
         ("cannot be limited", None, "run", "--fail-above", "error=1"),
         ("--out is a folder, and must be a file: run", None, "run", "--quick", "--out", "run"),
         ("--out cannot be plain/page.html: plain is a file", file("plain"), "run", "--out", "plain/page.html"),
+        ("--out is the page.*; the JSON is written beside it", None, "run", "--out", "page.json"),
+        ("--out cannot be /proc/page.html: .*, in /proc", None, "run", "--out", "/proc/page.html"),
+        ("epsilon is for a run with a guarantee, and run promises nothing", None, "run", "--fail-above", "epsilon=8"),
+        ("epsilon is for a run with a guarantee", None, "run", "--fail-above", "psnr=3,client.epsilon=8"),
+    )
+] + [
+    Row(
+        ("audit", "run", "--quick", "--allow-code"),
+        "incomplete: .* failed: own:BreaksInTraining.forward failed: KeyError",
+        own_run,
+        status=1,
+        lines=4,
+        leaves=r"run/audit\.(html|json)",
     )
 ]
 
@@ -936,7 +960,7 @@ def test_one_message(
     assert re.search(row.match, said), said
     assert status == row.status
     assert len(said.strip().splitlines()) <= row.lines, said
-    assert len(said) < 800
+    assert len(said) < 800 * row.lines
     left = {path for path in everything() - before if not re.fullmatch(row.leaves, path)}
     assert not left
 

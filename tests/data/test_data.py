@@ -129,7 +129,7 @@ def test_damaged_cifar_and_lfw_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "lfw"])
 def test_a_missing_dataset_says_what_to_do(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError, match=r"is missing; .*--data-dir or DBCL_DATA"):
+    with pytest.raises(DataError, match=r"is missing; .*`data_dir` or DBCL_DATA"):
         data.load(name, tmp_path)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dbcl
-from dbcl import models
+from dbcl.model import networks
 from dbcl.protocol import checkpoint
 from dbcl.protocol.codec import BROADCAST, UPDATE
 from dbcl.testing.secrecy import leaks
@@ -45,14 +45,14 @@ class Trial:
     folder: Path
     down: list[bytes]
     up: list[bytes]
-    states: list[dbcl.State]
+    states: list[dbcl.state.State]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     place = tmp_path_factory.mktemp("undisturbed")
     folder = place / "run"
-    states: dict[int, dbcl.State] = {}
+    states: dict[int, dbcl.state.State] = {}
 
     def finished() -> bool:
         if any(folder.glob("round-*.dbcl")):  # the run itself keeps the last two only
@@ -77,17 +77,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trial:
 
 def test_no_covered_weight_crosses_the_wire(undisturbed: Trial) -> None:
     assert accuracy(undisturbed.folder) > 0.9
-    broadcasts = [dbcl.decode_broadcast(data) for data in containers(undisturbed.down, BROADCAST)]
-    updates = [dbcl.decode_update(data) for data in containers(undisturbed.up, UPDATE)]
-    server = dbcl.Server(models.build("mnist-mlp"), ratio=2, veil=0.2)
+    broadcasts = [dbcl.protocol.decode_broadcast(data) for data in containers(undisturbed.down, BROADCAST)]
+    updates = [dbcl.protocol.decode_update(data) for data in containers(undisturbed.up, UPDATE)]
+    server = dbcl.Server(networks.build("mnist-mlp"), dbcl.SketchConfig(ratio=2, veil=0.2))
     covered = [planned.name for planned in server.plan.tensors if planned.sketched]
     secrets, sent = {}, {}
     for number, state in enumerate(undisturbed.states):
         if number:  # the answers on the wire make of one checkpoint the next, so the capture has missed nothing
             server.close_round([update for update in updates if update.round == number - 1])
             for name, parameter in server.model.named_parameters():
-                torch.testing.assert_close(parameter.detach(), state.part("model").tensors[name])
-        server.load_state_dict(state._asdict())
+                torch.testing.assert_close(parameter.detach(), state.part("weights").part("model").tensors[name])
+        server.load_state(state)
         weights = dict(server.model.named_parameters())
         secrets |= {f"{name} in round {number}": weights[name].detach().clone() for name in covered}
         if number < ROUNDS:  # a checkpoint has the secrets of the round to come, so it makes the same broadcast

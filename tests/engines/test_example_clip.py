@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ import dbcl
 from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine
 from dbcl.errors import ConfigError
 from dbcl.privacy import PrivacyPlan, cyclic_batch
-from dbcl.run import RunConfig
+from dbcl.simulation import RunConfig
+from dbcl.simulation.build import privacy_plan
+from dbcl.simulation.training import local_training, update_noise
 
 SEED = bytes(range(32))
-FREE = dbcl.Door(max_influence=None, max_times_median=None)
+FREE = dbcl.protocol.UpdateValidator(max_influence=None, outlier_factor=None)
 
 
 def net() -> nn.Sequential:
@@ -46,8 +49,12 @@ def written_out(model: nn.Module, x: torch.Tensor, y: torch.Tensor, clip: float)
 def test_a_step_is_the_sum_of_clipped_gradients(kind: type[Engine], clip: float, lanes: int) -> None:
     torch.manual_seed(1)
     start = net()
-    server = dbcl.Server(copy.deepcopy(start), insecure_seed=0, door=FREE, lanes=lanes)
-    twin = dbcl.Server(copy.deepcopy(start), insecure_seed=0, door=FREE, lanes=lanes)
+    server, twin = (
+        dbcl.Server(
+            copy.deepcopy(start), dbcl.SketchConfig(lanes=lanes, coverage="hidden"), insecure_seed=0, validator=FREE
+        )
+        for _ in range(2)
+    )
     training = LocalTraining(lr=0.1, steps=1, example_clip=clip, separation=3)
     engine = kind(server, net(), clients(), training, seed=SEED)
     for round in range(4):
@@ -61,7 +68,7 @@ def test_a_step_is_the_sum_of_clipped_gradients(kind: type[Engine], clip: float,
             with torch.no_grad():
                 for name, parameter in local.named_parameters():
                     parameter.sub_(0.1 * total[name])
-            updates[f"client {client}"] = dbcl.update(local, broadcast, examples=-(-len(x) // 3))
+            updates[f"client {client}"] = dbcl.make_update(local, broadcast, examples=-(-len(x) // 3))
         twin.close_round(updates)
     for one, other in zip(server.model.parameters(), twin.model.parameters(), strict=True):
         assert (one - other).abs().max() < 1e-10
@@ -89,13 +96,142 @@ def test_an_example_without_a_gradient_counts_as_none(kind: type[Engine], bad: f
     )
     ends, kept = [], [row for row in range(20) if row != 4]
     for first in ((x, y), (x[kept], y[kept])):
-        server = dbcl.Server(copy.deepcopy(start), privacy=whole, insecure_seed=0, lanes=1)
+        server = dbcl.Server(copy.deepcopy(start), dbcl.SketchConfig(lanes=1), privacy=whole, insecure_seed=0)
         training = LocalTraining(lr=0.1, steps=1, example_clip=0.7, separation=1)
         report = kind(server, net(), [first, *others], training, seed=SEED).play_round().report
         assert (report.accepted, report.refused) == (4, ())
         ends.append(torch.cat([tensor.flatten() for tensor in server.weights().values()]))
     torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
     assert not torch.equal(ends[0], torch.cat([parameter.flatten() for parameter in start.parameters()]))
+
+
+def centred(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Collate examples less their mean: each acts on all others of its batch."""
+    x, y = map(torch.stack, zip(*pairs, strict=True))
+    return x - x.mean(dim=0), y
+
+
+@pytest.mark.parametrize("kind", [LocalEngine, StackedEngine])
+def test_a_collate_function_lets_no_example_act_on_another(kind: type[Engine]) -> None:
+    torch.manual_seed(1)
+    start, (x, y), moved = net(), clients()[0], []
+    x = x + 1.0
+    x[-1] = 1e3
+    training = LocalTraining(lr=0.1, steps=1, example_clip=0.01)
+    for count in (20, 19):
+        pairs = list(zip(x[:count], y[:count], strict=True))
+        loader = torch.utils.data.DataLoader(pairs, batch_size=8, collate_fn=centred)  # type: ignore[arg-type]
+        server = dbcl.Server(copy.deepcopy(start), dbcl.SketchConfig(veil=0, sketch="identity-v1"), insecure_seed=0)
+        engine = kind(server, net(), [loader], training, seed=SEED)
+        update = engine.train_cohort({0: server.open_round("client 0")})["client 0"]
+        read = update if isinstance(update, dbcl.Update) else dbcl.protocol.decode_update(update)
+        moved.append(torch.cat([tensor.flatten() for tensor in read.tensors.values()]))
+    assert float((moved[0] - moved[1]).norm()) <= 0.1 * 0.01 * (1 + 1e-9)
+
+
+class Remembers(nn.Module):
+    """Scales its outputs by something that it has seen before, which is in no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(10, 3), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = 0.9 * self.scale + 0.1 * float(x.detach().norm())
+        out: torch.Tensor = self.layer(x) * self.scale
+        return out
+
+
+class Averages(nn.Module):
+    """Takes the mean of the inputs that it has seen off each, and keeps that in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 3)
+        self.register_buffer("mean", torch.zeros(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(dim=0)
+        out: torch.Tensor = self.layer(x - self.mean)
+        return out
+
+
+class Elsewhere(nn.Module):
+    """Scales its outputs by something that it has seen before, which all its copies share."""
+
+    scale: ClassVar[list[float]] = [1.0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale[0] = 0.9 * self.scale[0] + 0.1 * float(x.detach().norm())
+        out: torch.Tensor = self.layer(x) * self.scale[0]
+        return out
+
+
+class TwoSteps(LocalTraining):
+    """Clips nothing."""
+
+
+OF_EXAMPLES = PrivacyPlan(
+    epsilon=8, delta=1e-4, clip=0.07, rounds=4, clients=4, cohort=4, unit="example", examples=50, batch=50, separation=1
+)
+
+
+@pytest.mark.parametrize("kind", [LocalEngine, StackedEngine])
+@pytest.mark.parametrize("model", [Remembers, Averages])
+def test_what_a_model_remembers_of_one_example_does_not_reach_another(
+    kind: type[Engine], model: type[nn.Module]
+) -> None:
+    """Two clients with the same examples, of which one has a huge one before them: updates differ by its gradient."""
+    torch.manual_seed(1)
+    start = model().double()
+    x, y = clients()[0]
+    huge = (torch.cat([1e3 * x[:1], x]), torch.cat([y[:1], y]))
+    moved = []
+    for own in ((x, y), huge):
+        server = dbcl.Server(
+            copy.deepcopy(start), dbcl.SketchConfig(sketch="identity-v1"), privacy=OF_EXAMPLES, insecure_seed=0
+        )
+        engine = kind(server, model().double(), [own], LocalTraining(lr=0.1, steps=1, example_clip=0.7), seed=SEED)
+        update = engine.train_cohort({0: server.open_round("client 0")})["client 0"]
+        read = update if isinstance(update, dbcl.Update) else dbcl.protocol.decode_update(update)
+        moved.append(torch.cat([tensor.flatten() for tensor in read.tensors.values()]))
+    assert float((moved[0] - moved[1]).norm()) <= 0.1 * 0.7 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kind", [LocalEngine, StackedEngine])
+def test_a_model_that_remembers_examples_elsewhere_is_refused(kind: type[Engine]) -> None:
+    server = dbcl.Server(Elsewhere().double(), dbcl.SketchConfig(sketch="identity-v1"), privacy=OF_EXAMPLES)
+    training = LocalTraining(lr=0.1, steps=1, example_clip=0.7)
+    with pytest.raises(ConfigError, match="the gradient of an example depends on those before it"):
+        kind(server, Elsewhere().double(), clients(), training, seed=SEED)
+
+
+@pytest.mark.parametrize("kind", [LocalEngine, StackedEngine])
+def test_training_of_somebodys_own_is_refused(kind: type[Engine]) -> None:
+    server = dbcl.Server(net(), dbcl.SketchConfig(sketch="identity-v1"), privacy=OF_EXAMPLES)
+    training = TwoSteps(lr=0.1, steps=1, example_clip=0.7)
+    with pytest.raises(ConfigError, match="TwoSteps may train in another way than LocalTraining"):
+        kind(server, net(), clients(), training, seed=SEED)
+
+
+@pytest.mark.parametrize("clip", [None, 0.7])
+def test_examples_that_the_loss_leaves_out_are_left_out_by_every_engine(clip: float | None) -> None:
+    torch.manual_seed(1)
+    start, ends = net(), []
+    x, y = clients()[0]
+    y[3] = -100
+    for kind in (LocalEngine, StackedEngine):
+        server = dbcl.Server(
+            copy.deepcopy(start), dbcl.SketchConfig(lanes=1, coverage="hidden"), insecure_seed=0, validator=FREE
+        )
+        training = LocalTraining(lr=0.1, steps=1, batch_size=20, example_clip=clip)
+        kind(server, net(), [(x, y), *clients()[1:]], training, seed=SEED).play_round()
+        ends.append(torch.cat([tensor.flatten() for tensor in server.weights().values()]))
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
 
 
 def test_other_networks_are_clipped_one_client_at_a_time() -> None:
@@ -132,7 +268,7 @@ def test_the_server_divides_by_the_planned_batch_whoever_answers() -> None:
         batch=16,
         separation=3,
     )
-    server = dbcl.Server(model, sketch="identity-v1", veil=0, privacy=plan, insecure_seed=0)
+    server = dbcl.Server(model, dbcl.SketchConfig(sketch="identity-v1", veil=0), privacy=plan, insecure_seed=0)
     training = LocalTraining(lr=0.1, steps=1, example_clip=1.0, separation=3)
     engine = StackedEngine(server, net(), clients()[:2], training, seed=SEED)
     engine.play_round()
@@ -147,14 +283,14 @@ def test_the_server_divides_by_the_planned_batch_whoever_answers() -> None:
 
 
 def test_settings_of_examples() -> None:
-    config = RunConfig(
-        epsilon=8, clip=1.0, unit="example", algorithm="sgd", fraction=1.0, clients=2, lr=0.5, rounds=600
-    )
-    plan = config.privacy(60_000)
+    settings = {"epsilon": 8, "clip": 1.0, "privacy_unit": "example", "separation": 10, "algorithm": "sgd"}
+    config = RunConfig.from_options(**settings, fraction=1.0, clients=2, lr=0.5, rounds=600)
+    plan = privacy_plan(config, 60_000)
     assert plan is not None
     assert (plan.batch, plan.separation, plan.participations, plan.clip) == (6000, 10, 60, 0.5)
-    assert (config.training().example_clip, config.training().separation) == (1.0, 10)
-    assert config.noise() is None
-    for wrong in ({"algorithm": "fedavg"}, {"fraction": 0.5}, {"lr_schedule": "mine:schedule"}):
-        with pytest.raises(ConfigError, match="with --unit example clients take one step a round"):
-            RunConfig(**{"epsilon": 8, "clip": 1.0, "unit": "example", "algorithm": "sgd", "fraction": 1.0, **wrong})
+    training = local_training(config)
+    assert (training.example_clip, training.separation) == (1.0, 10)
+    assert update_noise(config) is None
+    for wrong in ({"algorithm": "fedavg"}, {"fraction": 0.5}, {"lr_schedule": "mine:schedule"}, {"separation": 0}):
+        with pytest.raises(ConfigError, match="with `privacy_unit=example` clients take one step a round"):
+            RunConfig.from_options(**{**settings, "fraction": 1.0, **wrong})

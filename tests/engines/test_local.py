@@ -6,10 +6,11 @@ from torch import nn
 
 from dbcl.engines import LocalEngine, LocalTraining, draw_cohort, evaluate
 from dbcl.errors import ConfigError
+from dbcl.testing.clipping import SharedNoiseContract
 from dbcl.testing.engine import EngineContract
 
 
-class TestLocalEngine(EngineContract):
+class TestLocalEngine(EngineContract, SharedNoiseContract):
     def engine(self, *arguments: Any, **more: Any) -> LocalEngine:
         return LocalEngine(*arguments, **more)
 

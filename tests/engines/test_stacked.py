@@ -8,15 +8,18 @@ import torch
 from torch import Tensor, nn
 
 import dbcl
-from dbcl import models
 from dbcl.data import examples_of
-from dbcl.engines import LocalEngine, LocalTraining, StackedEngine
+from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine
+from dbcl.errors import ConfigError
+from dbcl.model import networks
+from dbcl.testing.clipping import SharedNoiseContract
 from dbcl.testing.engine import EngineContract
+from dbcl.testing.nested import nested
 
 SEED = bytes(range(32))
 
 
-class TestStackedEngine(EngineContract):
+class TestStackedEngine(EngineContract, SharedNoiseContract):
     def engine(self, *arguments: Any, **more: Any) -> StackedEngine:
         return StackedEngine(*arguments, **more)
 
@@ -71,7 +74,7 @@ def distance(
     for kind in (LocalEngine, StackedEngine):
         model, template = make().to(dtype), make().to(dtype)
         model.load_state_dict(start)
-        server = dbcl.Server(model, insecure_seed=0, **settings)
+        server = dbcl.Server(model, insecure_seed=0, **nested({"coverage": "hidden", "calibration": x, **settings}))
         engine = kind(server, template, examples_of((x, y)).divide(shards), training, seed=SEED)
         for _ in range(rounds):
             engine.play_round()
@@ -123,7 +126,11 @@ def test_every_network_at_the_papers_size_gives_the_weights_of_the_local_engine(
 
 def assert_as_local(name: str, shape: tuple[int, int, int], outputs: int, training: str, veil: float) -> None:
     worst, engine = distance(
-        lambda: models.build(name, shape=shape, outputs=outputs), shape, TRAINING[training], outputs=outputs, veil=veil
+        lambda: networks.build(name, shape=shape, outputs=outputs),
+        shape,
+        TRAINING[training],
+        outputs=outputs,
+        veil=veil,
     )
     assert engine.path == "stages"
     assert worst < 1e-10
@@ -132,7 +139,7 @@ def assert_as_local(name: str, shape: tuple[int, int, int], outputs: int, traini
 @pytest.mark.parametrize("name", ["mnist-mlp", "mnist-cnn"])
 def test_in_float32_the_engines_agree_to_rounding(name: str) -> None:
     """Weights are of size 1 or less; after two rounds of up to six steps 1e-5 is some eighty units in last place."""
-    worst, _ = distance(lambda: models.build(name), (1, 28, 28), TRAINING["fedavg"], outputs=10, dtype=torch.float32)
+    worst, _ = distance(lambda: networks.build(name), (1, 28, 28), TRAINING["fedavg"], outputs=10, dtype=torch.float32)
     assert worst < 1e-5
 
 
@@ -220,7 +227,6 @@ LANED: dict[str, dict[str, Any]] = {
     "two": {},
     "four": {"ratio": 4},
     "three, uneven": {"ratio": 3},
-    "grouped": {"grouped": True},
 }
 
 
@@ -234,7 +240,7 @@ def test_every_path_is_exact_in_every_lane(name: str, lanes: str) -> None:
         shape,
         LocalTraining(lr=0.05, epochs=2, batch_size=5, momentum=0.3),
         outputs=3,
-        cover="all",
+        coverage="all",
         **LANED[lanes],
     )
     assert engine.path == path, engine.why
@@ -254,7 +260,7 @@ def test_chunks_may_hold_clients_of_any_lanes(training: LocalTraining, chunk: in
     for kind in (LocalEngine, StackedEngine):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 3)).double()
-        server = dbcl.Server(model, insecure_seed=0, ratio=4, cover="all")
+        server = dbcl.Server(model, dbcl.SketchConfig(ratio=4, coverage="all"), insecure_seed=0)
         engine = kind(server, copy.deepcopy(model), examples.divide(shards), training, seed=SEED)
         if kind is StackedEngine:
             engine.chunk = chunk
@@ -301,7 +307,13 @@ def test_examples_may_be_whole_numbers() -> None:
         model = Words().double()
         start = model.embed.weight.detach().clone()
         clients = examples_of((x, y)).divide(shards)
-        engine = kind(dbcl.Server(model, insecure_seed=0), Words().double(), clients, LocalTraining(lr=0.1), seed=SEED)
+        engine = kind(
+            dbcl.Server(model, dbcl.SketchConfig(coverage="hidden"), insecure_seed=0),
+            Words().double(),
+            clients,
+            LocalTraining(lr=0.1),
+            seed=SEED,
+        )
         for _ in range(3):
             engine.play_round()
         states.append(model.state_dict())
@@ -317,6 +329,29 @@ def test_a_dense_layer_on_sequences_is_not_taken_for_one_on_rows() -> None:
     worst, engine = distance(make, (4, 6), LocalTraining(lr=0.05, batch_size=5), outputs=3)
     assert engine.path == "stages"
     assert worst < 1e-10
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_dropout_may_keep_all_and_nothing(p: float) -> None:
+    worst, engine = distance(
+        lambda: nn.Sequential(nn.Linear(12, 9), nn.Dropout(p), nn.Dropout(0.5), nn.Linear(9, 3)),
+        ROWS,
+        LocalTraining(lr=0.05, batch_size=5),
+        outputs=3,
+    )
+    assert engine.path == "stages"
+    assert worst < 1e-10
+
+
+@pytest.mark.parametrize("kind", [LocalEngine, StackedEngine])
+def test_a_batch_of_one_example_has_no_batch_norm(kind: type[Engine]) -> None:
+    """Plain PyTorch refuses it."""
+    model = nn.Sequential(nn.Linear(12, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 3))
+    x = torch.randn(11, 12)
+    server = dbcl.Server(copy.deepcopy(model), dbcl.SketchConfig(coverage="hidden"), calibration=x)
+    engine = kind(server, model, [(x, torch.arange(11) % 3)], LocalTraining(batch_size=5), seed=SEED)
+    with pytest.raises((ConfigError, ValueError), match=r"more than 1 value per channel|a batch of one example"):
+        engine.play_round()
 
 
 def test_it_says_which_path_and_why() -> None:
@@ -364,7 +399,7 @@ def test_a_hook_on_every_module_is_called() -> None:
 def test_a_hook_that_is_added_after_some_rounds_is_called() -> None:
     net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
     engine = StackedEngine(
-        dbcl.Server(net),
+        dbcl.Server(net, dbcl.SketchConfig(coverage="hidden")),
         copy.deepcopy(net),
         [(torch.randn(20, 8), torch.arange(20) % 2)],
         LocalTraining(),
@@ -403,7 +438,7 @@ def test_a_batch_norm_over_sequences_takes_another_path() -> None:
 @pytest.mark.parametrize("ratio", [(2, 4), 3])
 def test_widths_that_change_from_round_to_round(ratio: Any) -> None:
     make = STACKS["layer norm"][0]
-    worst, _ = distance(make, ROWS, LocalTraining(lr=0.05), outputs=3, rounds=4, ratio=ratio, cover="all")
+    worst, _ = distance(make, ROWS, LocalTraining(lr=0.05), outputs=3, rounds=4, ratio=ratio, coverage="all")
     assert worst < 1e-10
 
 
@@ -411,7 +446,7 @@ def test_the_sketches_of_earlier_rounds_are_left_alone() -> None:
     """The engine keeps tables of its own, so a broadcast that somebody kept still lifts what it lifted."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
-    server = dbcl.Server(net)
+    server = dbcl.Server(net, dbcl.SketchConfig(coverage="hidden"))
     clients = [(torch.randn(10, 8), torch.arange(10) % 2) for _ in range(2)]
     engine = StackedEngine(server, net, clients, LocalTraining(), seed=SEED)
     first = server.open_round()
@@ -449,7 +484,7 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize("make", [Masked, lambda: nn.Sequential(Masked().base, nn.ReLU(), nn.Linear(8, 3))])
 def test_what_stays_at_home_is_each_clients_own(make: Any) -> None:
-    worst, engine = distance(make, ROWS, LocalTraining(lr=0.05), outputs=3, cover="all")
+    worst, engine = distance(make, ROWS, LocalTraining(lr=0.05), outputs=3, coverage="all")
     assert worst < 1e-10
     assert engine.path == ("vmap" if make is Masked else "stages")
 
@@ -459,8 +494,10 @@ def test_a_client_whose_frozen_copy_differs_is_refused() -> None:
     template = Masked()
     template.base.weight[0, 0] += 1
     for kind in (LocalEngine, StackedEngine):
-        engine = kind(dbcl.Server(Masked()), template, [(x, y)], LocalTraining(), seed=SEED)
-        with pytest.raises(dbcl.PlanError, match=r"base.weight is frozen, and this model's copy differs"):
+        engine = kind(
+            dbcl.Server(Masked(), dbcl.SketchConfig(coverage="hidden")), template, [(x, y)], LocalTraining(), seed=SEED
+        )
+        with pytest.raises(dbcl.errors.PlanError, match=r"base.weight is frozen, and this model's copy differs"):
             engine.play_round()
 
 
@@ -476,8 +513,8 @@ def test_the_gpu_gives_the_cpus_weights(
     states = []
     x, y = torch.randn(60, 1, 28, 28, generator=torch.Generator().manual_seed(0)).to(dtype), torch.arange(60) % 10
     for device in ("cpu", "cuda"):
-        model, template = models.build(name).to(device, dtype), models.build(name, seed=1).to(device, dtype)
-        server = dbcl.Server(model, insecure_seed=0)
+        model, template = networks.build(name).to(device, dtype), networks.build(name, seed=1).to(device, dtype)
+        server = dbcl.Server(model, dbcl.SketchConfig(coverage="hidden"), insecure_seed=0)
         shards = np.split(np.arange(60), np.cumsum(sizes)[:-1])
         clients = examples_of((x, y)).to(device).divide(shards)
         engine = StackedEngine(server, template, clients, LocalTraining(lr=0.01), seed=SEED)

@@ -13,9 +13,10 @@ from flwr.app import Context, RecordDict
 from torch import Tensor
 
 import dbcl
-from dbcl import data, models
+from dbcl import data
 from dbcl.engines import evaluate
 from dbcl.flower import LocalGrid
+from dbcl.model import networks
 
 CONFIG = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
 
@@ -63,7 +64,7 @@ def test_the_app_begins_with_weights_that_nobody_knows_unless_asked_for(
         server_app.app(LocalGrid(client_app.app, nodes=3, run_config=config), context)
         return dict(strategies.last.server.model.state_dict())
 
-    public = models.build("mnist-mlp").state_dict()
+    public = networks.build("mnist-mlp").state_dict()
     one, two, fixed, again = (first(seed) for seed in ("", CONFIG["insecure-seed"], 3, 3))
     for name, tensor in one.items():
         assert torch.equal(fixed[name], again[name]), name

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp import strategy as flower
 
 import dbcl
-from dbcl.flower import DoubleBlind, LocalGrid
+from dbcl.config import SketchConfig
+from dbcl.flower import DoubleBlind, GuaranteeMod, LocalGrid, blinded, reply
 from dbcl.privacy import PrivacyPlan
+from dbcl.testing.nested import nested
 from dbcl.transcripts import Recorder, Setting, Transcript, Truth
 from flower.test_rounds import TRAINING, CrashError, CrashingGrid, altered, clients, net
 
@@ -32,10 +35,10 @@ def play(inner: flower.Strategy, rounds: int = ROUNDS, **settings: Any) -> tuple
 
     def note(message: Message) -> None:
         if message.metadata.dst_node_id >= 1000:
-            round = dbcl.decode_broadcast(message.content["dbcl"]["broadcast"]).round
+            round = dbcl.protocol.decode_broadcast(message.content["dbcl"]["broadcast"]).round
             told[message.metadata.message_type].setdefault(round, set()).add(message.metadata.dst_node_id - 1000)
 
-    strategy = DoubleBlind(inner, net(), **settings)
+    strategy = DoubleBlind(inner, net(), **nested({"coverage": "hidden", **settings}))
     strategy.start(LocalGrid(clients(), NODES, hook=note), num_rounds=rounds)
     return strategy, told["train"], told["evaluate"]
 
@@ -136,7 +139,9 @@ def test_any_strategy_is_held_to_it_or_told_of(cohort_only: bool, caplog: pytest
 def test_what_the_strategy_is_configured_with_arrives_in_rounds_that_were_drawn_before() -> None:
     seen: list[Any] = []
     app = clients(before=lambda client, round, message: seen.append(dict(message.content["config"])))  # type: ignore[arg-type, return-value]
-    DoubleBlind(some(), net()).start(LocalGrid(app, NODES), num_rounds=3, train_config=ConfigRecord({"lr": 0.5}))
+    DoubleBlind(some(), net(), SketchConfig(coverage="hidden")).start(
+        LocalGrid(app, NODES), num_rounds=3, train_config=ConfigRecord({"lr": 0.5})
+    )
     assert seen == [{"lr": 0.5, "server-round": round} for round in (1, 1, 2, 2, 3, 3)]
 
 
@@ -162,10 +167,12 @@ def test_a_transcript_has_every_broadcast_that_reached_the_client(tmp_path: Path
 
     def note(message: Message) -> None:
         if message.metadata.dst_node_id >= 1000:
-            round = dbcl.decode_broadcast(message.content["dbcl"]["broadcast"]).round
+            round = dbcl.protocol.decode_broadcast(message.content["dbcl"]["broadcast"]).round
             told[message.metadata.message_type].setdefault(message.metadata.dst_node_id - 1000, set()).add(round)
 
-    strategy = DoubleBlind(some(), net(), evaluate_cohort_only=cohort_only, insecure_seed=2)
+    strategy = DoubleBlind(
+        some(), net(), SketchConfig(coverage="hidden"), evaluate_cohort_only=cohort_only, insecure_seed=2
+    )
     strategy.observer = recorder(tmp_path, strategy)
     strategy.start(LocalGrid(clients(), NODES, hook=note), num_rounds=ROUNDS)
     for client in range(NODES):
@@ -185,7 +192,7 @@ def test_who_was_refused_or_did_not_answer_has_seen_the_broadcast(tmp_path: Path
             raise ValueError("out of paper")
         return altered(answer, lambda update: dbcl.Update(9, "ab", {}, 1)) if client == 2 and round == 0 else answer
 
-    strategy = DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), net())
+    strategy = DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), net(), SketchConfig(coverage="hidden"))
     strategy.observer = recorder(tmp_path, strategy)
     strategy.start(LocalGrid(clients(twist), NODES), num_rounds=2)
     assert [report.accepted for report in strategy.reports] == [NODES - 1, NODES - 1]
@@ -201,7 +208,13 @@ def test_a_run_that_goes_on_remembers_who_was_shown_the_open_round(tmp_path: Pat
     """The run dies in its second training, before or after the messages; another cohort may then be asked."""
 
     def make() -> DoubleBlind:
-        strategy = DoubleBlind(some(), net(), evaluate_cohort_only=False, checkpoint=tmp_path / "kept", lanes=lanes)
+        strategy = DoubleBlind(
+            some(),
+            net(),
+            SketchConfig(lanes=lanes, coverage="hidden"),
+            evaluate_cohort_only=False,
+            checkpoint=tmp_path / "kept",
+        )
         strategy.observer = recorder(tmp_path / "seen", strategy)
         return strategy
 
@@ -232,14 +245,21 @@ def test_few_nodes_in_a_round_are_warned_of_once(caplog: pytest.LogCaptureFixtur
 
 
 QUIET: dict[str, Callable[[], tuple[int, DoubleBlind]]] = {
-    "ten": lambda: (10, DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), net())),
-    "no secrets": lambda: (4, DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), net(), insecure_seed=0)),
-    "no veil": lambda: (4, DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), net(), veil=0.0)),
+    "ten": lambda: (10, DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), net(), SketchConfig(coverage="hidden"))),
+    "no secrets": lambda: (
+        4,
+        DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), net(), SketchConfig(coverage="hidden"), insecure_seed=0),
+    ),
+    "no veil": lambda: (
+        4,
+        DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), net(), SketchConfig(veil=0.0, coverage="hidden")),
+    ),
     "a guarantee": lambda: (
         4,
         DoubleBlind(
             flower.FedAvg(fraction_evaluate=0.0),
             net(),
+            SketchConfig(coverage="hidden"),
             privacy=PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=4, clients=4, cohort=4),
         ),
     ),
@@ -247,9 +267,14 @@ QUIET: dict[str, Callable[[], tuple[int, DoubleBlind]]] = {
 
 
 @pytest.mark.parametrize("case", QUIET)
-def test_otherwise_there_is_no_such_warning(case: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_otherwise_there_is_no_such_warning(case: str, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     nodes, strategy = QUIET[case]()
+    app = clients()
+    privacy = strategy.server.privacy
+    if privacy is not None:
+        app = ClientApp(mods=[GuaranteeMod(privacy, tmp_path)])
+        app.train()(lambda message, context: reply(blinded(net(), message), message, examples=5))
     with caplog.at_level(logging.WARNING, logger="flwr.dbcl"):
-        strategy.start(LocalGrid(clients(), nodes), num_rounds=1)
+        strategy.start(LocalGrid(app, nodes), num_rounds=1)
     assert strategy.reports[0].accepted == nodes
     assert warnings(caplog, "fewer than") == []

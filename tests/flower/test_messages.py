@@ -11,6 +11,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import nn
 
+from dbcl.config import SketchConfig
 from dbcl.errors import ProtocolError
 from dbcl.flower import DoubleBlind, LocalGrid, blinded, reply
 
@@ -31,7 +32,7 @@ def train(message: Message, context: Context) -> Message:
 
 
 def play(folder: str | Path | None, rounds: int) -> DoubleBlind:
-    strategy = DoubleBlind(FedAvg(fraction_evaluate=0.0), net(), checkpoint=folder)
+    strategy = DoubleBlind(FedAvg(fraction_evaluate=0.0), net(), SketchConfig(coverage="hidden"), checkpoint=folder)
     strategy.start(LocalGrid(app, 2), num_rounds=rounds)
     return strategy
 
@@ -40,7 +41,7 @@ def test_checkpoints_go_to_an_absolute_folder_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    strategy = DoubleBlind(FedAvg(fraction_evaluate=0.0), net(), checkpoint="kept")
+    strategy = DoubleBlind(FedAvg(fraction_evaluate=0.0), net(), SketchConfig(coverage="hidden"), checkpoint="kept")
     monkeypatch.chdir("/")  # whatever the program does later
     with caplog.at_level(logging.INFO, logger="flwr.dbcl"):
         strategy.start(LocalGrid(app, 2), num_rounds=1)
@@ -48,7 +49,9 @@ def test_checkpoints_go_to_an_absolute_folder_that_is_said(
     kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
     assert kept == [".lock", "round-00000000.dbcl", "round-00000001.dbcl"]
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert DoubleBlind(FedAvg(), net(), checkpoint="~/other").folder == tmp_path / "other"
+    assert (
+        DoubleBlind(FedAvg(), net(), SketchConfig(coverage="hidden"), checkpoint="~/other").folder == tmp_path / "other"
+    )
 
 
 def test_a_finished_run_says_so_and_how_to_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -68,8 +71,8 @@ def test_a_finished_run_says_so_and_how_to_go_on(tmp_path: Path, caplog: pytest.
 
 def test_a_changed_model_or_strategy_names_the_folder_and_the_remedy(tmp_path: Path) -> None:
     play(tmp_path, 1)
-    words = f"the run in {re.escape(str(tmp_path))} cannot go on: the checkpoint .*; use the model, the plan and the"
-    with pytest.raises(ProtocolError, match=rf"{words} .* or another folder as checkpoint, to begin anew"):
-        DoubleBlind(FedAvg(), net(width=7), checkpoint=tmp_path)
+    words = f"the run in {re.escape(str(tmp_path))} cannot go on; use the model, the plan and the"
+    with pytest.raises(ProtocolError, match=rf"{words} .* or another folder as checkpoint, .*: the checkpoint belongs"):
+        DoubleBlind(FedAvg(), net(width=7), SketchConfig(coverage="hidden"), checkpoint=tmp_path)
     with pytest.raises(ProtocolError, match=words):
-        DoubleBlind(FedAdam(), net(), checkpoint=tmp_path)
+        DoubleBlind(FedAdam(), net(), SketchConfig(coverage="hidden"), checkpoint=tmp_path)

@@ -83,7 +83,7 @@ def test_the_diff_for_secure_aggregation(tmp_path: Path, monkeypatch: pytest.Mon
     grid = LocalGrid(names["app"], nodes=8, hook=lambda message: kept.extend(message.content["dbcl"]))
     names["strategy"].start(grid, num_rounds=1)
     assert [report.accepted for report in names["strategy"].reports] == [8]
-    assert set(kept) == {"broadcast", "secure", "step"}
+    assert set(kept) == {"hello", "broadcast", "secure", "step"}
     assert len(list((tmp_path / "dbcl-secrets").iterdir())) == 8
 
 

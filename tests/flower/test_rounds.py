@@ -21,10 +21,12 @@ from flwr.serverapp import strategy as flower
 from torch import Tensor, nn
 
 import dbcl
+from dbcl.config import SketchConfig
 from dbcl.engines import LocalTraining
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.flower import DoubleBlind, LocalGrid, blinded, reply
 from dbcl.flower.grid import TimeoutGrid
+from dbcl.testing.nested import nested
 from dbcl.testing.secrecy import leaks
 from dbcl.transcripts import Recorder, Setting, Transcript
 
@@ -78,7 +80,7 @@ def fedavg(**more: Any) -> flower.FedAvg:
 
 
 def altered(answer: Message, change: Callable[[dbcl.Update], dbcl.Update]) -> Message:
-    update = change(dbcl.decode_update(answer.content["dbcl"]["update"]))
+    update = change(dbcl.protocol.decode_update(answer.content["dbcl"]["update"]))
     answer.content["dbcl"] = ConfigRecord({"update": dbcl.encode(update)})
     return answer
 
@@ -91,7 +93,9 @@ class TestTheWire:
     """Everything that the grid carried, and everything that the clients hold, searched for the covered weights."""
 
     def play(self, *, broken: bool = False) -> tuple[list[Message], dict[str, Tensor], DoubleBlind]:
-        strategy = DoubleBlind(flower.FedAdam(eta=0.01), net(), veil=0.2)  # evaluates, too
+        strategy = DoubleBlind(
+            flower.FedAdam(eta=0.01), net(), SketchConfig(veil=0.2, coverage="hidden")
+        )  # evaluates, too
         if broken:
             honest = strategy._blind
 
@@ -141,36 +145,40 @@ class TestTheWire:
         by_node: dict[tuple[int, int], set[bytes]] = {}
         for message in sent:
             data = message.content["dbcl"]["broadcast"]
-            broadcast = dbcl.decode_broadcast(data)
+            broadcast = dbcl.protocol.decode_broadcast(data)
             by_round.setdefault(broadcast.round, set()).add(data)
             by_node.setdefault((broadcast.round, message.metadata.dst_node_id), set()).add(data)
         assert {round: len(broadcasts) for round, broadcasts in by_round.items()} == {0: 2, 1: 2, 2: 2}
         assert len(by_node) == 3 * NODES
         assert {len(broadcasts) for broadcasts in by_node.values()} == {1}
         for broadcasts in by_round.values():
-            one, two = map(dbcl.decode_broadcast, broadcasts)
+            one, two = map(dbcl.protocol.decode_broadcast, broadcasts)
             assert sorted([one.plan.lane, two.plan.lane]) == [0, 1]
             for name in one.tensors.keys() - one.sketches().keys():
                 assert torch.equal(one.tensors[name], two.tensors[name])
         assert strategy.server.round == 2
 
     def test_messages_come_as_lists(self) -> None:
-        strategy = DoubleBlind(flower.FedAvg(), net())
+        strategy = DoubleBlind(flower.FedAvg(), net(), SketchConfig(coverage="hidden"))
         grid = LocalGrid(clients(), NODES)
         strategy.start(grid, num_rounds=0)
         for configure in (strategy.configure_train, strategy.configure_evaluate):
             assert isinstance(configure(1, ArrayRecord(), ConfigRecord(), grid), list)
 
 
-def test_the_true_weights_are_evaluated_on_the_server_and_blinded_ones_on_the_nodes() -> None:
-    strategy = DoubleBlind(flower.FedAvg(), net(), insecure_seed=0)
+@pytest.mark.parametrize("decay", [0.0, 0.8])
+def test_the_true_weights_or_their_mean_are_evaluated_on_the_server_and_blinded_ones_on_the_nodes(
+    decay: float,
+) -> None:
+    strategy = DoubleBlind(flower.FedAvg(), net(), SketchConfig(coverage="hidden"), insecure_seed=0, ema_decay=decay)
     seen: dict[int, float] = {}
 
     def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord:
         model = net()
         model.load_state_dict(arrays.to_torch_state_dict())
-        for own, given in zip(strategy.server.model.parameters(), model.parameters(), strict=True):
+        for own, given in zip(strategy.server.released.parameters(), model.parameters(), strict=True):
             assert torch.equal(own, given)
+        assert torch.equal(strategy.server.model[0].weight, model[0].weight) == (decay == 0 or round < 2)
         x, y = (torch.cat(parts) for parts in zip(*map(examples, range(NODES)), strict=True))
         seen[round] = nn.functional.cross_entropy(model(x), y).item()
         return MetricRecord({"loss": seen[round]})
@@ -189,7 +197,7 @@ def test_initial_arrays_and_configurations_arrive() -> None:
         for parameter in other.parameters():
             parameter.fill_(0.125)
     seen: list[Any] = []
-    strategy = DoubleBlind(fedavg(), net(), veil=0.0)
+    strategy = DoubleBlind(fedavg(), net(), SketchConfig(veil=0.0, coverage="hidden"), insecure_seed=0)
     app = clients(before=lambda client, round, message: seen.append(message.content["config"]["lr"]))  # type: ignore[arg-type, return-value]
     strategy.start(LocalGrid(app, 2), ArrayRecord(other.state_dict()), 1, train_config=ConfigRecord({"lr": 0.5}))
     assert seen == [0.5, 0.5]
@@ -258,7 +266,7 @@ class TestFaults:
 
     def check(self, app: ClientApp, reason: str, caplog: pytest.LogCaptureFixture, **settings: Any) -> None:
         """The round goes on with three, exactly as if the fourth had not been there."""
-        strategy = DoubleBlind(fedavg(), net(), insecure_seed=0, **settings)
+        strategy = DoubleBlind(fedavg(), net(), insecure_seed=0, **nested({"coverage": "hidden", **settings}))
         with caplog.at_level(logging.WARNING, logger="flwr.dbcl"):
             result = strategy.start(LocalGrid(app, NODES), num_rounds=1)
         (report,) = strategy.reports
@@ -266,15 +274,16 @@ class TestFaults:
         assert len(report.refused) == 1
         assert re.match(reason, report.refused[0])
         assert "refused node 1002" in caplog.text
+        assert re.search(r"not every update counted as it was: node 1002: rejected in \d of \d rounds", caplog.text)
         assert dict(result.train_metrics_clientapp[1])["dbcl-refused"] == 1
-        server = dbcl.Server(net(), insecure_seed=0)
+        server = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=0)
         sent = {client: server.open_round(client) for client in range(NODES)}
         answers = {}
         for client in (0, 1, 3):
             local = dbcl.blinded(net(), sent[client])
             x, y = examples(client)
             TRAINING.train(local, (x, y), seed=bytes(32), round=0, client=client)
-            answers[str(client)] = dbcl.update(local, sent[client], examples=len(x))
+            answers[str(client)] = dbcl.make_update(local, sent[client], examples=len(x))
         server.close_round(answers)
         for name, parameter in server.model.named_parameters():
             torch.testing.assert_close(weights(strategy)[name], parameter.detach(), rtol=1e-5, atol=1e-6)
@@ -283,7 +292,7 @@ class TestFaults:
         def before(client: int, round: int, message: Message) -> Message:
             raise ValueError("out of paper")
 
-        strategy = DoubleBlind(fedavg(), net())
+        strategy = DoubleBlind(fedavg(), net(), SketchConfig(coverage="hidden"))
         first = weights(strategy)
         with pytest.raises(
             ProtocolError, match=r"round 0 has 0 updates and needs 1(?s:.*)node 1003: failed: ValueError"
@@ -298,18 +307,22 @@ class TestFaults:
 
         app = clients(twist)
         with pytest.raises(ProtocolError, match="round 0 has 3 updates and needs 4"):
-            DoubleBlind(fedavg(), net(), door=dbcl.Door(min_updates=4)).start(LocalGrid(app, NODES), num_rounds=1)
-        DoubleBlind(fedavg(), net(), door=dbcl.Door(min_updates=3)).start(LocalGrid(app, NODES), num_rounds=1)
+            DoubleBlind(
+                fedavg(), net(), SketchConfig(coverage="hidden"), validator=dbcl.protocol.UpdateValidator(min_updates=4)
+            ).start(LocalGrid(app, NODES), num_rounds=1)
+        DoubleBlind(
+            fedavg(), net(), SketchConfig(coverage="hidden"), validator=dbcl.protocol.UpdateValidator(min_updates=3)
+        ).start(LocalGrid(app, NODES), num_rounds=1)
 
     @pytest.mark.parametrize("phase", ["train", "evaluate"])
     def test_too_few_nodes_is_an_error_after_the_timeout(self, phase: str) -> None:
         inner = flower.FedAvg(min_train_nodes=1, min_available_nodes=1, min_evaluate_nodes=3)
         if phase == "train":
             inner = fedavg(min_available_nodes=5)
-        strategy = DoubleBlind(inner, net(), round_timeout=0.5)
+        strategy = DoubleBlind(inner, net(), SketchConfig(coverage="hidden"), round_timeout=0.5)
         nodes, needed = (2, 3) if phase == "evaluate" else (4, 5)
         began = time.monotonic()
-        with pytest.raises(ProtocolError, match=rf"waited 0.5 s for nodes: {nodes} are there and {needed} are needed"):
+        with pytest.raises(ProtocolError, match=rf"waited 0.5 s for nodes: {nodes} are there; needed: {needed}"):
             strategy.start(LocalGrid(clients(), nodes), num_rounds=1)
         assert time.monotonic() - began < 10
 
@@ -321,12 +334,16 @@ class TestFaults:
                 self.calls += 1
                 return super().get_node_ids()[: self.calls + 1]
 
-        strategy = DoubleBlind(fedavg(min_available_nodes=3), net(), round_timeout=30.0)
+        strategy = DoubleBlind(
+            fedavg(min_available_nodes=3), net(), SketchConfig(coverage="hidden"), round_timeout=30.0
+        )
         strategy.start(Late(clients(), 3), num_rounds=1)
         assert strategy.reports[0].accepted >= 2
 
-    def test_the_norm_bound_of_the_door_holds(self) -> None:
-        strategy = DoubleBlind(fedavg(), net(), door=dbcl.Door(norm_bound=0.001))
+    def test_the_norm_bound_of_the_validator_holds(self) -> None:
+        strategy = DoubleBlind(
+            fedavg(), net(), SketchConfig(coverage="hidden"), validator=dbcl.protocol.UpdateValidator(norm_bound=0.001)
+        )
         strategy.start(LocalGrid(clients(), NODES), num_rounds=1)
         assert strategy.reports[0].clipped == NODES
         assert strategy.reports[0].norm <= 0.001 * (1 + 1e-4)
@@ -349,7 +366,7 @@ class TestFaults:
                 answer.content = content
             return answer
 
-        strategy = DoubleBlind(flower.FedAvg(), net())
+        strategy = DoubleBlind(flower.FedAvg(), net(), SketchConfig(coverage="hidden"))
         with caplog.at_level(logging.WARNING, logger="flwr.dbcl"):
             result = strategy.start(LocalGrid(clients(twist), NODES), num_rounds=1)
         assert math.isfinite(result.evaluate_metrics_clientapp[1]["loss"])  # type: ignore[arg-type]
@@ -361,7 +378,7 @@ class TestFaults:
         plain = Message(RecordDict({"arrays": ArrayRecord(net().state_dict())}), 1000, "train")
         with pytest.raises(ProtocolError, match=r"holds no dbcl broadcast; wrap the server's strategy"):
             blinded(net(), plain)
-        broadcast = dbcl.Server(net()).open_round()
+        broadcast = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden")).open_round()
         content = RecordDict({"dbcl": ConfigRecord({"broadcast": dbcl.encode(broadcast)})})
         with pytest.raises(ProtocolError, match="needs the trained model, got None"):
             reply(None, Message(content, 1000, "train"), examples=1)
@@ -371,7 +388,7 @@ class TestFaults:
     @pytest.mark.parametrize("timeout", [0.0, -1.0, math.inf, math.nan])
     def test_a_wait_without_an_end_is_refused(self, timeout: float) -> None:
         with pytest.raises(ConfigError, match="round_timeout must be above 0 seconds"):
-            DoubleBlind(fedavg(), net(), round_timeout=timeout)
+            DoubleBlind(fedavg(), net(), SketchConfig(coverage="hidden"), round_timeout=timeout)
 
 
 class CrashError(Exception):
@@ -454,7 +471,9 @@ class TestGoingOn:
     rounds = 4
 
     def make(self, folder: Path | None, inner: str = "FedAdam", **settings: Any) -> DoubleBlind:
-        return DoubleBlind(INNER[inner](), net(), checkpoint=folder, **{"insecure_seed": 5, **settings})
+        return DoubleBlind(
+            INNER[inner](), net(), checkpoint=folder, **nested({"coverage": "hidden", "insecure_seed": 5, **settings})
+        )
 
     def whole(self, inner: str) -> tuple[DoubleBlind, Any]:
         strategy = self.make(None, inner)
@@ -498,6 +517,7 @@ class TestGoingOn:
         assert replayed.evaluate_metrics_clientapp == result.evaluate_metrics_clientapp
         assert replayed.evaluate_metrics_serverapp == result.evaluate_metrics_serverapp
 
+    @pytest.mark.slow
     def test_a_killed_process_goes_on_with_the_same_command(self, tmp_path: Path) -> None:
         program = tmp_path / "app.py"
         program.write_text(PROGRAM)
@@ -555,9 +575,9 @@ class TestGoingOn:
         self.make(tmp_path / "a").start(LocalGrid(clients(), NODES), num_rounds=1)
         with pytest.raises(ProtocolError, match="the checkpoint is of FedAdam and the strategy is FedYogi"):
             self.make(tmp_path / "a", "FedYogi")
-        with pytest.raises(ProtocolError, match="another model or another plan"):
+        with pytest.raises(ProtocolError, match="belongs to another plan"):
             self.make(tmp_path / "a", veil=0.5)
-        server = dbcl.Server(net())
+        server = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"))
         server.save(tmp_path / "b")
         with pytest.raises(ProtocolError, match="another engine or of an older dbcl; choose another folder"):
             self.make(tmp_path / "b")
@@ -569,12 +589,12 @@ class TestGoingOn:
                 self.seen = {1, 2}
 
         with caplog.at_level(logging.WARNING, logger="flwr.dbcl"):
-            DoubleBlind(Logging(), net(), checkpoint=tmp_path)
+            DoubleBlind(Logging(), net(), SketchConfig(coverage="hidden"), checkpoint=tmp_path)
         assert "starts with it anew: Logging.seen (a set)" in caplog.text
         inner = flower.DifferentialPrivacyServerSideFixedClipping(flower.FedAvg(), 1.0, 1.0, 2)
         inner.accountant = object()  # type: ignore[assignment]
         with pytest.raises(ConfigError, match="whose spending a checkpoint cannot keep"):
-            DoubleBlind(inner, net(), checkpoint=tmp_path)
+            DoubleBlind(inner, net(), SketchConfig(coverage="hidden"), checkpoint=tmp_path)
 
     def test_every_kind_of_memory_comes_back(self, tmp_path: Path) -> None:
         class Elephant(flower.FedAvg):
@@ -596,9 +616,11 @@ class TestGoingOn:
                 return arrays, metrics
 
         inner = Elephant(fraction_evaluate=0.0)
-        DoubleBlind(inner, net(), checkpoint=tmp_path).start(LocalGrid(clients(), NODES), num_rounds=1)
+        DoubleBlind(inner, net(), SketchConfig(coverage="hidden"), checkpoint=tmp_path).start(
+            LocalGrid(clients(), NODES), num_rounds=1
+        )
         back = Elephant(fraction_evaluate=0.0)
-        DoubleBlind(back, net(), checkpoint=tmp_path)
+        DoubleBlind(back, net(), SketchConfig(coverage="hidden"), checkpoint=tmp_path)
         assert inner.memory is not None
         assert back.memory is not None
         for name, value in inner.memory.items():
@@ -608,7 +630,7 @@ class TestGoingOn:
 
 
 def test_transcripts_are_recorded_as_in_the_other_engines(tmp_path: Path) -> None:
-    strategy = DoubleBlind(fedavg(), net(), insecure_seed=0)
+    strategy = DoubleBlind(fedavg(), net(), SketchConfig(coverage="hidden"), insecure_seed=0)
     setting = Setting("net", (1, 1, 20), 3, TRAINING.settings(), clients=NODES, cohort=NODES)
     strategy.observer = Recorder(tmp_path, ["2", "server"], strategy.server, setting)
     strategy.start(LocalGrid(clients(), NODES), num_rounds=2)
@@ -638,7 +660,9 @@ def test_clients_that_diverge_are_told_what_to_lower() -> None:
         return altered(answer, lambda u: replace(u, tensors={n: t * math.inf for n, t in u.tensors.items()}))
 
     with pytest.raises(ProtocolError, match="training has diverged, so lower their learning rate or clip their up"):
-        DoubleBlind(fedavg(), net(), insecure_seed=0).start(LocalGrid(clients(twist), NODES), num_rounds=1)
+        DoubleBlind(fedavg(), net(), SketchConfig(coverage="hidden"), insecure_seed=0).start(
+            LocalGrid(clients(twist), NODES), num_rounds=1
+        )
 
 
 def test_who_reports_other_metrics_is_not_left_out_and_leaves_nobody_out() -> None:
@@ -652,7 +676,7 @@ def test_who_reports_other_metrics_is_not_left_out_and_leaves_nobody_out() -> No
             answer, lambda u: replace(u, metrics={f"mine {client}": 1.0, **({"loss": 1.0} if client else {})})
         )
 
-    strategy = DoubleBlind(flower.FedAdam(), net(), insecure_seed=0)
+    strategy = DoubleBlind(flower.FedAdam(), net(), SketchConfig(coverage="hidden"), insecure_seed=0)
     result = strategy.start(LocalGrid(clients(twist), NODES), num_rounds=1)
     assert strategy.reports[0].accepted == NODES
     assert result.train_metrics_clientapp[1]["loss"] == 1.0
@@ -678,13 +702,15 @@ def test_what_a_node_counts_for_is_bounded(key: str) -> None:
             seen.append([float(m.content["metrics"][key]) for m in listed])  # type: ignore[index]
             return super().aggregate_train(server_round, listed)
 
-    strategy = DoubleBlind(Noting(weighted_by_key=key, fraction_evaluate=0.0), net(), insecure_seed=0)
+    strategy = DoubleBlind(
+        Noting(weighted_by_key=key, fraction_evaluate=0.0), net(), SketchConfig(coverage="hidden"), insecure_seed=0
+    )
     strategy.start(LocalGrid(clients(twist), NODES), num_rounds=1)
     assert seen == [[10, 15, 10, 10]]
 
 
 def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
-    one, two = (DoubleBlind(fedavg(), net(), checkpoint=tmp_path) for _ in range(2))
+    one, two = (DoubleBlind(fedavg(), net(), SketchConfig(coverage="hidden"), checkpoint=tmp_path) for _ in range(2))
 
     def meanwhile(client: int, round: int, answer: Message) -> Message:
         if client == 0:
@@ -695,4 +721,4 @@ def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
     one.start(LocalGrid(clients(meanwhile), NODES), num_rounds=2)
     with pytest.raises(ProtocolError, match="is at round 2 and this strategy at round 0: another process has gone on"):
         two.start(LocalGrid(clients(), NODES), num_rounds=3)
-    assert DoubleBlind(fedavg(), net(), checkpoint=tmp_path).server.round == 2
+    assert DoubleBlind(fedavg(), net(), SketchConfig(coverage="hidden"), checkpoint=tmp_path).server.round == 2

@@ -1,7 +1,6 @@
 """DoubleBlind under secure aggregation, over real messages: every message is answered by an app made anew."""
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,21 @@ from flwr.serverapp import strategy as flower
 from torch import Tensor, nn
 
 import dbcl
-from dbcl.engines.secure import SecureSession
+from dbcl.engines.secure import SecureServer
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.files import locked
-from dbcl.flower import DoubleBlind, LocalGrid, SecureMod, blinded, reply
+from dbcl.flower import DoubleBlind, KeyRegistry, LocalGrid, SecureMod, blinded, reply
 from dbcl.flower.grid import FIRST_NODE
 from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import decode_broadcast
-from dbcl.protocol.secagg import Identity, Registry, SecureClient, SecureRounds, Terms
+from dbcl.protocol.secagg import SecAggConfig, SecureClient, SigningKey
 from dbcl.protocol.secagg.messages import Advert, decode_message
-from dbcl.protocol.secagg.pins import FirstUse
-from dbcl.protocol.secagg.ring import LEVELS
+from dbcl.protocol.secagg.quantizer import LEVELS
+from dbcl.testing.nested import nested
 
 NODES = 6
-TERMS = Terms(bound=4.0, most=40, min_cohort=3, colluding=0.0)  # 4 of 6 must help
-MOD = SecureMod(TERMS)
+CONFIG = SecAggConfig(clip=4.0, weight_cap=40, min_cohort=3, colluding=0.0)  # 4 of 6 must help
+MOD = SecureMod(CONFIG)
 EXCHANGES = range(1, 6)
 
 
@@ -78,7 +77,7 @@ class Nodes(LocalGrid):
     """Nodes that are another process at every message, as far as anything in Python can tell.
 
     `faults` has for a node and an exchange (1 to 5) either "raises" or "silent": then its answer is lost on the way. A
-    fault happens in one round, or in all where `always` is set.
+    fault happens in one round, in all where `always` is set, or one time where `once` is.
     """
 
     def __init__(self, mod: SecureMod | None = MOD, nodes: int = NODES) -> None:
@@ -86,7 +85,7 @@ class Nodes(LocalGrid):
         self.mod = mod
         self.client_app = self.process  # type: ignore[assignment]
         self.faults: dict[tuple[int, int], str] = {}
-        self.always = False
+        self.always = self.once = False
         self.absent: set[int] = set()
         self.before: Callable[[int], None] = lambda exchange: None
         self.sent: list[Message] = []
@@ -108,28 +107,43 @@ class Nodes(LocalGrid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         sent = list(messages)
+        if "hello" in sent[0].content["dbcl"]:
+            return super().send_and_receive(sent)
         self._exchange = 1 if "broadcast" in sent[0].content["dbcl"] else self._exchange + 1
         self.before(self._exchange)
         self.sent += sent
         came = super().send_and_receive(sent)
         self.came += came
         heard = [each for each in came if self.faults.get((each.metadata.src_node_id, self._exchange)) != "silent"]
-        if self._exchange == 5 and not self.always:
+        if (self._exchange == 5 and not self.always) or (self.once and len(heard) < len(came)):
             self.faults = {}
         return heard
 
 
 def double_blind(inner: flower.Strategy | None = None, **more: Any) -> DoubleBlind:
-    settings: dict[str, Any] = {"cover": "all", "lanes": 1, "insecure_seed": 0, "secure": TERMS, "round_timeout": 60.0}
-    return DoubleBlind(inner or flower.FedAvg(fraction_evaluate=0.0), net(), **{**settings, **more})
+    settings: dict[str, Any] = {
+        "coverage": "all",
+        "lanes": 1,
+        "insecure_seed": 0,
+        "secagg": CONFIG,
+        "round_timeout": 60.0,
+    }
+    return DoubleBlind(inner or flower.FedAvg(fraction_evaluate=0.0), net(), **nested({**settings, **more}))
 
 
 def flat(strategy: DoubleBlind) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in strategy.server.model.parameters()])
 
 
-def numbers(names: Iterable[str]) -> list[int]:
-    return sorted(int(name.removeprefix("node ")) for name in names)
+def numbers(strategy: DoubleBlind, names: Iterable[str]) -> list[int]:
+    known = {strategy._names.of(node): node for node in range(FIRST_NODE, FIRST_NODE + 20)}
+    return sorted(known[name] for name in names)
+
+
+def name_of(strategy: DoubleBlind, node: int) -> str:
+    name = strategy._names.of(node)
+    assert name is not None
+    return name
 
 
 def play(strategy: DoubleBlind, grid: Nodes, rounds: int) -> list[list[int]]:
@@ -138,20 +152,22 @@ def play(strategy: DoubleBlind, grid: Nodes, rounds: int) -> list[list[int]]:
     while strategy.server.round < rounds:
         strategy.start(grid, num_rounds=strategy.server.round + 1)
         assert strategy._secure is not None
-        seen.append(numbers(name for _, total in strategy._secure.rounds.totals for name in total.members))
+        seen.append(numbers(strategy, (name for _, total in strategy._secure.rounds.totals for name in total.members)))
         assert len(seen[-1]) == strategy.reports[-1].accepted
     return seen
 
 
 def rounding(count: int, members: Iterable[int]) -> float:
     """By how much a mean may differ from that in clear: a step for every update, and the rounding of the weights."""
-    weight = sum(len(examples(node)[0]) for node in members) / TERMS.most
-    return 1.01 * count * TERMS.bound / LEVELS / weight + 1e-4
+    weight = sum(len(examples(node)[0]) for node in members) / CONFIG.weight_cap
+    return 1.01 * count * CONFIG.clip / LEVELS / weight + 1e-4
 
 
 def clear_round(members: Iterable[int]) -> Tensor:
     """The weights after a round in clear with some of the nodes."""
-    strategy = double_blind(secure=None, door=dbcl.Door(max_influence=None, max_times_median=None))
+    strategy = double_blind(
+        secagg=None, validator=dbcl.protocol.UpdateValidator(max_influence=None, outlier_factor=None)
+    )
     grid = Nodes(None)
     grid.absent = set(grid.contexts) - set(members)
     strategy.start(grid, num_rounds=1)
@@ -171,19 +187,19 @@ def test_a_round_gives_the_weights_of_one_in_clear() -> None:
     assert [report.accepted for report in strategy.reports] == [NODES]
 
 
-def test_two_lanes_give_what_the_session_in_process_gives() -> None:
+def test_two_lanes_give_what_the_server_in_process_gives() -> None:
     strategy, grid = double_blind(lanes=2), Nodes()
-    server = dbcl.Server(net(), cover="all", lanes=2, insecure_seed=0, steady_lanes=True)
-    session = SecureSession(server, TERMS, masked=False)
+    sketch = dbcl.SketchConfig(coverage="all", lanes=2)
+    server = SecureServer(net(), sketch, secagg=CONFIG, masked=False, insecure_seed=0)
     strategy.start(grid, num_rounds=1)
     updates = {}
     for message in sorted(grid.sent[:NODES], key=lambda message: message.metadata.dst_node_id):
         node = message.metadata.dst_node_id
-        broadcast = session.open(f"node {node}")
+        broadcast = server.open_round(name_of(strategy, node))
         assert dbcl.encode(broadcast) == message.content["dbcl"]["broadcast"]
         own = trained(message, node)
-        updates[f"node {node}"] = dbcl.update(own, broadcast, examples=len(examples(node)[0]))
-    session.close(updates)
+        updates[name_of(strategy, node)] = dbcl.make_update(own, broadcast, examples=len(examples(node)[0]))
+    server.close_round(updates)
     ends = [torch.cat([p.detach().flatten() for p in each.model.parameters()]) for each in (server, strategy.server)]
     assert float((ends[0] - ends[1]).abs().max()) < 2 * rounding(NODES, grid.contexts)
     assert strategy.reports[0].lanes == (3, 3)
@@ -208,38 +224,100 @@ def test_many_rounds_learn() -> None:
 
 @pytest.mark.parametrize("how", ["raises", "silent"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_node_that_is_lost_in_the_first_round(exchange: int, how: str) -> None:
-    """Before its masked update has arrived the others are added; after that it counts."""
+@pytest.mark.parametrize("round", [0, 1])
+def test_a_node_that_is_lost_once_costs_an_attempt(round: int, exchange: int, how: str) -> None:
+    """Before its signature has come the round begins anew, with all of them; after that the others take masks off."""
     strategy, grid = double_blind(), Nodes()
-    lost = FIRST_NODE + 2
-    grid.faults = {(lost, exchange): how}
-    members = [node for node in grid.contexts if node != lost or exchange > 3]
-    assert play(strategy, grid, 1) == [members]
-    assert float((flat(strategy) - clear_round(members)).abs().max()) < rounding(NODES, members)
-    strategy.start(grid, num_rounds=3)  # and it goes on
-    assert len(strategy.reports) == 3
+    play(strategy, grid, round)
+    before, lost = flat(strategy), FIRST_NODE + 2
+    models: list[Tensor] = []
+
+    def recover(number: int) -> None:
+        if number == 1:
+            models.append(flat(strategy))
+            grid.faults = {} if len(models) > 1 else grid.faults
+
+    grid.faults, grid.before = {(lost, exchange): how}, recover
+    (members,) = play(strategy, grid, round + 1)
+    assert members == list(grid.contexts)
+    assert len(models) == (2 if exchange <= 3 else 1)
+    assert all(torch.equal(model, before) for model in models)
+    strategy.start(grid, num_rounds=3)
+    assert [report.accepted for report in strategy.reports] == [NODES] * 3
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_node_that_is_lost_later_does_not_become_the_difference_of_two_sums(
-    exchange: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_that_is_lost_in_all_attempts_of_the_first_round_is_no_part_of_its_group(exchange: int) -> None:
     strategy, grid = double_blind(), Nodes()
-    strategy.start(grid, num_rounds=1)
-    before, lost = flat(strategy), FIRST_NODE + 2
-    grid.faults, models = {(lost, exchange): "raises"}, []
-    grid.before = lambda number: models.append(flat(strategy)) if number == 1 else None
-    with caplog.at_level(logging.WARNING):
-        (members,) = play(strategy, grid, 2)
-    if exchange > 3:
-        assert len(members) == NODES
-        return
-    assert "would show node 1002 alone" in caplog.text
-    assert "round 2 begins anew" in caplog.text
-    assert all(torch.equal(model, before) for model in models)
-    assert len(models) == 2
-    assert len(members) == NODES - 2  # another one was left out with it
-    assert lost not in members
+    lost = FIRST_NODE + 2
+    grid.faults, grid.always = {(lost, exchange): "raises"}, True
+    members = [node for node in grid.contexts if node != lost or exchange > 3]
+    assert play(strategy, grid, 1) == [members]
+    assert float((flat(strategy) - clear_round(members)).abs().max()) < rounding(NODES, members)
+    grid.faults = {}
+    assert play(strategy, grid, 3) == [members] * 2  # it is back, and its group has added up without it
+
+
+def test_a_node_that_stays_silent_once_of_ten_does_not_stop_the_run() -> None:
+    """The wedge: 10 nodes, sums of 8 or more, one node silent in the first exchange of round 1."""
+    config = SecAggConfig(clip=4.0, weight_cap=40, min_cohort=8)
+    for exchange in EXCHANGES:
+        strategy, grid = double_blind(secagg=config), Nodes(SecureMod(config), nodes=10)
+        grid.faults, grid.once = {(FIRST_NODE + 4, exchange): "silent"}, True
+        assert play(strategy, grid, 5) == [list(grid.contexts)] * 5
+
+
+TEN = SecAggConfig(clip=4.0, weight_cap=40, min_cohort=8)
+
+
+def of_ten(checkpoint: Path, **more: Any) -> DoubleBlind:
+    """A server that begins with ten nodes: the inner strategy waits for all of them."""
+    inner = flower.FedAvg(fraction_evaluate=0.0, min_available_nodes=10, min_train_nodes=10)
+    return double_blind(inner, **{"secagg": TEN, "checkpoint": checkpoint, "round_timeout": 5.0, **more})
+
+
+@pytest.mark.parametrize("exchange", [1, 3])
+def test_a_group_that_lost_a_node_goes_on_though_its_strategy_waits_for_ten(exchange: int, tmp_path: Path) -> None:
+    """The node is silent in all of round 1, and back from round 2 on, also where the server starts anew."""
+    strategy, grid = of_ten(tmp_path / "server"), Nodes(SecureMod(TEN, tmp_path / "nodes"), nodes=10)
+    lost = FIRST_NODE + 4
+    grid.faults, grid.always = {(lost, exchange): "silent"}, True
+    members = [node for node in grid.contexts if node != lost]
+    assert play(strategy, grid, 1) == [members]
+    grid.faults = {}
+    assert play(strategy, grid, 2) == [members]
+    strategy = of_ten(tmp_path / "server")
+    assert play(strategy, grid, 4) == [members] * 2
+    assert (strategy.strategy.min_available_nodes, strategy.strategy.min_train_nodes) == (10, 10)  # type: ignore[attr-defined]
+
+
+def test_a_group_that_has_not_added_up_waits_for_as_many_nodes_as_its_strategy(tmp_path: Path) -> None:
+    """Of ten nodes one is away for a moment in round 1: without it, the group would be one of nine for ever."""
+    strategy, grid = of_ten(tmp_path / "server"), Nodes(SecureMod(TEN), nodes=10)
+    grid.faults, grid.once = {(FIRST_NODE + 4, 1): "silent"}, True
+    looks = iter(range(100))
+
+    def there() -> list[int]:
+        away = FIRST_NODE + 4 if not grid.faults and next(looks) < 3 else None
+        return [node for node in grid.contexts if node != away]
+
+    grid.get_node_ids = there  # type: ignore[method-assign]
+    assert play(strategy, grid, 2) == [list(grid.contexts)] * 2
+
+
+def test_three_attempts_and_the_remedy_where_a_node_is_lost_later(tmp_path: Path) -> None:
+    strategy, grid = of_ten(tmp_path / "server"), Nodes(SecureMod(TEN, tmp_path / "nodes"), nodes=10)
+    assert play(strategy, grid, 1) == [list(grid.contexts)]
+    grid.faults, grid.always = {(FIRST_NODE + 4, 2): "silent"}, True
+    attempts: list[int] = []
+    grid.before = lambda exchange: attempts.append(exchange)
+    name = name_of(strategy, FIRST_NODE + 4)
+    with pytest.raises(ProtocolError, match=rf"(?s){name} did not answer.*attempt 3 of 3.*remedy: start the nodes"):
+        strategy.start(grid, num_rounds=4)
+    assert attempts.count(1) == 3
+    grid.faults = {}
+    strategy = of_ten(tmp_path / "server")
+    assert play(strategy, grid, 4) == [list(grid.contexts)] * 3
 
 
 def test_where_too_many_are_lost_nothing_changes_and_the_run_can_go_on() -> None:
@@ -256,12 +334,23 @@ def test_where_too_many_are_lost_nothing_changes_and_the_run_can_go_on() -> None
     assert strategy.reports[0].accepted == NODES
 
 
-def test_a_node_that_stays_away_is_done_without() -> None:
+def test_a_group_waits_for_a_node_that_is_away_and_names_it() -> None:
     strategy, grid = double_blind(), Nodes()
     strategy.start(grid, num_rounds=2)
     grid.absent = {FIRST_NODE + 5}
-    strategy.start(grid, num_rounds=5)
-    assert [report.accepted for report in strategy.reports] == [6, 6, 4, 4, 4]
+    name = name_of(strategy, FIRST_NODE + 5)
+    with pytest.raises(ProtocolError, match=f"adds up with all its nodes or not at all: {name} is away, and must"):
+        strategy.start(grid, num_rounds=5, timeout=0.5)
+    grid.absent = set()
+    strategy.start(grid, num_rounds=5, timeout=60.0)
+    assert [report.accepted for report in strategy.reports] == [6] * 5
+
+
+def test_of_two_batches_the_one_that_is_whole_goes_on() -> None:
+    strategy, grid = double_blind(batches=2), Nodes(nodes=8)
+    play(strategy, grid, 2)
+    grid.absent = {FIRST_NODE + 2}
+    assert play(strategy, grid, 5) == 3 * [list(grid.contexts)[1::2]]
 
 
 def test_of_two_lanes_the_one_that_is_whole_counts() -> None:
@@ -270,26 +359,14 @@ def test_of_two_lanes_the_one_that_is_whole_counts() -> None:
     grid.faults = {(FIRST_NODE + 2, 2): "raises"}
     strategy.start(grid, num_rounds=2)
     assert sorted(strategy.reports[1].lanes) == [0, 4]
-    assert any("would show node 1002 alone" in reason for reason in strategy.reports[1].refused)
-
-
-def test_with_a_missing_node_more_are_left_out_than_may_collude() -> None:
-    server = dbcl.Server(net(), cover="all", lanes=1)
-    rounds = SecureRounds(server, Terms(bound=4.0, min_cohort=4))
-    names = [f"node {number}" for number in range(12)]
-    assert rounds.harmless(names[1:]) == names[1:]  # there was no sum yet
-    rounds.rosters.add(names)
-    assert rounds.harmless(names) == names
-    assert rounds.harmless(names[1:]) == names[1:7]  # 4 of 12 may collude, so 5 with the missing one
-    assert rounds.harmless(names[4:]) == names[4:]  # 4 are missing: nobody is alone
-    rounds.terms = Terms(bound=4.0, min_cohort=7)
-    assert rounds.harmless(names[1:]) == []
+    lost = name_of(strategy, FIRST_NODE + 2)
+    assert any("not at all" in reason and lost in reason for reason in strategy.reports[1].refused)
 
 
 def test_lanes_stay_as_they_are_where_a_node_is_away() -> None:
     strategy, grid = double_blind(lanes=2), Nodes(nodes=8)
     strategy.start(grid, num_rounds=1)
-    grid.absent = {FIRST_NODE + 3}  # its lane has too few then
+    grid.absent = {FIRST_NODE + 3}  # its lane is not whole then
     assert play(strategy, grid, 3) == 2 * [list(grid.contexts)[::2]]
 
 
@@ -315,18 +392,18 @@ def test_newcomers_form_a_batch_of_their_own() -> None:
 
 def test_too_few_nodes_are_waited_for_and_named() -> None:
     strategy = double_blind(lanes=2)
-    with pytest.raises(ProtocolError, match=r"5 are there, 0 of them may .* and 6 \(3 or more in each of 2 lanes"):
+    with pytest.raises(ProtocolError, match=r"5 are there, 0 of them may .* needed: 6 \(3 or more in each of 2 lanes"):
         strategy.start(Nodes(nodes=5), num_rounds=1, timeout=0.5)
 
 
-def test_with_a_guarantee_nodes_take_turns_in_the_batches_that_it_plans() -> None:
+def test_with_a_guarantee_nodes_take_turns_in_the_batches_that_it_plans(tmp_path: Path) -> None:
     plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.5, rounds=4, clients=8, cohort=4)
-    terms = Terms(bound=0.499, min_cohort=3, colluding=0.0)
-    strategy = double_blind(privacy=plan, secure=terms, insecure_seed=None)
-    grid = Nodes(SecureMod(terms), nodes=8)
+    config = SecAggConfig(clip=0.499, min_cohort=3, colluding=0.0)
+    strategy = double_blind(privacy=plan, secagg=config, insecure_seed=None)
+    grid = Nodes(SecureMod(config, tmp_path), nodes=8)
     assert play(strategy, grid, 4) == 2 * [list(grid.contexts)[::2], list(grid.contexts)[1::2]]
-    assert strategy.server.ledger is not None
-    assert {strategy.server.ledger.uses(f"node {node}") for node in grid.contexts} == {2}
+    assert strategy.server.keeper.tracker is not None
+    assert {strategy.server.keeper.tracker.uses(name_of(strategy, node)) for node in grid.contexts} == {2}
 
 
 # Once, and by nobody else
@@ -351,7 +428,7 @@ def test_no_message_is_answered_twice(kept: str, tmp_path: Path) -> None:
                 second.extend(again(self, message) for message in sent)
             return came
 
-    grid = Twice(SecureMod(TERMS, folder=tmp_path if kept == "folder" else None))
+    grid = Twice(SecureMod(CONFIG, folder=tmp_path if kept == "folder" else None))
     double_blind().start(grid, num_rounds=1)
     assert len(second) == 4 * NODES
     assert all(answer.has_error() for answer in second)
@@ -360,73 +437,60 @@ def test_no_message_is_answered_twice(kept: str, tmp_path: Path) -> None:
 
 def test_with_a_folder_an_older_context_gives_no_second_answer(tmp_path: Path) -> None:
     """As where a server sends two messages at once, and Flower starts two processes with the same context."""
-    grid = Nodes(SecureMod(TERMS, folder=tmp_path))
+    grid = Nodes(SecureMod(CONFIG, folder=tmp_path))
     double_blind().start(grid, num_rounds=1)
     for context in grid.contexts.values():
         context.state = RecordDict()
     steps = [message for message in grid.sent if "step" in message.content["dbcl"]]
     assert len(steps) == 4 * NODES
     assert all(again(grid, message).has_error() for message in steps)
-    with locked(tmp_path / "node-1000"):
+    with locked(tmp_path / "partition-0"):
         answer = again(grid, next(each for each in grid.sent if each.metadata.dst_node_id == FIRST_NODE))
     assert "is in use by process" in answer.error.reason
-    assert oct((tmp_path / "node-1000" / "secure.dbcl").stat().st_mode & 0o777) == "0o600"
+    assert oct((tmp_path / "partition-0" / "secure.dbcl").stat().st_mode & 0o777) == "0o600"
+
+
+def restarted(grid: Nodes, nodes: Iterable[int]) -> None:
+    """Let nodes start again without authentication keys: they have other ids then, and an empty context."""
+    for node in list(nodes):
+        old = grid.contexts.pop(node)
+        grid.contexts[node + 10] = Context(0, node + 10, old.node_config, RecordDict(), old.run_config)
 
 
 def test_with_a_folder_a_node_that_starts_anew_is_still_itself(tmp_path: Path) -> None:
-    grid, strategy = Nodes(SecureMod(TERMS, folder=tmp_path)), double_blind()
+    grid, strategy = Nodes(SecureMod(CONFIG, folder=tmp_path)), double_blind()
     strategy.start(grid, num_rounds=1)
-    for context in grid.contexts.values():
-        context.state = RecordDict()
+    restarted(grid, [FIRST_NODE + 2, FIRST_NODE + 3])
     strategy.start(grid, num_rounds=2)
     assert [report.accepted for report in strategy.reports] == [NODES, NODES]
-    keys = {path.parent.name.replace("-", " "): path.read_text() for path in tmp_path.glob("*/public-key")}
-    mod = SecureMod(TERMS, tmp_path, Registry({name: bytes.fromhex(key) for name, key in keys.items()}))
-    strategy.start(again := Nodes(mod), num_rounds=3)  # everybody is known from elsewhere
-    assert len(keys) == strategy.reports[2].accepted == len(again.contexts)
+    keys = tmp_path / "keys.txt"
+    keys.write_text("\n".join(path.read_text() for path in tmp_path.glob("*/public-key")))
+    strategy.start(again := Nodes(SecureMod(CONFIG, tmp_path, KeyRegistry.read(keys))), num_rounds=3)
+    assert len(keys.read_text().split()) == strategy.reports[2].accepted == len(again.contexts)
 
 
-@pytest.mark.parametrize("server_knows", [True, False])
-def test_another_key_under_a_known_name_is_refused(server_knows: bool, caplog: pytest.LogCaptureFixture) -> None:
-    strategy, grid = double_blind(), Nodes()
+def test_without_a_folder_a_node_that_starts_anew_is_another_one() -> None:
+    grid, strategy = Nodes(), double_blind()
     strategy.start(grid, num_rounds=1)
-    grid.contexts[FIRST_NODE + 2].state = RecordDict()
-    assert strategy._secure is not None
-    if not server_knows:
-        strategy._secure.rounds.registry = None
-    with caplog.at_level(logging.WARNING), contextlib.suppress(ProtocolError):
-        strategy.start(grid, num_rounds=2)
-    assert "'node 1002' is known by another key" in caplog.text
-    if server_knows:
-        assert strategy.reports[1].accepted == NODES - 2
-    else:  # the server went along with it, and its peers did not
-        refusing = {line.split(" failed")[0][-9:] for line in caplog.text.splitlines() if "known by another" in line}
-        assert refusing >= {f"node {node}" for node in grid.contexts if node != FIRST_NODE + 2}
-        assert len(strategy.reports) == 1
-
-
-@pytest.mark.parametrize("values", [{}, {"known": {"ann": "00"}}, {"known": {"ann": "x" * 64}}, {"known": ["ann"]}])
-def test_keys_that_cannot_be_read_are_not_taken(values: dict[str, Any]) -> None:
-    known = FirstUse({"bob": bytes(32)})
-    with pytest.raises(ProtocolError, match="does not say who is known by which key"):
-        known.load_state(dbcl.State(values, {}))
-    assert known.known == {"bob": bytes(32)}
+    restarted(grid, [FIRST_NODE + 2])
+    with pytest.raises(ProtocolError, match="is away, and must start again, each with its own folder"):
+        strategy.start(grid, num_rounds=2, timeout=0.5)
 
 
 def test_the_state_of_another_node_is_refused() -> None:
-    ann, bob = (SecureClient(name, Identity(), TERMS) for name in ("ann", "bob"))
+    ann, bob = (SecureClient(name, SigningKey(), CONFIG) for name in ("ann", "bob"))
     with pytest.raises(ProtocolError, match="the state is of ann, and this is bob"):
         bob.load_state(ann.state())
     with pytest.raises(ProtocolError, match=r"the state of bob cannot be read \(KeyError\)"):
-        bob.load_state(dbcl.State({}, {}))
+        bob.load_state(dbcl.state.State({}, {}))
 
 
 def test_a_registry_says_who_may_take_part() -> None:
-    grid = Nodes(SecureMod(TERMS, registry=Registry({f"node {FIRST_NODE}": Identity().public})))
+    grid = Nodes(SecureMod(CONFIG, registry=KeyRegistry(keys=frozenset([SigningKey().public]))))
     with pytest.raises(ProtocolError, match="no sum could be made"):
         double_blind().start(grid, num_rounds=1)
     reasons = [each.error.reason for each in grid.came if each.has_error()]
-    assert any("nobody knows 'node 1001'" in reason for reason in reasons)
+    assert any("its key is not registered" in reason for reason in reasons)
 
 
 # What leaves the nodes
@@ -443,7 +507,7 @@ def left_in_clear(grid: Nodes, strategy: DoubleBlind) -> list[str]:
     for message in grid.sent[:NODES]:
         node = message.metadata.dst_node_id
         broadcast = decode_broadcast(message.content["dbcl"]["broadcast"])
-        update = dbcl.update(trained(message, node), broadcast, examples=1)
+        update = dbcl.make_update(trained(message, node), broadcast, examples=1)
         for name, tensor in update.tensors.items():
             values = tensor.double().numpy().ravel()
             if any(each in carried for each in words(values)):
@@ -457,7 +521,7 @@ def test_no_update_leaves_a_node() -> None:
     strategy.start(grid, num_rounds=1)
     assert len(grid.came) == 5 * NODES
     assert left_in_clear(grid, strategy) == []
-    clear, grid = double_blind(secure=None), Nodes(None)
+    clear, grid = double_blind(secagg=None), Nodes(None)
     clear.start(grid, num_rounds=1)
     assert len(left_in_clear(grid, clear)) >= 4 * NODES  # the search finds them where they are
 
@@ -479,7 +543,7 @@ def test_a_node_keeps_its_update_no_longer_than_it_must() -> None:
     double_blind().start(grid, num_rounds=1)
     message = next(each for each in grid.sent if each.metadata.dst_node_id == FIRST_NODE)
     broadcast = decode_broadcast(message.content["dbcl"]["broadcast"])
-    update = dbcl.update(trained(message, FIRST_NODE), broadcast, examples=1)
+    update = dbcl.make_update(trained(message, FIRST_NODE), broadcast, examples=1)
     secret = next(iter(update.tensors.values())).double().numpy().ravel()[:2].tobytes()
     assert {exchange: secret in data for exchange, data in kept.items()} == {2: True, 3: True, 4: False, 5: False}
 
@@ -543,7 +607,7 @@ def test_a_server_that_dies_in_its_first_round_remembers_whom_it_asked(
     assert "begins anew" not in caplog.text
 
 
-def test_a_run_that_goes_on_remembers_sums_keys_and_batches(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_remembers_sums_and_batches(tmp_path: Path) -> None:
     grid, settings = Nodes(nodes=8), {"checkpoint": tmp_path, "batches": 2}
     strategy = double_blind(**settings)
     strategy.start(grid, num_rounds=3)
@@ -553,7 +617,7 @@ def test_a_run_that_goes_on_remembers_sums_keys_and_batches(tmp_path: Path) -> N
     assert resumed._secure.state() == strategy._secure.state()
     assert play(resumed, grid, 4) == [list(grid.contexts)[1::2]]
     with pytest.raises(ProtocolError, match="is one with secure aggregation; go on as it began"):
-        double_blind(checkpoint=tmp_path, secure=None)
+        double_blind(checkpoint=tmp_path, secagg=None)
 
 
 # What is refused
@@ -575,9 +639,13 @@ def test_a_run_that_goes_on_remembers_sums_keys_and_batches(tmp_path: Path) -> N
         (flower.FedAvg(), {}, r"take FedAvg\(fraction_evaluate=0.0\)"),
         (flower.FedAvg(fraction_evaluate=0.0, fraction_train=0.5), {}, r"take DoubleBlind\(batches=...\)"),
         (flower.FedAvg(fraction_evaluate=0.0), {"observer": lambda *_: None}, "there are none to show"),
-        (flower.FedAvg(fraction_evaluate=0.0), {"door": dbcl.Door()}, "nodes clip to Terms"),
+        (
+            flower.FedAvg(fraction_evaluate=0.0),
+            {"validator": dbcl.protocol.UpdateValidator()},
+            "nodes clip to SecAggConfig",
+        ),
         (flower.FedAvg(fraction_evaluate=0.0), {"batches": 0}, "batches are 1 or more"),
-        (flower.FedAvg(fraction_evaluate=0.0), {"batches": 2, "secure": None}, "and go with secure"),
+        (flower.FedAvg(fraction_evaluate=0.0), {"batches": 2, "secagg": None}, "and go with `secagg`"),
     ],
 )
 def test_what_does_not_go_with_sums(inner: flower.Strategy, more: dict[str, Any], complaint: str) -> None:
@@ -597,23 +665,22 @@ def test_a_strategy_that_takes_some_of_a_batch_is_refused() -> None:
 def test_statistics_that_clients_measure_are_refused() -> None:
     model = nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     with pytest.raises(ConfigError, match="use a normalisation without running statistics"):
-        DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), model, secure=TERMS)
+        DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), model, secagg=CONFIG)
 
 
 def test_an_app_without_the_mod_sends_nothing() -> None:
     grid = Nodes(None)
-    with pytest.raises(ProtocolError, match="no sum could be made"):
+    with pytest.raises(ProtocolError, match=r"none of 6 nodes shows a key.*the app needs a mod"):
         double_blind().start(grid, num_rounds=1)
-    assert grid.came
-    assert all("this update would leave in clear" in answer.error.reason for answer in grid.came)
+    assert grid.came == []
 
 
 def test_an_app_with_the_mod_gives_no_update_to_a_server_that_wants_one_in_clear() -> None:
     grid = Nodes()
     with pytest.raises(ProtocolError):
-        double_blind(secure=None).start(grid, num_rounds=1)
+        double_blind(secagg=None).start(grid, num_rounds=1)
     assert len(grid.came) == NODES
-    assert all("it was asked for an update in clear" in answer.error.reason for answer in grid.came)
+    assert all("it was asked for an unprotected update" in answer.error.reason for answer in grid.came)
 
 
 def test_an_app_with_the_mod_does_not_evaluate() -> None:
@@ -621,11 +688,11 @@ def test_an_app_with_the_mod_does_not_evaluate() -> None:
     broadcast = dbcl.encode(dbcl.Server(net()).open_round())
     message = Message(RecordDict({"dbcl": ConfigRecord({"broadcast": broadcast})}), FIRST_NODE, "evaluate")
     (answer,) = LocalGrid.send_and_receive(grid, [message])
-    assert "what a node measures would leave it in clear" in answer.error.reason
+    assert "what a node measures would leave it unprotected" in answer.error.reason
 
 
-def test_other_terms_on_the_nodes_are_refused() -> None:
-    grid = Nodes(SecureMod(Terms(bound=2.0, most=40, min_cohort=3, colluding=0.0)))
+def test_another_config_on_the_nodes_is_refused() -> None:
+    grid = Nodes(SecureMod(SecAggConfig(clip=2.0, weight_cap=40, min_cohort=3, colluding=0.0)))
     with pytest.raises(ProtocolError, match="no sum could be made"):
         double_blind().start(grid, num_rounds=1)
     reasons = [each.error.reason for each in grid.came if each.has_error()]

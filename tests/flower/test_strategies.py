@@ -15,10 +15,13 @@ from flwr.serverapp import strategy as flower
 from torch import nn
 
 import dbcl
-from dbcl import data, models
+from dbcl import data
+from dbcl.config import SketchConfig
 from dbcl.engines import LocalTraining, evaluate
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.flower import DoubleBlind, LocalGrid, blinded, reply
+from dbcl.model import networks
+from dbcl.testing.nested import nested
 
 SEED = bytes(range(32))
 NODES = 7  # Bulyan wants four times the malicious ones and three more
@@ -49,6 +52,16 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
 
 
+INPUTS = torch.randn(20, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+"""The server's own, on which it measures the statistics of `net`."""
+
+
+def double_blind(inner: flower.Strategy, **settings: Any) -> DoubleBlind:
+    """DoubleBlind that adds nothing to the step of the strategy inside."""
+    added = {"optimizer": dbcl.optim.fedavg()} if type(inner) in (flower.FedAvg, flower.FedProx) else {}
+    return DoubleBlind(inner, net(), **nested({"coverage": "hidden", "calibration": INPUTS, **added, **settings}))
+
+
 def examples(client: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(client)
     count = 8 + 2 * client  # of unequal weight
@@ -77,7 +90,7 @@ def clients() -> ClientApp:
 def by_hand(inner: flower.Strategy, rounds: int, **settings: Any) -> nn.Module:
     """The same rounds with the five verbs; the strategy gets W + dV R^T of every client as ordinary Flower replies."""
     model = net()
-    server = dbcl.Server(model, insecure_seed=0, **settings)
+    server = dbcl.Server(model, insecure_seed=0, **nested({"coverage": "hidden", "calibration": INPUTS, **settings}))
     grid = LocalGrid(ClientApp(), NODES)
     for round in range(rounds):
         W = {name: tensor.detach().clone() for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
@@ -88,7 +101,7 @@ def by_hand(inner: flower.Strategy, rounds: int, **settings: Any) -> nn.Module:
             broadcast = server.open_round(f"node {client}")
             local = dbcl.blinded(net(), broadcast)
             more = answer(local, round, client)
-            answers[f"node {client}"] = dbcl.update(local, broadcast, **more)
+            answers[f"node {client}"] = dbcl.make_update(local, broadcast, **more)
             changes = dict(answers[f"node {client}"].tensors)
             for name, sketch in broadcast.sketches().items():
                 changes[name] = sketch.lift(changes[name])
@@ -103,11 +116,15 @@ def by_hand(inner: flower.Strategy, rounds: int, **settings: Any) -> nn.Module:
             for name, tensor in new.to_torch_state_dict().items():
                 if name not in server.statistics:
                     model.state_dict()[name].copy_(tensor)
+        server.trained.calibrate(model)
     return model
 
 
+CLEAR: dict[str, Any] = {"sketch": "identity-v1", "veil": 0.0, "calibration": None}
+"""Nothing is hidden, so the statistics may be those that clients measured."""
 LANES: dict[str, list[dict[str, Any]]] = {
-    "FedAdam": [{"lanes": 1}, {"lanes": 4, "ratio": 4}, {"grouped": True}],
+    "FedAvg": [CLEAR],
+    "FedAdam": [{"lanes": 1}, {"lanes": 4, "ratio": 4}, CLEAR],
     "Krum": [{"lanes": 1}, {"lanes": 4, "ratio": 4}],
 }
 """Beside the default of two."""
@@ -117,10 +134,11 @@ LANES: dict[str, list[dict[str, Any]]] = {
     ("name", "lanes"), [(name, each) for name in STRATEGIES for each in [{}, *LANES.get(name, [])]]
 )
 def test_three_rounds_give_what_the_strategy_gives_when_fed_by_hand(name: str, lanes: dict[str, Any]) -> None:
-    door = dbcl.Door(max_influence=None)  # by hand nobody is held back
-    strategy = DoubleBlind(STRATEGIES[name](), net(), veil=0.1, insecure_seed=0, door=door, **lanes)
+    validator = dbcl.protocol.UpdateValidator(max_influence=None)  # by hand nobody is held back
+    settings = {"veil": 0.1, **lanes}
+    strategy = double_blind(STRATEGIES[name](), insecure_seed=0, validator=validator, **settings)
     result = strategy.start(LocalGrid(clients(), NODES), num_rounds=3)
-    expected = by_hand(STRATEGIES[name](), 3, veil=0.1, **lanes)
+    expected = by_hand(STRATEGIES[name](), 3, **settings)
     counts = strategy.reports[0].lanes
     assert (sum(counts), max(counts) - min(counts) <= 1) == (NODES, True)
     for key, tensor in expected.state_dict().items():
@@ -134,7 +152,7 @@ def test_three_rounds_give_what_the_strategy_gives_when_fed_by_hand(name: str, l
 def test_server_side_clipping_inside_clips_and_adds_its_noise() -> None:
     def play(multiplier: float, clip: float) -> tuple[float, nn.Module]:
         inner = flower.DifferentialPrivacyServerSideFixedClipping(flower.FedAvg(**QUIET), multiplier, clip, NODES)
-        strategy = DoubleBlind(inner, net(), insecure_seed=0)
+        strategy = double_blind(inner, insecure_seed=0)
         strategy.start(LocalGrid(clients(), NODES), num_rounds=1)
         return strategy.reports[0].norm, strategy.server.model
 
@@ -146,22 +164,36 @@ def test_server_side_clipping_inside_clips_and_adds_its_noise() -> None:
     assert difference.std().item() == pytest.approx(0.5 / NODES, rel=0.33)
 
 
+@pytest.mark.parametrize("settings", [{}, {"optimizer": dbcl.optim.fedavg()}, {"optimizer": dbcl.optim.adam()}])
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_averaging_after_the_lift_is_averaging_before_it(lanes: int) -> None:
-    """FedAvg inside DoubleBlind against the server's own average in the sketched space."""
-    strategy = DoubleBlind(flower.FedAvg(**QUIET), net(), insecure_seed=0, lanes=lanes)
-    strategy.start(LocalGrid(clients(), NODES), num_rounds=2)
-    server = dbcl.Server(net(), insecure_seed=0, lanes=lanes)
+def test_averaging_after_the_lift_is_averaging_before_it(lanes: int, settings: dict[str, Any]) -> None:
+    """FedAvg inside DoubleBlind against the server's own average in the sketched space, with the server's own step."""
+    settings = {"insecure_seed": 0, "lanes": lanes, "coverage": "hidden", "calibration": INPUTS, **settings}
+    strategy = DoubleBlind(flower.FedAvg(**QUIET), net(), **nested(settings))
+    result = strategy.start(LocalGrid(clients(), NODES), num_rounds=2)
+    server = dbcl.Server(net(), **nested(settings))
     for round in range(2):
         answers = {}
         for client in range(NODES):
             broadcast = server.open_round(client)
             local = dbcl.blinded(net(), broadcast)
             more = answer(local, round, client)
-            answers[str(client)] = dbcl.update(local, broadcast, **more)
+            answers[str(client)] = dbcl.make_update(local, broadcast, **more)
         server.close_round(answers)
     for one, other in zip(strategy.server.model.parameters(), server.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    for name, tensor in server.released.state_dict().items():
+        torch.testing.assert_close(result.arrays.to_torch_state_dict()[name], tensor, rtol=0, atol=1e-10)
+
+
+def test_a_strategy_that_makes_the_weights_has_no_other_step() -> None:
+    with pytest.raises(ConfigError, match="FedAdam makes the new weights itself; an optimizer goes with FedAvg and"):
+        double_blind(flower.FedAdam(**QUIET), optimizer=dbcl.optim.momentum())
+
+
+def test_statistics_under_a_veil_need_inputs_of_the_servers_own() -> None:
+    with pytest.raises(dbcl.errors.PlanError, match=r"running statistic.*calibration=inputs"):
+        double_blind(flower.FedAvg(**QUIET), calibration=None)
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
@@ -180,7 +212,9 @@ def test_weights_keep_their_dtype_whatever_the_strategy_computes_in(dtype: torch
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         return reply(model, message, examples=4)
 
-    strategy = DoubleBlind(flower.FedAdam(eta=0.01, **QUIET), small(), wire=wire, insecure_seed=0)
+    strategy = DoubleBlind(
+        flower.FedAdam(eta=0.01, **QUIET), small(), SketchConfig(coverage="hidden"), wire=wire, insecure_seed=0
+    )
     result = strategy.start(LocalGrid(app, 2), num_rounds=2)
     for name, parameter in strategy.server.model.named_parameters():
         assert parameter.dtype == dtype
@@ -196,7 +230,7 @@ class Digits:
         self.shards = [shard[:150] for shard in data.iid(self.data.y_train.numpy(), 10, seed=SEED)]
 
     def net(self) -> nn.Module:
-        return models.build("mnist-mlp", shape=self.data.shape, seed=0)
+        return networks.build("mnist-mlp", shape=self.data.shape, seed=0)
 
     def accuracy(self, inner: flower.Strategy, *, poisoned: bool = True, rounds: int = 10, **settings: Any) -> float:
         training = LocalTraining(lr=0.05, epochs=2)
@@ -211,18 +245,18 @@ class Digits:
             training.train(model, (x, y), seed=SEED, round=round, client=client)
             honest = reply(model, message, examples=len(x))
             if poisoned and client == 3:
-                update = dbcl.decode_update(honest.content["dbcl"]["update"])
+                update = dbcl.protocol.decode_update(honest.content["dbcl"]["update"])
                 turned = replace(update, tensors={name: -10 * tensor for name, tensor in update.tensors.items()})
                 honest.content["dbcl"] = ConfigRecord({"update": dbcl.encode(turned)})
             return honest
 
-        strategy = DoubleBlind(inner, self.net(), insecure_seed=0, **settings)
+        strategy = DoubleBlind(inner, self.net(), insecure_seed=0, **nested({"coverage": "hidden", **settings}))
         strategy.start(LocalGrid(app, 10), num_rounds=rounds)
         return evaluate(strategy.server.model, (self.data.x_test, self.data.y_test)).score
 
 
 MARGIN = 0.06
-"""How much accuracy a poisoned, sketched and veiled run of ten rounds may lose against the same run in clear."""
+"""How much accuracy a poisoned, sketched and veiled run of ten rounds may lose against the same unprotected run."""
 
 
 @pytest.mark.parametrize(
@@ -241,11 +275,11 @@ def test_a_robust_strategy_withstands_poison_through_sketch_and_veil(inner: Call
     assert blind > clear - MARGIN
 
 
-def test_the_same_poison_ruins_a_plain_average_and_the_door_holds_it_back() -> None:
+def test_the_same_poison_ruins_a_plain_average_and_the_validator_holds_it_back() -> None:
     digits = Digits()
     honest = digits.accuracy(flower.FedAvg(**QUIET), poisoned=False)
-    open_door = dbcl.Door(max_influence=None, max_times_median=None)
-    ruined = digits.accuracy(flower.FedAvg(**QUIET), rounds=5, door=open_door)
+    accepts_all = dbcl.protocol.UpdateValidator(max_influence=None, outlier_factor=None)
+    ruined = digits.accuracy(flower.FedAvg(**QUIET), rounds=5, validator=accepts_all)
     held = digits.accuracy(flower.FedAvg(**QUIET))
     assert honest > 0.8
     assert ruined < 0.5
@@ -269,9 +303,9 @@ def wrapped(kind: type[flower.Strategy]) -> flower.Strategy:
             "take DifferentialPrivacyServerSideAdaptiveClipping",
         ),
         (lambda: flower.FedXgbBagging(), "FedXgbBagging trains trees"),
-        (lambda: DoubleBlind(flower.FedAvg(), net()), "inside a DoubleBlind"),
+        (lambda: double_blind(flower.FedAvg()), "inside a DoubleBlind"),
         (
-            lambda: flower.DifferentialPrivacyServerSideFixedClipping(DoubleBlind(flower.FedAvg(), net()), 1.0, 1.0, 2),
+            lambda: flower.DifferentialPrivacyServerSideFixedClipping(double_blind(flower.FedAvg()), 1.0, 1.0, 2),
             "inside a DoubleBlind",
         ),
     ],
@@ -279,11 +313,11 @@ def wrapped(kind: type[flower.Strategy]) -> flower.Strategy:
 )
 def test_what_cannot_work_inside_is_refused_with_a_remedy(inner: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        DoubleBlind(inner(), net())
+        double_blind(inner())
 
 
 def test_another_strategy_around_it_is_refused() -> None:
-    around = flower.DifferentialPrivacyServerSideFixedClipping(DoubleBlind(flower.FedAvg(), net()), 1.0, 1.0, NODES)
+    around = flower.DifferentialPrivacyServerSideFixedClipping(double_blind(flower.FedAvg()), 1.0, 1.0, NODES)
     with pytest.raises(ConfigError, match=r"must be the outermost strategy.*DoubleBlind\(other, model\)"):
         around.start(LocalGrid(clients(), NODES), ArrayRecord(net().state_dict()), num_rounds=1)
 
@@ -297,13 +331,13 @@ def test_a_strategy_that_sends_more_than_the_model_is_refused() -> None:
                 message.content["control"] = ArrayRecord([np.zeros(3)])
             return messages
 
-    strategy = DoubleBlind(ControlVariates(**QUIET), net())
+    strategy = double_blind(ControlVariates(**QUIET))
     with pytest.raises(ProtocolError, match="ControlVariates sends other arrays than the model's"):
         strategy.start(LocalGrid(clients(), NODES), num_rounds=1)
 
 
 def test_a_strategy_that_makes_no_weights_ends_the_run() -> None:
-    strategy = DoubleBlind(flower.Bulyan(num_malicious_nodes=3, **QUIET), net())  # wants 15 answers
-    with pytest.raises(ProtocolError, match="round 0: Bulyan made no weights of 7 good answers"):
+    strategy = double_blind(flower.Bulyan(num_malicious_nodes=3, **QUIET))  # wants 15 answers
+    with pytest.raises(ProtocolError, match=r"round 0: Bulyan made no weights of \d good answers"):
         strategy.start(LocalGrid(clients(), NODES), num_rounds=1)
     assert strategy.server.round == 0

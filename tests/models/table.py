@@ -20,6 +20,7 @@ from independent import largest_error
 
 import dbcl
 from dbcl.errors import DbclError
+from dbcl.testing.nested import nested
 from models.zoo import ENTRIES, Entry
 
 EXACT = {torch.float64: 1e-9, None: 1e-4}
@@ -65,16 +66,17 @@ class Whole(nn.Module):
 
 
 def found_layers(entry: Entry) -> dict[str, tuple[int, ...]]:
-    return {name.removeprefix("model."): axes for name, axes in dbcl.find_layers(Whole(entry)).items()}
+    return {name.removeprefix("model."): axes for name, axes in dbcl.model.find_layers(Whole(entry)).items()}
 
 
 def check(entry: Entry) -> Row:
     """Compare one step, or give the sentence that refuses the model."""
     model = entry.make()
     count = sum(parameter.numel() for parameter in model.parameters())
+    settings = {"coverage": "hidden", **entry.settings}
     try:
-        settings = {**entry.settings, "layers": found_layers(entry)} if entry.find else entry.settings
-        plan = dbcl.SketchPlan.of(model, veil=0, **settings)
+        settings |= {"layers": found_layers(entry)} if entry.find else {}
+        plan = dbcl.SketchPlan.from_model(model, **nested({"veil": 0, **settings}))
         inputs = {tensor.name: axes(model, tensor.name, entry) for tensor in plan.tensors if tensor.sketched}
         error = largest_error(entry.make, entry.loss, inputs, **settings)
     except DbclError as refusal:

@@ -73,11 +73,11 @@ def test_clipped_gradients_are_those_of_a_loop(kind: str, mode: str) -> None:
     torch.manual_seed(0)
     build, shape = MODELS[kind]
     model, x, y = build(), torch.randn(EXAMPLES, *shape), torch.arange(EXAMPLES) % 2
-    broadcast = dbcl.Server(model, veil=0).open_round()
+    broadcast = dbcl.Server(model, dbcl.SketchConfig(veil=0)).open_round()
     local, plain = dbcl.blinded(model, broadcast), dbcl.blinded(model, broadcast)
     clipped_by_hand(plain, x, y)
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    expected = dbcl.update(plain, broadcast, examples=EXAMPLES)
+    expected = dbcl.make_update(plain, broadcast, examples=EXAMPLES)
 
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=EXAMPLES)
     private = opacus.PrivacyEngine().make_private(
@@ -93,14 +93,14 @@ def test_clipped_gradients_are_those_of_a_loop(kind: str, mode: str) -> None:
     wrapped, optimizer = private[:2]
     criterion = private[2] if mode == "ghost" else nn.CrossEntropyLoss()
     if (mode, kind) in REFUSED:
-        with pytest.raises(dbcl.PlanError, match="cannot be sketched; use 'hooks', 'functorch' or 'ghost'"):
+        with pytest.raises(dbcl.errors.PlanError, match="cannot be sketched; use 'hooks', 'functorch' or 'ghost'"):
             wrapped(x)
         return
     for inputs, labels in private[-1]:
         optimizer.zero_grad()
         criterion(wrapped(inputs), labels).backward()
         optimizer.step()
-    found = dbcl.update(wrapped, broadcast, examples=EXAMPLES)
+    found = dbcl.make_update(wrapped, broadcast, examples=EXAMPLES)
     for name, change in expected.tensors.items():
         assert change.abs().max() > 0
         torch.testing.assert_close(found.tensors[name], change, rtol=1e-3, atol=1e-7, msg=name)

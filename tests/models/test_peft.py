@@ -26,7 +26,7 @@ def test_a_round_sends_the_adapters_alone() -> None:
     sizes = {}
     for rank in (8, 64):
         model = adapted(rank)
-        sizes[rank] = len(dbcl.encode(dbcl.Server(model, cover="all").open_round()))
+        sizes[rank] = len(dbcl.encode(dbcl.Server(model, dbcl.SketchConfig(coverage="all")).open_round()))
         whole = 4 * sum(parameter.numel() for parameter in model.parameters())
         assert sizes[rank] < 4 * trained(model) // 2 + 8_000  # half of the adapters, names and fingerprints
         assert sizes[rank] < 0.15 * whole
@@ -35,11 +35,11 @@ def test_a_round_sends_the_adapters_alone() -> None:
 
 
 def test_a_client_without_the_base_gets_it_once_and_trains() -> None:
-    server = dbcl.Server(adapted(8), cover="all", send_frozen=True, veil=0.05)
-    mine = dbcl.load_base(adapted(8, seed=1), dbcl.decode_base(dbcl.encode(server.base())))
+    server = dbcl.Server(adapted(8), dbcl.SketchConfig(coverage="all", send_frozen=True, veil=0.05))
+    mine = dbcl.protocol.load_base(adapted(8, seed=1), dbcl.protocol.decode_base(dbcl.encode(server.base())))
     losses = []
     for _ in range(15):
-        broadcast = dbcl.decode_broadcast(dbcl.encode(server.open_round()))
+        broadcast = dbcl.protocol.decode_broadcast(dbcl.encode(server.open_round()))
         local = dbcl.blinded(mine, broadcast)
         optimizer = torch.optim.SGD([p for p in local.parameters() if p.requires_grad], lr=1.0)
         for _ in range(3):
@@ -48,6 +48,6 @@ def test_a_client_without_the_base_gets_it_once_and_trains() -> None:
             loss.backward()
             optimizer.step()
         losses.append(float(loss.detach()))
-        assert server.close_round([dbcl.update(local, broadcast, examples=2)]).accepted == 1
+        assert server.close_round([dbcl.make_update(local, broadcast, examples=2)]).accepted == 1
     with torch.no_grad():
         assert float(server.model(**TEXT).loss) < 0.9 * float(adapted(8)(**TEXT).loss)

@@ -30,7 +30,7 @@ class Entry:
     inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """On which axes the inputs of a weight lie, by the end of its name, where its layer is none of PyTorch's."""
     find: bool = False
-    """Whether `dbcl.find_layers` tells the server of the layers."""
+    """Whether `dbcl.model.find_layers` tells the server of the layers."""
     dtype: torch.dtype | None = F64
 
     def make(self) -> nn.Module:
@@ -271,7 +271,7 @@ PEFT = [
         "LoRA on GPT-2",
         lora(hugging("GPT2Config", "GPT2LMHeadModel", **GPT2), "c_attn", fan_in_fan_out=True),
         own_loss(**TEXT),
-        {"cover": "all"},
+        {"coverage": "all"},
     ),
     Entry(
         "peft",
@@ -289,7 +289,7 @@ PEFT = [
         "DoRA on Llama",
         lora(hugging("LlamaConfig", "LlamaForCausalLM", **LLAMA), "q_proj", "v_proj", use_dora=True),
         own_loss(**TEXT),
-        {"cover": "all"},
+        {"coverage": "all"},
     ),
 ]
 

@@ -1,15 +1,15 @@
 """(epsilon, delta), and the plan of a run."""
 
 import dataclasses
-import importlib
 import math
 from typing import Any
 
+import dp_accounting
 import pytest
 
+from dbcl.config import CORRELATIONS as KINDS
 from dbcl.errors import ConfigError
 from dbcl.privacy import PrivacyPlan, epsilon_of, mu_of
-from dbcl.privacy.accounting import KINDS
 
 RUN: dict[str, Any] = {"epsilon": 8.0, "delta": 1e-5, "clip": 0.2, "rounds": 400, "clients": 1000, "cohort": 100}
 
@@ -32,24 +32,24 @@ def test_mu_and_epsilon_are_those_of_the_gaussian_mechanism(epsilon: float, delt
     assert epsilon_of(0.0, delta) == 0.0
 
 
-def test_without_dp_accounting_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> Any:
-        raise ModuleNotFoundError(f"No module named {name!r}")
+@pytest.mark.parametrize("epsilon", [0.01, 0.5, 2, 8, 60])
+@pytest.mark.parametrize("delta", [1e-12, 1e-5, 1e-3])
+def test_mu_and_epsilon_are_those_of_dp_accounting(epsilon: float, delta: float) -> None:
+    mu = mu_of(epsilon, delta)
+    assert mu == pytest.approx(1 / dp_accounting.get_sigma_gaussian(epsilon, delta), rel=1e-9)
+    assert epsilon_of(mu, delta) == pytest.approx(dp_accounting.get_epsilon_gaussian(1 / mu, delta), rel=1e-9)
 
-    monkeypatch.setattr("dbcl.privacy.accounting.import_module", absent)
-    monkeypatch.setattr("dbcl.privacy.planning.import_module", absent)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[privacy\]' in a clone of dbcl"):
-        mu_of(8, 1e-5)
-    planning = importlib.import_module("dbcl.privacy.planning")
-    with pytest.raises(ConfigError, match=r"pip install '\.\[privacy-planning\]'.*or kind banded"):
-        planning.plan_blt(rounds=10, separation=2, participations=5)
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(-1, 1e-5), (math.nan, 1e-5), (math.inf, 1e-5), (1, 0.0), (1, 1.0)])
+def test_what_is_no_target_is_refused(epsilon: float, delta: float) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        mu_of(epsilon, delta)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sigma_gives_the_target_back(kind: str, momentum: float) -> None:
-    blt = {"decay": (0.85,), "scale": (0.6,)} if kind == "blt" else {}
-    plan = PrivacyPlan(**RUN, kind=kind, momentum=momentum, **blt)
+    plan = PrivacyPlan(**RUN, correlation=kind, momentum=momentum)
     mu = plan.mechanism.mu(sigma=plan.sigma, clip=0.2, per_round=100)
     assert mu == pytest.approx(plan.mu, rel=1e-12)
     assert epsilon_of(mu, 1e-5) == pytest.approx(8, rel=1e-9)
@@ -57,7 +57,9 @@ def test_sigma_gives_the_target_back(kind: str, momentum: float) -> None:
 
 
 def test_banded_is_quieter_than_the_others_at_the_same_epsilon() -> None:
-    banded, independent, white = (PrivacyPlan(**RUN, kind=kind).noise for kind in ("banded", "independent", "white"))
+    banded, independent, white = (
+        PrivacyPlan(**RUN, correlation=kind).noise for kind in ("banded", "independent", "white")
+    )
     assert banded < independent / 2.4 < white / 8
 
 
@@ -97,6 +99,14 @@ def test_weights_that_begin_at_zero_are_measured_by_what_they_can_become() -> No
         few.require_useful(rms=0.0, parameters=199_210)
 
 
+def test_the_promise_for_examples_is_made_to_clients_that_clip() -> None:
+    """No server sees whether a client clips its examples."""
+    plan = PrivacyPlan(**RUN, unit="example", examples=4000, batch=400, separation=10)
+    assert "for one example of a client that clips each example's gradient, and keeps their turns, by itself" in (
+        plan.promise
+    )
+
+
 @pytest.mark.parametrize("wrong", [{"separation": 0}, {"separation": 10, "participations": 3}])
 def test_a_plan_of_examples_says_when_they_come_back(wrong: dict[str, int]) -> None:
     """Only the clients know: a rule that is derived from batch sizes may be another than theirs."""
@@ -124,7 +134,7 @@ def test_the_promise_has_every_number_that_it_rests_on() -> None:
         "mu 1.666",
         "one client",
         "trusted server",
-        "set to zero",
+        "zero in one of them",
         "clipped to 0.2",
         "divided by 100",
         "twice within 10 rounds",
@@ -136,19 +146,17 @@ def test_the_promise_has_every_number_that_it_rests_on() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"unit": "hospital"}, "unit must be one of client, example"),
-        ({"kind": "pink"}, "kind must be one of banded, blt, independent, white"),
+        ({"unit": "hospital"}, "privacy_unit must be one of client, example"),
+        ({"correlation": "pink"}, "correlation must be one of banded, independent, white"),
         ({"epsilon": 0.0}, "epsilon must be above 0"),
-        ({"epsilon": math.inf}, "epsilon must be above 0 and finite"),
-        ({"delta": 0.0}, "delta must be above 0 and below 1 / 1000"),
-        ({"delta": 1e-3}, "showing one of them whole would be allowed"),
+        ({"epsilon": math.inf}, "epsilon must be finite"),
+        ({"delta": 0.0}, "delta must be above 0 and below 1"),
+        ({"delta": 1e-3}, "revealing one of them entirely would be allowed"),
         ({"clip": -1.0}, "clip must be above 0"),
         ({"rounds": 0}, "rounds must be 1 or more"),
         ({"cohort": 1001}, "cohort must be between 1 and the number of clients, 1000"),
         ({"unit": "example"}, "needs examples"),
         ({"separation": -1}, "must not be negative"),
-        ({"decay": (0.9,), "scale": (0.5,)}, "decay and scale are those of kind blt"),
-        ({"kind": "blt"}, "a BLT has as many scales as decays"),
         ({"momentum": 1.0}, "momentum must be in"),
     ],
 )
@@ -158,8 +166,10 @@ def test_what_makes_no_plan_is_refused(change: dict[str, Any], message: str) -> 
 
 
 def test_all_problems_are_named_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)epsilon must be.*clip must be.*rounds must be"):
-        PrivacyPlan(**{**RUN, "epsilon": -1.0, "clip": 0.0, "rounds": 0})
+    with pytest.raises(ConfigError, match=r"(?s)epsilon must be.*clip must be"):
+        PrivacyPlan(**{**RUN, "epsilon": -1.0, "clip": 0.0})
+    with pytest.raises(ConfigError, match=r"(?s)rounds must be.*cohort must be"):
+        PrivacyPlan(**{**RUN, "rounds": 0, "cohort": 0})
 
 
 def test_a_plan_is_plain_values_and_comes_back_from_them() -> None:

@@ -36,9 +36,9 @@ def test_noise_that_makes_no_sense_is_refused(clip: float, multiplier: float) ->
 
 
 def test_the_verb_noises_before_anything_is_encoded() -> None:
-    broadcast = dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round()
+    broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
     local = dbcl.blinded(torch.nn.Linear(6, 2), broadcast)
     with torch.no_grad():
         local.bias.add_(100.0)
-    update = dbcl.update(local, broadcast, examples=1, noise=UpdateNoise(clip=0.5))
-    assert norm(dbcl.decode_update(dbcl.encode(update)).tensors) == pytest.approx(0.5)
+    update = dbcl.make_update(local, broadcast, examples=1, noise=UpdateNoise(clip=0.5))
+    assert norm(dbcl.protocol.decode_update(dbcl.encode(update)).tensors) == pytest.approx(0.5)

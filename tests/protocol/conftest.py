@@ -12,7 +12,7 @@ def net() -> nn.Sequential:
 @pytest.fixture
 def server() -> dbcl.Server:
     torch.manual_seed(0)
-    return dbcl.Server(net(), insecure_seed=0)
+    return dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=0)
 
 
 def answer(broadcast: dbcl.Broadcast, scale: float = 1.0, examples: int = 10) -> dbcl.Update:
@@ -21,7 +21,7 @@ def answer(broadcast: dbcl.Broadcast, scale: float = 1.0, examples: int = 10) ->
     with torch.no_grad():
         for parameter in local.parameters():
             parameter.add_(scale)
-    return dbcl.update(local, broadcast, examples=examples, metrics={"loss": scale})
+    return dbcl.make_update(local, broadcast, examples=examples, metrics={"loss": scale})
 
 
 def weights(server: dbcl.Server) -> dict[str, torch.Tensor]:

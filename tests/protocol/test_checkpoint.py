@@ -22,7 +22,7 @@ def played(server: dbcl.Server, folder: Path, rounds: int) -> None:
 def test_the_last_two_are_kept_and_the_newest_comes_back(server: dbcl.Server, tmp_path: Path) -> None:
     played(server, tmp_path, rounds=4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["round-00000003.dbcl", "round-00000004.dbcl"]
-    other = dbcl.Server.load(tmp_path, net())
+    other = dbcl.Server.load(tmp_path, net(), dbcl.SketchConfig(coverage="hidden"))
     assert other.round == 4
     assert same(weights(other), weights(server))
 
@@ -33,7 +33,7 @@ def test_only_the_owner_may_read_it(server: dbcl.Server, tmp_path: Path) -> None
 
 
 def test_every_flipped_bit_and_every_truncation_is_found(tmp_path: Path) -> None:
-    server = dbcl.Server(torch.nn.Linear(4, 2), cover="all")
+    server = dbcl.Server(torch.nn.Linear(4, 2), dbcl.SketchConfig(coverage="all"))
     data = server.save(tmp_path).read_bytes()
     unpack(CHECKPOINT, data)
     for place in range(len(data)):
@@ -76,7 +76,7 @@ def test_no_checkpoint_at_all_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = dbcl.Server(torch.nn.Linear(4, 2), cover="all")
+    server = dbcl.Server(torch.nn.Linear(4, 2), dbcl.SketchConfig(coverage="all"))
     path = server.save(tmp_path)
     before = path.read_bytes()
 
@@ -96,7 +96,7 @@ def test_a_save_never_deletes_what_it_wrote(server: dbcl.Server, tmp_path: Path)
     fresh = dbcl.Server(net())
     with pytest.raises(ProtocolError, match="holds round 3 already, and this is round 0: of another run"):
         fresh.save(tmp_path)
-    assert dbcl.Server.load(tmp_path, net()).round == 3
+    assert dbcl.Server.load(tmp_path, net(), dbcl.SketchConfig(coverage="hidden")).round == 3
     (tmp_path / "round-00000009.dbcl").write_bytes(b"half a file")
     server.save(tmp_path)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["round-00000002.dbcl", "round-00000003.dbcl"]

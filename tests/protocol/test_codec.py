@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dbcl
-from dbcl import models
+from dbcl.config import SketchConfig
 from dbcl.errors import DbclError, ProtocolError
+from dbcl.model import networks
 from dbcl.plan import SketchPlan
 from dbcl.protocol.codec import BROADCAST, CHECKPOINT, UPDATE, pack, unpack
 from protocol.conftest import answer, net, same, weights
@@ -20,16 +21,16 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 def make_server() -> dbcl.Server:
     torch.manual_seed(0)
-    return dbcl.Server(net(), insecure_seed=0)
+    return dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=0)
 
 
 def test_messages_come_back_as_they_were(server: dbcl.Server) -> None:
     broadcast = server.open_round()
-    back = dbcl.decode_broadcast(dbcl.encode(broadcast))
+    back = dbcl.protocol.decode_broadcast(dbcl.encode(broadcast))
     assert back.plan == broadcast.plan
     assert same(dict(back.tensors), dict(broadcast.tensors))
     update = answer(broadcast)
-    again = dbcl.decode_update(dbcl.encode(update))
+    again = dbcl.protocol.decode_update(dbcl.encode(update))
     assert (again.round, again.plan, again.examples, again.metrics) == (0, update.plan, 10, {"loss": 1.0})
     assert same(dict(again.tensors), dict(update.tensors))
 
@@ -45,23 +46,25 @@ def golden_messages() -> dict[str, bytes]:
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) + number / 2)
-    broadcast = dbcl.Server(model, veil=0, insecure_seed=0, lanes=1).open_round()
-    lane = dbcl.Server(model, veil=0, insecure_seed=0).open_round("ann")
+    broadcast = dbcl.Server(model, dbcl.SketchConfig(veil=0, lanes=1, coverage="hidden"), insecure_seed=0).open_round()
+    lane = dbcl.Server(model, dbcl.SketchConfig(veil=0, coverage="hidden"), insecure_seed=0).open_round("ann")
     tensors = {name: torch.full_like(tensor, 0.25) for name, tensor in broadcast.tensors.items()}
     update = dbcl.Update(0, broadcast.plan.digest, tensors, examples=600, metrics={"loss": 0.5})
     model[1].weight.requires_grad_(False)
-    frozen = dbcl.Server(model, veil=0, cover=["0.weight"], insecure_seed=0, lanes=1).open_round()
+    frozen = dbcl.Server(model, dbcl.SketchConfig(veil=0, coverage=["0.weight"], lanes=1), insecure_seed=0).open_round()
     upwards = torch.nn.Sequential(torch.nn.ConvTranspose1d(4, 2, 1), torch.nn.Linear(1, 1))
     with torch.no_grad():
         for parameter in upwards.parameters():
             parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape))
-    inputs = dbcl.Server(upwards, veil=0, insecure_seed=0, lanes=1).open_round()
+    inputs = dbcl.Server(upwards, dbcl.SketchConfig(veil=0, lanes=1, coverage="hidden"), insecure_seed=0).open_round()
     return {
         "broadcast.dbcl": dbcl.encode(broadcast),
         "broadcast-inputs.dbcl": dbcl.encode(inputs),
         "broadcast-frozen.dbcl": dbcl.encode(frozen),
         "broadcast-lane.dbcl": dbcl.encode(lane),
-        "base.dbcl": dbcl.encode(dbcl.Server(model, cover=["0.weight"], veil=0, send_frozen=True).base()),
+        "base.dbcl": dbcl.encode(
+            dbcl.Server(model, dbcl.SketchConfig(coverage=["0.weight"], veil=0, send_frozen=True)).base()
+        ),
         "update.dbcl": dbcl.encode(update),
     }
 
@@ -77,17 +80,19 @@ def test_golden_bytes(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mnist-mlp", "mnist-cnn", "cifar-cnn"])
 def test_half_the_bytes_of_a_plain_exchange(name: str) -> None:
-    model = models.build(name, shape=(3, 32, 32) if name == "cifar-cnn" else (1, 28, 28))
+    model = networks.build(name, shape=(3, 32, 32) if name == "cifar-cnn" else (1, 28, 28))
 
     def exchange(server: dbcl.Server) -> int:
         broadcast = server.open_round()
         local = dbcl.blinded(model, broadcast)
-        return len(dbcl.encode(broadcast)) + len(dbcl.encode(dbcl.update(local, broadcast, examples=600)))
+        return len(dbcl.encode(broadcast)) + len(dbcl.encode(dbcl.make_update(local, broadcast, examples=600)))
 
-    sketched = exchange(dbcl.Server(model, ratio=2))
-    plain = exchange(dbcl.Server(model, SketchPlan.of(model, sketch="identity-v1", veil=0)))
+    sketched = exchange(dbcl.Server(model, dbcl.SketchConfig(ratio=2, coverage="hidden")))
+    plain = exchange(dbcl.Server(model, SketchPlan.from_model(model, SketchConfig(sketch="identity-v1", veil=0))))
     assert sketched <= 0.51 * plain
-    assert sketched == pytest.approx(exchange(dbcl.Server(model, ratio=2, lanes=1)), abs=50)  # the lane's number
+    assert sketched == pytest.approx(
+        exchange(dbcl.Server(model, dbcl.SketchConfig(ratio=2, lanes=1, coverage="hidden"))), abs=50
+    )  # the lane's number
 
 
 def seal(data: bytes) -> bytes:
@@ -102,8 +107,8 @@ def test_mutated_messages_never_crash_and_never_change_the_model(data: st.DataOb
     broadcast = server.open_round()
     before = weights(server)
     for encoded, decode in (
-        (dbcl.encode(answer(broadcast)), dbcl.decode_update),
-        (dbcl.encode(broadcast), dbcl.decode_broadcast),
+        (dbcl.encode(answer(broadcast)), dbcl.protocol.decode_update),
+        (dbcl.encode(broadcast), dbcl.protocol.decode_broadcast),
     ):
         mutated = bytearray(encoded)
         for _ in range(data.draw(st.integers(1, 4))):
@@ -158,7 +163,7 @@ LANED = [["w", [2, 6], "lanes-v1", 3, 3]]
 )
 def test_each_field_of_an_update_is_checked(changes: dict, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
-        dbcl.decode_update(pack(UPDATE, {**HEADER, **changes}, {}))
+        dbcl.protocol.decode_update(pack(UPDATE, {**HEADER, **changes}, {}))
 
 
 @pytest.mark.parametrize(
@@ -218,14 +223,14 @@ def test_each_field_of_an_update_is_checked(changes: dict, message: str) -> None
 def test_each_field_of_a_broadcast_is_checked(changes: dict, message: str) -> None:
     header = {"round": 0, "seed": "00" * 32, "parts": PARTS, **changes}
     with pytest.raises(ProtocolError, match=message):
-        dbcl.decode_broadcast(pack(BROADCAST, header, {"w": torch.zeros(2, 3)}))
+        dbcl.protocol.decode_broadcast(pack(BROADCAST, header, {"w": torch.zeros(2, 3)}))
 
 
 @pytest.mark.parametrize("lane", [[0, 2], [1, 2], [1023, 1024]])
 def test_a_lane_comes_back_from_the_wire(lane: list[int]) -> None:
     header = {"round": 0, "seed": "00" * 32, "parts": LANED, "lane": lane}
     data = pack(BROADCAST, header, {"w": torch.zeros(2, 3)})
-    broadcast = dbcl.decode_broadcast(data)
+    broadcast = dbcl.protocol.decode_broadcast(data)
     assert [broadcast.plan.lane, broadcast.plan.lanes] == lane
     assert dbcl.encode(broadcast) == data
     assert repr(broadcast.sketches()["w"]) == f"LaneSketch(6 -> 3, lane {lane[0]} of {lane[1]})"
@@ -235,7 +240,7 @@ def test_a_lane_comes_back_from_the_wire(lane: list[int]) -> None:
 def test_a_lane_of_a_width_that_cannot_be_is_refused(width: int, columns: int) -> None:
     parts = [["weight", [2, 6], "lanes-v1", width, columns]]
     header = {"round": 0, "seed": "00" * 32, "parts": parts, "lane": [1, 2]}
-    broadcast = dbcl.decode_broadcast(pack(BROADCAST, header, {"weight": torch.zeros(2, columns)}))
+    broadcast = dbcl.protocol.decode_broadcast(pack(BROADCAST, header, {"weight": torch.zeros(2, columns)}))
     with pytest.raises(DbclError, match=r"width must be between 1 and 5|the sketch has 4 columns, and the plan says 3"):
         dbcl.blinded(torch.nn.Linear(6, 2, bias=False), broadcast)
 
@@ -245,13 +250,13 @@ def test_plans_of_other_lanes_have_other_digests() -> None:
     for lane in ([0, 2], [1, 2], [0, 3], None):
         parts = PARTS if lane is None else LANED
         header = {"round": 0, "seed": "00" * 32, "parts": parts, **({} if lane is None else {"lane": lane})}
-        made.append(dbcl.decode_broadcast(pack(BROADCAST, header, {"w": torch.zeros(2, 3)})).plan.digest)
+        made.append(dbcl.protocol.decode_broadcast(pack(BROADCAST, header, {"w": torch.zeros(2, 3)})).plan.digest)
     assert len(set(made)) == 4
 
 
 def test_a_sketch_that_a_plan_misstates_is_refused() -> None:
     header = {"round": 0, "seed": "00" * 32, "parts": [["weight", [2, 6], "count-v1", 4, 3]]}
-    broadcast = dbcl.decode_broadcast(pack(BROADCAST, header, {"weight": torch.zeros(2, 3)}))
+    broadcast = dbcl.protocol.decode_broadcast(pack(BROADCAST, header, {"weight": torch.zeros(2, 3)}))
     with pytest.raises(DbclError, match="the sketch has 4 columns, and the plan says 3"):
         dbcl.blinded(torch.nn.Linear(6, 2, bias=False), broadcast)
 
@@ -259,7 +264,7 @@ def test_a_sketch_that_a_plan_misstates_is_refused() -> None:
 def test_one_kind_is_not_taken_for_another(server: dbcl.Server) -> None:
     broadcast = server.open_round()
     with pytest.raises(ProtocolError, match="update: expected, but these bytes are a broadcast"):
-        dbcl.decode_update(dbcl.encode(broadcast))
+        dbcl.protocol.decode_update(dbcl.encode(broadcast))
 
 
 SPELT = json.dumps(HEADER, sort_keys=True, separators=(",", ":")).encode()
@@ -305,10 +310,10 @@ def raw(header: bytes, body: bytes) -> bytes:
 )
 def test_hostile_structure_is_a_protocol_error(header: bytes, body: bytes, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
-        dbcl.decode_update(raw(header, body))
+        dbcl.protocol.decode_update(raw(header, body))
 
 
 def test_a_header_longer_than_the_message_is_refused() -> None:
     data = struct.pack("<4sBBI", b"DBCL", 1, UPDATE, 1 << 31) + b"{}"
     with pytest.raises(ProtocolError, match="a header of 2147483648 bytes does not fit"):
-        dbcl.decode_update(data + hashlib.sha256(data).digest())
+        dbcl.protocol.decode_update(data + hashlib.sha256(data).digest())

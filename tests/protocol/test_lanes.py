@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import dbcl
 from dbcl.errors import ProtocolError
 from dbcl.protocol.aggregation import Aggregate, replacement
+from dbcl.testing.nested import nested
 from protocol.conftest import answer, net, same, weights
 
 
@@ -20,6 +21,14 @@ def exact() -> nn.Sequential:
     """In float64, with inputs that 2, 3 and 4 divide, and a statistic."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 3)).double()
+
+
+INPUTS = torch.randn(40, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def of_exact(**settings: Any) -> dbcl.Server:
+    """A server of `exact`, which measures the statistic on inputs of its own."""
+    return dbcl.Server(exact(), **nested({"coverage": "hidden", "calibration": INPUTS, **settings}))
 
 
 def asked(server: dbcl.Server, clients: int) -> list[dbcl.Broadcast]:
@@ -30,9 +39,8 @@ def asked(server: dbcl.Server, clients: int) -> list[dbcl.Broadcast]:
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3, 4])
-@pytest.mark.parametrize("grouped", [False, True])
-def test_a_client_keeps_its_lane_and_lanes_differ_by_one_client_at_most(lanes: int, grouped: bool) -> None:
-    server = dbcl.Server(exact(), insecure_seed=0, lanes=lanes, grouped=grouped and lanes > 1)
+def test_a_client_keeps_its_lane_and_lanes_differ_by_one_client_at_most(lanes: int) -> None:
+    server = of_exact(insecure_seed=0, lanes=lanes)
     orders = set()
     for _ in range(6):
         first: dict[int, dbcl.Broadcast] = {}
@@ -42,56 +50,58 @@ def test_a_client_keeps_its_lane_and_lanes_differ_by_one_client_at_most(lanes: i
             counts = [sum(each.plan.lane == lane for each in first.values()) for lane in range(lanes)]
             assert max(counts) - min(counts) <= 1
         assert all(server.open_round(client) is first[client] for client in reversed(range(11)))
-        assert len({each.plan.digest for each in first.values()}) == (11 if grouped and lanes > 1 else lanes)
-        seeds = {each.plan.seed for each in first.values()}
-        assert len(seeds) == (-(-11 // lanes) if grouped and lanes > 1 else 1)
+        assert len({each.plan.digest for each in first.values()}) == lanes
+        assert len({each.plan.seed for each in first.values()}) == 1
         orders.add(tuple(each.plan.lane for each in first.values()))
-        update = dbcl.update(dbcl.blinded(exact(), first[0]), first[0], examples=1)
+        update = dbcl.make_update(dbcl.blinded(exact(), first[0]), first[0], examples=1)
         server.close_round({"0": update})
     assert (len(orders) > 1) == (lanes > 1)  # which lane comes first changes from round to round
 
 
 def test_all_that_a_round_sends_is_made_once() -> None:
-    server = dbcl.Server(net())
+    server = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"))
     broadcasts = asked(server, 10)
     assert len({id(broadcast) for broadcast in broadcasts}) == 2
     assert server.open_round() is next(each for each in broadcasts if each.plan.lane == 0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"lanes": 3}, {"grouped": True}])
+@pytest.mark.parametrize("settings", [{}, {"lanes": 3}])
 def test_who_has_asked_is_in_the_checkpoint(settings: dict[str, Any], tmp_path: Path) -> None:
-    server = dbcl.Server(net(), **settings)
+    settings = {"coverage": "hidden", **settings}
+    server = dbcl.Server(net(), **nested(settings))
     sent = {client: dbcl.encode(server.open_round(client)) for client in ("bob", "ann", "eve", "joe", "sue")}
     server.save(tmp_path)
-    revived = dbcl.Server.load(tmp_path, net(), **settings)
+    revived = dbcl.Server.load(tmp_path, net(), **nested(settings))
     for client in ("sue", "ann", "joe", "eve", "bob"):  # in another order
         assert dbcl.encode(revived.open_round(client)) == sent[client]
     for late in ("kim", "lea"):
         assert dbcl.encode(revived.open_round(late)) == dbcl.encode(server.open_round(late))
-    answering = dbcl.Server.load(tmp_path, net(), **settings)
+    answering = dbcl.Server.load(tmp_path, net(), **nested(settings))
     answering.open_round()  # and nobody asks again: the answers were under way when the server died
-    updates = {client: answer(dbcl.decode_broadcast(data), 1 + n / 9) for n, (client, data) in enumerate(sent.items())}
+    updates = {
+        client: answer(dbcl.protocol.decode_broadcast(data), 1 + n / 9) for n, (client, data) in enumerate(sent.items())
+    }
     report = answering.close_round(updates)
     assert (report.accepted, report.refused) == (5, ())
-    again = dbcl.Server.load(tmp_path, net(), **settings)
+    again = dbcl.Server.load(tmp_path, net(), **nested(settings))
     again.save(tmp_path)  # before the round is opened again
-    assert dbcl.encode(dbcl.Server.load(tmp_path, net(), **settings).open_round("sue")) == sent["sue"]
+    assert dbcl.encode(dbcl.Server.load(tmp_path, net(), **nested(settings)).open_round("sue")) == sent["sue"]
 
 
 def test_with_the_round_its_lanes_are_forgotten() -> None:
-    server = dbcl.Server(net())
+    server = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"))
     broadcast = server.open_round("ann")
-    assert server.state_dict()["values"]["round"]["asked"] == ["ann"]
+    assert server.state().values["round"]["asked"] == ["ann"]
     server.close_round({"ann": answer(broadcast)})
-    assert "asked" not in server.state_dict()["values"]["round"]
+    assert "asked" not in server.state().values["round"]
 
 
 def test_a_round_that_fails_keeps_its_lanes() -> None:
-    server = dbcl.Server(net(), insecure_seed=0)
+    server = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=0)
     before = {client: server.open_round(client) for client in "abcde"}
     with pytest.raises(ProtocolError, match="has 0 updates and needs 1"):
         server.close_round({"a": b"nothing"})
-    with pytest.raises(ProtocolError, match="the aggregate is refused"):
+    with pytest.raises(ProtocolError, match="the aggregate is rejected"):
         server.close(replacement({}, server.weights(), count=1))
     assert all(server.open_round(client) is broadcast for client, broadcast in before.items())
 
@@ -99,16 +109,16 @@ def test_a_round_that_fails_keeps_its_lanes() -> None:
 # --- what the lanes show ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"ratio": 3}, {"ratio": 4}, {"grouped": True}, {"lanes": 1, "ratio": 4}])
+@pytest.mark.parametrize("settings", [{}, {"ratio": 3}, {"ratio": 4}, {"lanes": 1, "ratio": 4}])
 @pytest.mark.parametrize("veil", [0.0, 0.3])
 def test_all_lanes_show_one_noise(settings: dict[str, Any], veil: float) -> None:
     """Lifted and added up the lanes are W + N, with the N that the veil gives: there is no second one to average."""
-    server = dbcl.Server(exact(), cover="all", veil=veil, **settings)
+    server = of_exact(coverage="all", veil=veil, **settings)
     lanes = server.plan.lanes
     for _ in range(2):
         broadcasts = asked(server, 2 * lanes)
         for name, W in server.weights().items():
-            noise = server.veil.noise(server.round, name, tuple(W.shape))
+            noise = server.noise.noise(server.round, name, tuple(W.shape))
             assert (noise is None) == (veil == 0)
             shown = W.detach() + (0 if noise is None else noise)
             shown = shown.clamp(min=0) if name.endswith("running_var") else shown
@@ -124,15 +134,15 @@ def test_all_lanes_show_one_noise(settings: dict[str, Any], veil: float) -> None
                     expected = shown if sketch is None else sketch.apply(shown)
                     torch.testing.assert_close(each.tensors[name], expected, rtol=0, atol=1e-12)
         local = dbcl.blinded(exact(), broadcasts[0])
-        server.close_round({"client 0": dbcl.update(local, broadcasts[0], examples=1)})
+        server.close_round({"client 0": dbcl.make_update(local, broadcasts[0], examples=1)})
 
 
 def test_a_policy_is_met_in_every_lane_and_a_low_ratio_is_refused_in_each() -> None:
-    for broadcast in asked(dbcl.Server(exact(), ratio=4), 4):
-        dbcl.blinded(exact(), broadcast, require=dbcl.Policy(min_ratio=4, max_ratio=4))
-    for broadcast in asked(dbcl.Server(exact(), ratio=1.5, lanes=3), 3):
-        with pytest.raises(dbcl.PlanError, match=r"0.weight is sketched from 12 to 8, a ratio below 2"):
-            dbcl.blinded(exact(), broadcast, require=dbcl.Policy())
+    for broadcast in asked(of_exact(ratio=4), 4):
+        dbcl.blinded(exact(), broadcast, require=dbcl.protocol.BroadcastRequirements(min_ratio=4, max_ratio=4))
+    for broadcast in asked(of_exact(ratio=1.5, lanes=3), 3):
+        with pytest.raises(dbcl.errors.PlanError, match=r"0.weight is sketched from 12 to 8, a ratio below 2"):
+            dbcl.blinded(exact(), broadcast, require=dbcl.protocol.BroadcastRequirements())
 
 
 # --- what they add up to ---------------------------------------------------------------------------------------------
@@ -144,21 +154,26 @@ def trained(broadcast: dbcl.Broadcast, client: int) -> dbcl.Update:
     x = torch.randn(4 + client, 12, generator=generator, dtype=torch.float64)
     local(x).square().mean().backward()
     torch.optim.SGD([p for p in local.parameters() if p.requires_grad], lr=0.1).step()
-    return dbcl.update(local, broadcast, examples=len(x), metrics={"loss": 1.0 + client})
+    return dbcl.make_update(local, broadcast, examples=len(x), metrics={"loss": 1.0 + client})
 
 
-FREE = dbcl.Door(max_influence=None, max_times_median=None)
+FREE = dbcl.protocol.UpdateValidator(max_influence=None, outlier_factor=None)
 
 
-@pytest.mark.parametrize("settings", [{"lanes": 1}, {}, {"ratio": 4}, {"ratio": 3, "cover": "all"}, {"grouped": True}])
+@pytest.mark.parametrize("settings", [{"lanes": 1}, {}, {"ratio": 4}, {"ratio": 3, "coverage": "all"}])
 @pytest.mark.parametrize("answering", [(0, 1, 2, 3, 4), (0, 3, 4), (2,)])
 def test_the_step_is_the_mean_of_the_lifted_updates(settings: dict[str, Any], answering: tuple[int, ...]) -> None:
-    """By examples, whoever is in which lane; statistics are values, and the mean is over all clients."""
-    server = dbcl.Server(exact(), insecure_seed=0, door=FREE, **settings)
+    """By examples, whoever is in which lane; statistics are values, and the mean is over all clients.
+
+    The model's own statistics are then measured on the server's inputs.
+    """
+    server = of_exact(insecure_seed=0, validator=FREE, **settings)
     before = {name: tensor.detach().clone() for name, tensor in server.weights().items()}
     broadcasts = asked(server, 5)
     updates = {client: trained(broadcasts[client], client) for client in answering}
-    report = server.close_round({f"client {client}": update for client, update in updates.items()})
+    sent = {f"client {client}": update for client, update in updates.items()}
+    averages = server.average(server.validate(sent)).mean()
+    report = server.close_round(sent)
     whole = sum(update.examples for update in updates.values())
     for name, W in before.items():
         total = torch.zeros_like(W)
@@ -166,9 +181,14 @@ def test_the_step_is_the_mean_of_the_lifted_updates(settings: dict[str, Any], an
             sketch = broadcasts[client].sketches().get(name)
             change = update.tensors[name] if sketch is None else sketch.lift(update.tensors[name]).reshape(W.shape)
             total += update.examples / whole * change
-        expected = total if name in server.statistics else W + total
-        torch.testing.assert_close(server.weights()[name].detach(), expected, rtol=0, atol=1e-12)
+        if name in server.statistics:
+            torch.testing.assert_close(averages[name], total, rtol=0, atol=1e-12)
+        else:
+            torch.testing.assert_close(server.weights()[name].detach(), W + total, rtol=0, atol=1e-12)
     assert server.statistics == {"1.running_mean", "1.running_var"}
+    hidden = server.model[0](INPUTS).detach()
+    torch.testing.assert_close(server.model[1].running_mean, hidden.mean(dim=0))
+    torch.testing.assert_close(server.model[1].running_var, hidden.var(dim=0))
     counts = [sum(broadcasts[client].plan.lane == lane for client in answering) for lane in range(server.plan.lanes)]
     assert report.lanes == tuple(counts)
     assert report.unanswered == tuple(lane for lane, count in enumerate(counts) if not count)
@@ -178,7 +198,7 @@ def test_the_step_is_the_mean_of_the_lifted_updates(settings: dict[str, Any], an
 
 
 def test_one_broadcast_for_all_is_one_lane_and_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    server = dbcl.Server(net(), insecure_seed=0, door=FREE)
+    server = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=0, validator=FREE)
     before, broadcast = weights(server), server.open_round()
     with caplog.at_level(logging.WARNING):
         report = server.close_round([answer(broadcast, 1.0), answer(broadcast, 2.0, examples=30)])
@@ -203,7 +223,7 @@ def test_one_broadcast_for_all_is_one_lane_and_is_warned_of(caplog: pytest.LogCa
 def test_a_lane_without_answers_is_warned_of_where_there_are_enough_for_all(
     lanes: int, answering: list[int], warned: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = dbcl.Server(net(), lanes=lanes)
+    server = dbcl.Server(net(), dbcl.SketchConfig(lanes=lanes, coverage="hidden"))
     clients = {f"client {n}": broadcast for n, broadcast in enumerate(asked(server, 4 * lanes))}
     updates = {}
     for lane in answering:
@@ -221,7 +241,7 @@ def test_a_lane_without_answers_is_warned_of_where_there_are_enough_for_all(
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_an_answer_in_another_lane_than_ones_own_is_refused(stacked: bool) -> None:
-    server = dbcl.Server(net(), insecure_seed=0)
+    server = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=0)
     lanes = asked(server, 2)
     honest, greedy = answer(lanes[0]), answer(lanes[0], 1.5)  # of somebody who was given the other one
     updates: Any = {"client 0": honest, "client 1": greedy}
@@ -231,7 +251,7 @@ def test_an_answer_in_another_lane_than_ones_own_is_refused(stacked: bool) -> No
 
 
 def test_clients_may_be_numbers() -> None:
-    server = dbcl.Server(net(), insecure_seed=0)
+    server = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=0)
     lanes = [server.open_round(client) for client in (0, 1)]
     updates: Any = {0: answer(lanes[0]), 1: answer(lanes[0], 1.5)}
     assert server.close_round(updates).refused == ("1: answers another lane than its own",)
@@ -239,14 +259,14 @@ def test_clients_may_be_numbers() -> None:
 
 def test_whoever_has_not_asked_may_answer_in_any_lane() -> None:
     """The server cannot know what a relay did with the broadcasts."""
-    server = dbcl.Server(net(), insecure_seed=0)
+    server = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=0)
     lanes = asked(server, 2)
     updates = {f"relayed {number}": answer(broadcast) for number, broadcast in enumerate([*lanes, lanes[1]])}
     assert server.close_round(updates).accepted == 3
 
 
 def test_a_lane_of_another_round_is_another_plan() -> None:
-    server = dbcl.Server(net(), insecure_seed=0)
+    server = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=0)
     old = asked(server, 2)
     server.close_round({"client 0": answer(old[0])})
     new = asked(server, 2)
@@ -256,7 +276,7 @@ def test_a_lane_of_another_round_is_another_plan() -> None:
 
 
 def test_with_several_lanes_an_aggregate_must_be_lifted() -> None:
-    server = dbcl.Server(net(), insecure_seed=0)
+    server = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=0)
     before = weights(server)
     sums = {name: torch.ones_like(tensor) for name, tensor in server.open_round("ann").tensors.items()}
     with pytest.raises(ProtocolError, match="it is not lifted, and the round has 2 lanes"):
@@ -281,7 +301,10 @@ def test_a_lane_without_answers_costs_precision_and_no_bias() -> None:
     spread = {}
     for answering in (("ann", "bob"), ("ann",)):
         model = nn.Linear(9, 2, bias=False, dtype=torch.float64)
-        server = dbcl.Server(model, cover="all", veil=0, insecure_seed=1, door=FREE)
+        added = dbcl.optim.fedavg()
+        server = dbcl.Server(
+            model, dbcl.SketchConfig(coverage="all", veil=0), insecure_seed=1, validator=FREE, optimizer=added
+        )
         assert server.plan.lanes == 2
         seen = []
         for round in range(300):
@@ -318,7 +341,7 @@ def stack(updates: dict[str, dbcl.Update]) -> dbcl.protocol.UpdateStack:
 
 
 def test_a_stack_is_a_mapping_of_updates() -> None:
-    server = dbcl.Server(net())
+    server = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"))
     updates = {f"client {n}": answer(each, n + 1.0, n + 1) for n, each in enumerate(asked(server, 4))}
     made = stack(updates)
     assert (len(made), list(made), "client 2" in made, "client 7" in made) == (4, list(updates), True, False)
@@ -354,7 +377,7 @@ def scaled(factor: float) -> Any:
 
 
 NAN, INF = float("nan"), float("inf")
-LENGTHS: dict[str, Any] = {"max_times_median": None}
+LENGTHS: dict[str, Any] = {"outlier_factor": None}
 ODD: dict[str, tuple[Any, dict[str, Any], str | None]] = {
     "nothing odd": (lambda u: u, {}, None),
     "NaN": (with_value("0.weight", NAN), {}, "0.weight holds NaN"),
@@ -362,9 +385,9 @@ ODD: dict[str, tuple[Any, dict[str, Any], str | None]] = {
     "NaN in a statistic": (with_value("1.running_mean", NAN), {}, "1.running_mean holds NaN"),
     "negative variance": (with_value("1.running_var", -1e-9), {}, "1.running_var holds a negative variance"),
     "negative mean": (with_value("1.running_mean", -3.0), {}, None),
-    "absurd": (with_value("0.bias", 1e30), {}, "its length 1e+30 is absurd"),
-    "beyond float64": (with_value("0.bias", 1e200), {}, "its length"),
-    "many times the median": (scaled(1e4), {}, "times its lane's median"),
+    "absurd": (with_value("0.bias", 1e30), {}, "its norm 1e+30 is beyond"),
+    "beyond float64": (with_value("0.bias", 1e200), {}, "its norm"),
+    "many times the median": (scaled(1e4), {}, "times the median of its lane"),
     "clipped": (scaled(40.0), {"norm_bound": 0.5, **LENGTHS}, None),
     "too long": (scaled(40.0), {"norm_bound": 3.0, "clip": False, **LENGTHS}, "is above the bound 3"),
     "held back": (scaled(40.0), LENGTHS, None),
@@ -381,8 +404,8 @@ ODD: dict[str, tuple[Any, dict[str, Any], str | None]] = {
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("settings", [{"lanes": 1}, {}, {"ratio": 4}], ids=["one lane", "two", "four"])
 def test_updates_that_lie_together_are_judged_and_averaged_as_one_by_one(kind: str, settings: dict[str, Any]) -> None:
-    ruin, door, reason = ODD[kind]
-    server = dbcl.Server(exact(), insecure_seed=0, door=dbcl.Door(**door), **settings)
+    ruin, validator, reason = ODD[kind]
+    server = of_exact(insecure_seed=0, validator=dbcl.protocol.UpdateValidator(**validator), **settings)
     twin = copy.deepcopy(server)
     count = 15 if kind == "many times the median" else 5  # three of each lane can tell
     updates = {f"client {n}": trained(each, n) for n, each in enumerate(asked(server, count))}
@@ -404,15 +427,15 @@ def test_updates_that_lie_together_are_judged_and_averaged_as_one_by_one(kind: s
     for name, tensor in server.weights().items():
         assert bool(tensor.isfinite().all())
         torch.testing.assert_close(twin.weights()[name], tensor, rtol=0, atol=1e-12)
-    assert server._pulls == pytest.approx(twin._pulls)
+    assert server.validation.influence._recent == pytest.approx(twin.validation.influence._recent)
 
 
 def test_the_odd_cases_are_what_they_say() -> None:
     """That clipping, refusing and holding back really happen in the comparison above."""
     clipped = {}
     for kind in ("nothing odd", "clipped", "held back", "nobody held back", "many examples"):
-        ruin, door, _ = ODD[kind]
-        server = dbcl.Server(exact(), insecure_seed=0, door=dbcl.Door(**door))
+        ruin, validator, _ = ODD[kind]
+        server = of_exact(insecure_seed=0, validator=dbcl.protocol.UpdateValidator(**validator))
         updates = {f"client {n}": trained(each, n) for n, each in enumerate(asked(server, 5))}
         updates["client 2"] = ruin(updates["client 2"])
         clipped[kind] = server.close_round(stack(updates)).clipped
@@ -426,7 +449,7 @@ def test_the_odd_cases_are_what_they_say() -> None:
     "settings", [{"wire": "bfloat16"}, {"optimizer": dbcl.optim.momentum(0.5)}, {"wire": "float32"}]
 )
 def test_a_stack_travels_in_any_type(settings: dict[str, Any]) -> None:
-    server = dbcl.Server(exact(), insecure_seed=0, **settings)
+    server = of_exact(insecure_seed=0, **settings)
     twin = copy.deepcopy(server)
     for _ in range(2):
         updates = {f"client {n}": trained(each, n) for n, each in enumerate(asked(server, 5))}
@@ -438,7 +461,7 @@ def test_a_stack_travels_in_any_type(settings: dict[str, Any]) -> None:
 
 
 def test_a_stack_of_wrong_shapes_is_refused_client_by_client() -> None:
-    server = dbcl.Server(exact(), insecure_seed=0)
+    server = of_exact(insecure_seed=0)
     updates = {f"client {n}": trained(each, n) for n, each in enumerate(asked(server, 3))}
     made = stack(updates)
     wrong: dict[str, Tensor] = {**made.tensors, "0.bias": made.tensors["0.bias"][:, :-1]}

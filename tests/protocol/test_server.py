@@ -9,6 +9,8 @@ from torch import nn
 import dbcl
 from dbcl.errors import ProtocolError
 from dbcl.protocol.aggregation import Aggregate, replacement
+from dbcl.state import State
+from dbcl.testing.nested import nested
 from protocol.conftest import answer, net, same, weights
 
 
@@ -31,14 +33,14 @@ def test_distributed_sgd_is_the_papers_gradient_step() -> None:
     torch.manual_seed(0)
     model = nn.Linear(9, 3, dtype=torch.float64)
     W, b = model.weight.detach().clone(), model.bias.detach().clone()
-    server = dbcl.Server(model, cover="all", veil=0)
+    server = dbcl.Server(model, dbcl.SketchConfig(coverage="all", veil=0))
     broadcast = server.open_round()
     x, answers = torch.randn(2, 5, 9, dtype=torch.float64), []
     for client in range(2):
         local = dbcl.blinded(model, broadcast)
         local(x[client]).square().sum().backward()
         torch.optim.SGD(local.parameters(), lr=0.1).step()
-        answers.append(dbcl.update(local, broadcast, examples=5))
+        answers.append(dbcl.make_update(local, broadcast, examples=5))
     server.close_round(answers)
     R = broadcast.sketches()["weight"].dense()
     S = R * broadcast.sketches()["weight"].gain(R).sqrt()
@@ -59,7 +61,7 @@ def test_distributed_sgd_is_the_papers_gradient_step() -> None:
     ids=["plain", "half", "momentum", "adam"],
 )
 def test_server_optimisers_step_on_the_true_weights(optimizer: dbcl.optim.ServerOptimizer, expected: list) -> None:
-    server = dbcl.Server(net(), veil=0, optimizer=optimizer)
+    server = dbcl.Server(net(), dbcl.SketchConfig(veil=0, coverage="hidden"), optimizer=optimizer)
     start = server.model[2].bias.detach().clone()
     for value in expected:
         server.close_round([answer(server.open_round(), 1.0)])
@@ -74,7 +76,7 @@ NAN, INF, HUGE = torch.full((6,), math.nan), torch.full((6,), -math.inf), torch.
 BAD = {
     "nan": (lambda u: spoil(u, "0.bias", NAN), "0.bias holds NaN"),
     "infinity": (lambda u: spoil(u, "0.bias", INF), "0.bias holds infinity"),
-    "huge": (lambda u: spoil(u, "0.bias", HUGE), "its length 7.348e.38 is absurd"),
+    "huge": (lambda u: spoil(u, "0.bias", HUGE), "its norm 7.348e.38 is beyond"),
     "shape": (lambda u: spoil(u, "0.weight", torch.zeros(6, 8)), r"0.weight has shape \(6, 8\) and must have \(6, 4\)"),
     "dtype": (
         lambda u: spoil(u, "0.bias", torch.zeros(6).half()),
@@ -132,7 +134,9 @@ def test_a_bad_update_is_refused_by_name_and_the_round_goes_on(server: dbcl.Serv
 
 
 def test_too_few_updates_change_nothing_and_leave_the_round_open() -> None:
-    server = dbcl.Server(net(), door=dbcl.Door(min_updates=3))
+    server = dbcl.Server(
+        net(), dbcl.SketchConfig(coverage="hidden"), validator=dbcl.protocol.UpdateValidator(min_updates=3)
+    )
     broadcast = server.open_round()
     before = weights(server)
     with pytest.raises(ProtocolError, match="round 0 has 2 updates and needs 3"):
@@ -145,7 +149,11 @@ def test_too_few_updates_change_nothing_and_leave_the_round_open() -> None:
 
 @pytest.mark.parametrize("clip", [True, False])
 def test_a_norm_bound_clips_or_refuses(clip: bool) -> None:
-    server = dbcl.Server(net(), veil=0, door=dbcl.Door(norm_bound=0.5, clip=clip))
+    server = dbcl.Server(
+        net(),
+        dbcl.SketchConfig(veil=0, coverage="hidden"),
+        validator=dbcl.protocol.UpdateValidator(norm_bound=0.5, clip=clip),
+    )
     before = weights(server)
     broadcast = server.open_round()
     small, large = answer(broadcast, 0.01), answer(broadcast, 5.0)
@@ -156,7 +164,7 @@ def test_a_norm_bound_clips_or_refuses(clip: bool) -> None:
         assert length == pytest.approx((0.5 + 0.01 * math.sqrt(44)) / 2, rel=1e-4)
     else:
         assert (report.accepted, report.clipped) == (1, 0)
-        assert "its length 33.17 is above the bound 0.5" in report.refused[0]
+        assert "its norm 33.17 is above the bound 0.5" in report.refused[0]
 
 
 def test_rounds_must_be_opened_before_they_are_closed(server: dbcl.Server) -> None:
@@ -181,11 +189,17 @@ def test_seeds_are_fresh_unless_an_experiment_fixes_them() -> None:
             server.close_round([answer(broadcast)])
         return found
 
-    fresh = seeds(dbcl.Server(net())) + seeds(dbcl.Server(net()))
+    fresh = seeds(dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"))) + seeds(
+        dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"))
+    )
     assert len(set(fresh)) == 6
-    fixed = seeds(dbcl.Server(net(), insecure_seed=7))
+    fixed = seeds(dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=7))
     assert len(set(fixed)) == 3
-    assert fixed == seeds(dbcl.Server(net(), insecure_seed=7)) != seeds(dbcl.Server(net(), insecure_seed=8))
+    assert (
+        fixed
+        == seeds(dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=7))
+        != seeds(dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=8))
+    )
 
 
 @pytest.mark.parametrize("secret", [None, 3])
@@ -197,11 +211,11 @@ def test_seeds_are_fresh_unless_an_experiment_fixes_them() -> None:
 def test_a_restored_server_sends_the_same_broadcast_and_goes_on_alike(
     secret: int | None, optimizer: dbcl.optim.ServerOptimizer
 ) -> None:
-    server = dbcl.Server(net(), insecure_seed=secret, optimizer=optimizer)
+    server = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=secret, optimizer=optimizer)
     for _ in range(2):
         server.close_round([answer(server.open_round())])
-    other = dbcl.Server(net(), insecure_seed=secret, optimizer=optimizer)
-    other.load_state_dict(server.state_dict())
+    other = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=secret, optimizer=optimizer)
+    other.load_state(server.state())
     assert dbcl.encode(other.open_round()) == dbcl.encode(server.open_round())
     for each in (server, other):
         each.close_round([answer(each.open_round(), 0.5)])
@@ -211,18 +225,18 @@ def test_a_restored_server_sends_the_same_broadcast_and_goes_on_alike(
 
 
 def test_the_state_of_another_plan_is_refused(server: dbcl.Server) -> None:
-    with pytest.raises(ProtocolError, match="another model or another plan"):
-        dbcl.Server(net(), veil=0).load_state_dict(server.state_dict())
+    with pytest.raises(ProtocolError, match="another plan"):
+        dbcl.Server(net(), dbcl.SketchConfig(veil=0, coverage="hidden")).load_state(server.state())
     with pytest.raises(ProtocolError, match="with the optimiser SGD and this one has Adam"):
-        dbcl.Server(net(), optimizer=dbcl.optim.adam()).load_state_dict(server.state_dict())
-    with pytest.raises(ProtocolError, match="of an older dbcl or of something else: it has no 'model'"):
-        server.load_state_dict({"values": {"round": 3, "key": "ab", "plan": "cd"}, "tensors": {}})
+        dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), optimizer=dbcl.optim.adam()).load_state(server.state())
+    with pytest.raises(ProtocolError, match="of an older dbcl or of something else: it has no 'weights'"):
+        server.load_state(State({"round": {"number": 3, "key": "ab", "plan": "cd"}}, {}))
 
 
 @pytest.mark.parametrize("wire", ["float64", "float32", "bfloat16", "float16"])
 def test_wire_dtypes_reach_both_directions(wire: str) -> None:
-    server = dbcl.Server(net(), wire=wire)
-    broadcast = dbcl.decode_broadcast(dbcl.encode(server.open_round()))
+    server = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), wire=wire)
+    broadcast = dbcl.protocol.decode_broadcast(dbcl.encode(server.open_round()))
     dtype = getattr(torch, wire)
     assert {tensor.dtype for tensor in broadcast.tensors.values()} == {dtype}
     local = dbcl.blinded(net(), broadcast)
@@ -233,18 +247,20 @@ def test_wire_dtypes_reach_both_directions(wire: str) -> None:
     server.close_round([dbcl.encode(update)])
     torch.testing.assert_close(weights(server)["2.bias"], before["2.bias"] + 0.25, rtol=0, atol=1e-2)
     with pytest.raises(ProtocolError, match="wire must be one of float64, float32, bfloat16, float16, got 'int8'"):
-        dbcl.Server(net(), wire="int8")
+        dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), wire="int8")
 
 
 def test_frozen_parameters_stay_at_home() -> None:
     model = net()
     model[0].weight.requires_grad_(False)
-    server = dbcl.Server(model, cover="all", optimizer=dbcl.optim.momentum(0.9))
+    server = dbcl.Server(model, dbcl.SketchConfig(coverage="all"), optimizer=dbcl.optim.momentum(0.9))
     before = weights(server)
-    broadcast = dbcl.decode_broadcast(dbcl.encode(server.open_round()))
+    broadcast = dbcl.protocol.decode_broadcast(dbcl.encode(server.open_round()))
     assert sorted(broadcast.tensors) == ["0.bias", "2.bias", "2.weight"]
     assert [name for name, _ in broadcast.plan.frozen] == ["0.weight"]
-    with pytest.raises(dbcl.PlanError, match=r"0.weight is frozen, and this model's copy differs from the server's"):
+    with pytest.raises(
+        dbcl.errors.PlanError, match=r"0.weight is frozen, and this model's copy differs from the server's"
+    ):
         dbcl.blinded(net(), broadcast)
     template = net()
     template[0].weight.data.copy_(model[0].weight)
@@ -252,7 +268,7 @@ def test_frozen_parameters_stay_at_home() -> None:
     assert not local[0].weight.requires_grad
     local(torch.ones(3, 8)).sum().backward()
     torch.optim.SGD([p for p in local.parameters() if p.requires_grad], lr=0.1).step()
-    server.close_round([dbcl.encode(dbcl.update(local, broadcast, examples=3))])
+    server.close_round([dbcl.encode(dbcl.make_update(local, broadcast, examples=3))])
     assert torch.equal(weights(server)["0.weight"], before["0.weight"])
     assert not torch.equal(weights(server)["0.bias"], before["0.bias"])
     assert "stays at home: 1 frozen parameters (0.weight)" in str(server.plan)
@@ -271,25 +287,25 @@ def test_local_adam_and_any_loop_will_do(server: dbcl.Server) -> None:
         loss.backward()
         optimizer.step()
     assert losses[-1] < 0.8 * losses[0]
-    assert server.close_round([dbcl.update(local, broadcast, examples=32)]).accepted == 1
+    assert server.close_round([dbcl.make_update(local, broadcast, examples=32)]).accepted == 1
 
 
 @pytest.mark.parametrize("norm_bound", [None, 3.0])
 def test_whoever_averages_the_lifted_weights_gets_what_close_round_gives(norm_bound: float | None) -> None:
     torch.manual_seed(0)
-    door = dbcl.Door(norm_bound=norm_bound)
-    one = dbcl.Server(net(), insecure_seed=0, door=door)
+    validator = dbcl.protocol.UpdateValidator(norm_bound=norm_bound)
+    one = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=0, validator=validator)
     torch.manual_seed(0)
-    other = dbcl.Server(net(), insecure_seed=0, door=door)
+    other = dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), insecure_seed=0, validator=validator)
     broadcast = one.open_round()
     other.open_round()
     answers = [answer(broadcast, 0.1, examples=10), answer(broadcast, 4.0, examples=30), b"garbage"]
     report = one.close_round(answers)
-    admission = other.admit((f"update {number}", each) for number, each in enumerate(answers))
-    lifted = [(admission.accepted[who].update.examples, tensors) for who, tensors in other.lifted(admission)]
+    result = other.validate({f"update {number}": each for number, each in enumerate(answers)})
+    lifted = [(result.accepted[who].update.examples, tensors) for who, tensors in other.lifted(result)]
     mean = {name: sum(n / 40 * tensors[name].double() for n, tensors in lifted) for name in broadcast.tensors}
-    made = replacement(mean, dict(other.model.named_parameters()), count=len(admission.accepted))
-    same_report = other.close(made, admission.tally())
+    made = replacement(mean, dict(other.model.named_parameters()), count=len(result.accepted))
+    same_report = other.close(made, result.stats())
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(other)[name], tensor, rtol=1e-5, atol=1e-6)
     assert same_report.norm == pytest.approx(report.norm, rel=1e-5)
@@ -299,7 +315,7 @@ def test_whoever_averages_the_lifted_weights_gets_what_close_round_gives(norm_bo
 
 
 def test_an_aggregate_that_does_not_fit_leaves_the_round_open() -> None:
-    server = dbcl.Server(net(), insecure_seed=0, lanes=1)
+    server = dbcl.Server(net(), dbcl.SketchConfig(lanes=1, coverage="hidden"), insecure_seed=0)
     before = weights(server)
     broadcast = server.open_round()
     sums = {name: torch.ones_like(tensor) for name, tensor in broadcast.tensors.items()}
@@ -327,8 +343,10 @@ def test_an_aggregate_that_does_not_fit_leaves_the_round_open() -> None:
 
 
 def test_an_aggregate_of_too_few_updates_is_refused() -> None:
-    """Where the server learns only a sum, the door still counts."""
-    server = dbcl.Server(net(), door=dbcl.Door(min_updates=3), lanes=1)
+    """Where the server learns only a sum, the validator still counts."""
+    server = dbcl.Server(
+        net(), dbcl.SketchConfig(lanes=1, coverage="hidden"), validator=dbcl.protocol.UpdateValidator(min_updates=3)
+    )
     sums = dict(server.open_round().tensors)
     with pytest.raises(ProtocolError, match="made of 2 updates and 3 are needed"):
         server.close(Aggregate(sums, weight=2.0, count=2))
@@ -345,16 +363,22 @@ def measuring(broadcast: dbcl.Broadcast, x: torch.Tensor) -> dbcl.Update:
     local = dbcl.blinded(normalised(), broadcast).train()
     for batch in x.split(10):
         local(batch)
-    return dbcl.update(local, broadcast, examples=len(x))
+    return dbcl.make_update(local, broadcast, examples=len(x))
 
 
 @pytest.mark.parametrize("veil", [0.0, 2.0])
 def test_statistics_are_values_that_clients_measured_and_not_changes(veil: float) -> None:
-    """The server's statistics are the mean of the clients' own, whatever noise went out with the broadcast."""
-    server = dbcl.Server(normalised(), veil=veil, sketch="identity-v1", insecure_seed=0)
+    """Their average is the mean of the clients' own, whatever noise went out with the broadcast.
+
+    Without noise it is what the server has, and with it the server measures on inputs of its own.
+    """
+    inputs = torch.randn(20, 8) if veil else None
+    server = dbcl.Server(
+        normalised(), dbcl.SketchConfig(veil=veil, sketch="identity-v1"), insecure_seed=0, calibration=inputs
+    )
     with torch.no_grad():
         server.model[1].running_mean.fill_(7.0)
-    broadcast = dbcl.decode_broadcast(dbcl.encode(server.open_round()))
+    broadcast = dbcl.protocol.decode_broadcast(dbcl.encode(server.open_round()))
     one, two = torch.randn(10, 8), torch.randn(30, 8) - 3
     updates = [measuring(broadcast, one), measuring(broadcast, two)]
     received = dbcl.blinded(normalised(), broadcast)[0]
@@ -362,33 +386,40 @@ def test_statistics_are_values_that_clients_measured_and_not_changes(veil: float
     torch.testing.assert_close(updates[0].tensors["1.running_mean"], z.mean(dim=0).detach(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(updates[0].tensors["1.running_var"], z.var(dim=0).detach(), rtol=1e-3, atol=1e-3)
     weights = {name: tensor.clone() for name, tensor in server.model.named_parameters()}
+    averages = server.average(server.validate({"one": updates[0], "two": updates[1]})).mean()
     report = server.close_round([dbcl.encode(update) for update in updates])
     expected = (updates[0].tensors["1.running_mean"] * 10 + updates[1].tensors["1.running_mean"] * 30) / 40
+    torch.testing.assert_close(averages["1.running_mean"], expected)
+    if inputs is not None:
+        expected = server.model[0](inputs).mean(dim=0).detach()
     torch.testing.assert_close(server.model[1].running_mean, expected)
     assert report.norm == 0
     assert all(torch.equal(tensor, weights[name]) for name, tensor in server.model.named_parameters())
 
 
 def test_a_client_that_measured_nothing_says_nothing() -> None:
-    server = dbcl.Server(normalised())
+    server = dbcl.Server(normalised(), dbcl.SketchConfig(veil=0, sketch="identity-v1"))
     before = server.model[1].running_mean.clone()
     broadcast = server.open_round()
-    silent = dbcl.update(dbcl.blinded(normalised(), broadcast), broadcast, examples=5)
+    silent = dbcl.make_update(dbcl.blinded(normalised(), broadcast), broadcast, examples=5)
     assert "1.running_mean" not in silent.tensors
-    noised = dbcl.update(
-        dbcl.blinded(normalised(), broadcast), broadcast, examples=5, noise=dbcl.UpdateNoise(clip=1.0, multiplier=0.1)
+    noised = dbcl.make_update(
+        dbcl.blinded(normalised(), broadcast),
+        broadcast,
+        examples=5,
+        noise=dbcl.privacy.UpdateNoise(clip=1.0, multiplier=0.1),
     )
     assert "1.running_mean" not in noised.tensors
     server.close_round([silent, noised])
     assert torch.equal(server.model[1].running_mean, before)
     broadcast = server.open_round()
     seen = measuring(broadcast, torch.randn(20, 8))
-    server.close_round([dbcl.update(dbcl.blinded(normalised(), broadcast), broadcast, examples=1000), seen])
+    server.close_round([dbcl.make_update(dbcl.blinded(normalised(), broadcast), broadcast, examples=1000), seen])
     assert not torch.equal(server.model[1].running_mean, before)
 
 
 def test_a_negative_variance_is_refused() -> None:
-    server = dbcl.Server(normalised())
+    server = dbcl.Server(normalised(), dbcl.SketchConfig(veil=0, sketch="identity-v1"))
     update = measuring(server.open_round(), torch.randn(20, 8))
     with pytest.raises(ProtocolError, match=r"1.running_var holds a negative variance"):
         server.close_round([spoil(update, "1.running_var", -torch.ones(6))])
@@ -410,7 +441,7 @@ def nudged(broadcast: dbcl.Broadcast, by: float) -> dbcl.Update:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_small_updates_of_a_half_precision_model_add_up(dtype: torch.dtype, optimizer, tmp_path: Path) -> None:
     """Each of 200 updates is far below the resolution of a weight of size 1."""
-    server = dbcl.Server(half(dtype), veil=0, cover="all", optimizer=optimizer, insecure_seed=0)
+    server = dbcl.Server(half(dtype), dbcl.SketchConfig(veil=0, coverage="all"), optimizer=optimizer, insecure_seed=0)
     nn.init.ones_(server.model[2].bias)
     start = server.model[2].bias.detach().double()
     for number in range(200):
@@ -420,7 +451,9 @@ def test_small_updates_of_a_half_precision_model_add_up(dtype: torch.dtype, opti
         if number == 100:
             server.save(tmp_path)
             model = half(dtype)
-            server = dbcl.Server.load(tmp_path, model, veil=0, cover="all", optimizer=optimizer, insecure_seed=0)
+            server = dbcl.Server.load(
+                tmp_path, model, dbcl.SketchConfig(veil=0, coverage="all"), optimizer=optimizer, insecure_seed=0
+            )
     assert server.model[2].bias.dtype == dtype
     torch.testing.assert_close(
         server.model[2].bias.detach().double() - start, torch.full((2,), 0.02).double(), rtol=0.2, atol=0
@@ -429,7 +462,7 @@ def test_small_updates_of_a_half_precision_model_add_up(dtype: torch.dtype, opti
 
 
 def test_weights_written_into_a_half_precision_model_are_taken_over() -> None:
-    server = dbcl.Server(half(torch.bfloat16), veil=0, insecure_seed=0)
+    server = dbcl.Server(half(torch.bfloat16), dbcl.SketchConfig(veil=0, coverage="hidden"), insecure_seed=0)
     server.open_round()
     server.close_round([nudged(server.open_round(), 1e-4)])
     kept = server.weights()["2.weight"].clone()
@@ -440,7 +473,7 @@ def test_weights_written_into_a_half_precision_model_are_taken_over() -> None:
 
 
 def test_an_aggregate_must_stay_in_the_range_of_a_half_precision_model() -> None:
-    server = dbcl.Server(half(torch.float16), veil=0, insecure_seed=0)
+    server = dbcl.Server(half(torch.float16), dbcl.SketchConfig(veil=0, coverage="hidden"), insecure_seed=0)
     nn.init.constant_(server.model[2].bias, 6e4)
     broadcast = server.open_round()
     with pytest.raises(ProtocolError, match=r"2.bias leaves the range of the weights' dtype"):
@@ -454,66 +487,69 @@ def adapted(base: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Sequentia
 
 
 def frozen_server(**settings) -> dbcl.Server:
-    return dbcl.Server(adapted(), send_frozen=True, **settings)
+    return dbcl.Server(adapted(), **nested({"send_frozen": True, "coverage": "hidden", **settings}))
 
 
 def test_frozen_parameters_are_sent_once_under_one_noise() -> None:
     server = frozen_server(veil=0.2)
     data = dbcl.encode(server.base())
-    assert len(dbcl.encode(server.open_round())) < len(dbcl.encode(dbcl.Server(adapted()).open_round())) + 100
-    local = dbcl.blinded(dbcl.load_base(adapted(seed=5), dbcl.decode_base(data)), server.open_round())
+    assert (
+        len(dbcl.encode(server.open_round()))
+        < len(dbcl.encode(dbcl.Server(adapted(), dbcl.SketchConfig(coverage="hidden")).open_round())) + 100
+    )
+    local = dbcl.blinded(dbcl.protocol.load_base(adapted(seed=5), dbcl.protocol.decode_base(data)), server.open_round())
     noise = local[0].weight - server.model[0].weight
     assert 0.1 < float(noise.norm() / server.model[0].weight.norm()) < 0.3
     for _ in range(3):  # training moves everything that is not frozen, and asking again averages nothing away
         broadcast = server.open_round()
         assert not {"0.weight", "0.bias"} & broadcast.tensors.keys()
-        local = dbcl.blinded(dbcl.load_base(adapted(seed=6), server.base()), broadcast)
+        local = dbcl.blinded(dbcl.protocol.load_base(adapted(seed=6), server.base()), broadcast)
         local(torch.randn(4, 8)).square().mean().backward()
         torch.optim.SGD([p for p in local.parameters() if p.requires_grad], lr=1.0).step()
-        server.close_round([dbcl.update(local, broadcast, examples=4)])
+        server.close_round([dbcl.make_update(local, broadcast, examples=4)])
         assert dbcl.encode(server.base()) == data
     assert torch.equal(server.model[0].weight, adapted()[0].weight)
 
 
 def test_a_client_without_the_servers_frozen_parameters_is_refused_with_the_remedy() -> None:
     server = frozen_server()
-    with pytest.raises(dbcl.PlanError, match=r"0.weight is frozen, .* load what server.base\(\) sends"):
+    with pytest.raises(dbcl.errors.PlanError, match=r"0.weight is frozen, .* load what server.base\(\) sends"):
         dbcl.blinded(adapted(), server.open_round())  # even the true ones: the fingerprint is of what is sent
-    with pytest.raises(dbcl.PlanError, match=r"0.weight has shape \(3, 8\) and must have \(8, 8\)"):
-        dbcl.load_base(nn.Sequential(nn.Linear(8, 3)), server.base())
-    with pytest.raises(ProtocolError, match="make the server with send_frozen=True"):
-        dbcl.Server(adapted()).base()
+    with pytest.raises(dbcl.errors.PlanError, match=r"0.weight has shape \(3, 8\) and must have \(8, 8\)"):
+        dbcl.protocol.load_base(nn.Sequential(nn.Linear(8, 3)), server.base())
+    with pytest.raises(ProtocolError, match=r"make the server with SketchConfig\(send_frozen=True\)"):
+        dbcl.Server(adapted(), dbcl.SketchConfig(coverage="hidden")).base()
 
 
 def test_a_resumed_server_never_draws_a_second_noise(tmp_path: Path) -> None:
     server = frozen_server()
     server.save(tmp_path)
-    revived = dbcl.Server.load(tmp_path, adapted(), send_frozen=True)
+    revived = dbcl.Server.load(tmp_path, adapted(), dbcl.SketchConfig(send_frozen=True, coverage="hidden"))
     assert dbcl.encode(revived.base()) == dbcl.encode(server.base())
     assert revived.open_round().plan.frozen == server.open_round().plan.frozen
     assert dbcl.encode(frozen_server().base()) != dbcl.encode(server.base())
     assert dbcl.encode(frozen_server(insecure_seed=3).base()) == dbcl.encode(frozen_server(insecure_seed=3).base())
     with pytest.raises(ProtocolError, match="another plan"):
-        dbcl.Server.load(tmp_path, adapted())
+        dbcl.Server.load(tmp_path, adapted(), dbcl.SketchConfig(coverage="hidden"))
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
 @pytest.mark.parametrize("base", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_base_of_any_number_type_arrives_over_any_wire(base: torch.dtype, wire: str | None) -> None:
-    server = dbcl.Server(adapted(base), send_frozen=True, wire=wire)
-    mine = dbcl.load_base(adapted(base, seed=1), dbcl.decode_base(dbcl.encode(server.base())))
+    server = dbcl.Server(adapted(base), dbcl.SketchConfig(send_frozen=True, coverage="hidden"), wire=wire)
+    mine = dbcl.protocol.load_base(adapted(base, seed=1), dbcl.protocol.decode_base(dbcl.encode(server.base())))
     assert mine[0].weight.dtype == base
-    dbcl.blinded(mine, dbcl.decode_broadcast(dbcl.encode(server.open_round())))
+    dbcl.blinded(mine, dbcl.protocol.decode_broadcast(dbcl.encode(server.open_round())))
 
 
 def test_what_is_no_floating_point_number_stays_at_home_all_the_same() -> None:
     model = adapted()
     model.table = nn.Parameter(torch.arange(4, dtype=torch.int8), requires_grad=False)
     nn.init.zeros_(model[0].bias)
-    plan = dbcl.SketchPlan.of(model, send_frozen=True)
+    plan = dbcl.SketchPlan.from_model(model, dbcl.SketchConfig(send_frozen=True, coverage="hidden"))
     assert "sent once: 2 frozen parameters (0.weight, 0.bias), veil 0.2" in str(plan)
-    assert plan.at_home == (("table", "frozen"),)
-    assert plan.adjust("0.*", veil=0).in_clear == ("0.weight", "0.bias")
+    assert plan.not_sent == (("table", "frozen"),)
+    assert plan.adjust("0.*", veil=0).unprotected == ("0.weight", "0.bias")
     server = dbcl.Server(model, plan)
     assert float(server.base().tensors["0.bias"].abs().min()) > 0  # zeros are veiled too
     assert torch.equal(dbcl.Server(model, plan.adjust("0.*", veil=0)).base().tensors["0.weight"], model[0].weight)

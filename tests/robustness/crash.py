@@ -26,9 +26,10 @@ from flwr.serverapp import strategy as flower
 from torch import nn
 
 import dbcl
-import dbcl.run.folder
+import dbcl.simulation.run
 from dbcl.errors import ConfigError, DbclError, ProtocolError
-from dbcl.flower import DoubleBlind, LocalGrid, blinded, reply
+from dbcl.files import make_folder
+from dbcl.flower import DoubleBlind, GuaranteeMod, LocalGrid, blinded, reply
 from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import checkpoint
 
@@ -75,8 +76,8 @@ class Disk:
             if mine:
                 self.strike()
             result = self._real[name](target, *arguments, **more)
-            if name == "open" and mine:
-                self._handles.add(result)
+            if name == "open":  # numbers are used again, also for files elsewhere
+                (self._handles.add if mine else self._handles.discard)(result)
             return result
 
         return call
@@ -156,7 +157,7 @@ def play_server(folder: Path) -> None:
         local = dbcl.blinded(net(), broadcast)
         local(examples(server.round)[0]).square().mean().backward()
         torch.optim.SGD(local.parameters(), lr=0.1).step()
-        server.close_round({"ann": dbcl.update(local, broadcast, examples=6)})
+        server.close_round({"ann": dbcl.make_update(local, broadcast, examples=6)})
         server.save(folder)
 
 
@@ -192,9 +193,22 @@ def run_result(folder: Path) -> dict[str, Any]:
     return found
 
 
+def private_nodes(folder: Path) -> ClientApp:
+    """Nodes with trackers of their own beside the server's folder, and with keys that are the same in every run."""
+    own = folder.with_name(f"nodes-{folder.name}")
+    for number in range(2):
+        make_folder(own / f"partition-{number}", secret=True)
+        (own / f"partition-{number}" / "key.dbcl").write_bytes(bytes([number]) * 32)
+    return nodes_with(GuaranteeMod(PLAN, own))
+
+
 @cache
 def nodes() -> ClientApp:
-    app = ClientApp()
+    return nodes_with()
+
+
+def nodes_with(*mods: GuaranteeMod) -> ClientApp:
+    app = ClientApp(mods=list(mods))
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -209,7 +223,7 @@ def nodes() -> ClientApp:
 def play_flower(folder: Path, privacy: PrivacyPlan | None = None) -> None:
     inner = flower.FedAvg(fraction_evaluate=0.0) if privacy else flower.FedAdam(eta=0.1, fraction_evaluate=0.0)
     strategy = DoubleBlind(inner, net(), insecure_seed=0, checkpoint=folder, privacy=privacy)
-    grid = LocalGrid(nodes(), 2)
+    grid = LocalGrid(private_nodes(folder) if privacy else nodes(), 2)
     strategy.start(grid, num_rounds=ROUNDS, evaluate_fn=lambda round, arrays: MetricRecord({"round": round}))
 
 
@@ -232,7 +246,7 @@ def quiet() -> Iterator[None]:
     """No pictures, which take most of the time, and no log."""
     logging.disable(logging.ERROR)
     try:
-        with mock.patch.object(dbcl.run.folder, "curves", return_value=b"picture"):
+        with mock.patch.object(dbcl.simulation.run, "curves", return_value=b"picture"):
             yield
     finally:
         logging.disable(logging.NOTSET)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import dbcl
-from dbcl import data, models
+from dbcl import data
 from dbcl.engines import LocalTraining, StackedEngine, evaluate
 from dbcl.engines.engine import client_name
+from dbcl.model import networks
 from dbcl.objective import CLASSIFICATION
 
 Hostile = Callable[[dbcl.Update, random.Random], list[dbcl.Update | bytes]]
@@ -79,10 +80,10 @@ def play(clients: int, rounds: int, cohort: int, *, hostile: float = 0.01, drop:
         asked = rng.sample(range(clients), cohort)
         there = [client for client in asked if rng.random() >= drop]
         sent = {client: server.open_round(f"client {client}") for client in asked}
-        messages = list(_answers(sent, there, int(clients * (1 - hostile)), rng))
-        admission = server.admit(messages)
-        admission.require(server.door.min_updates)
-        report = server.close(server.average(admission), admission.tally())
+        answers: dict[str, dbcl.Update | bytes] = {}
+        for client, message in _answers(sent, there, int(clients * (1 - hostile)), rng):
+            answers.setdefault(client, message)  # of several messages of a client the first counts
+        report = server.close_round(answers)
         fleet.rounds, fleet.accepted, fleet.refused = server.round, report.accepted, len(report.refused) + fleet.refused
         if number + 1 == max(1, rounds // 10):
             fleet.resident = (resident(), 0)
@@ -111,7 +112,7 @@ def _answers(
             optimizer.zero_grad()
             nn.functional.cross_entropy(local(x[half]), y[half]).backward()
             optimizer.step()
-        update = dbcl.update(local, broadcast, examples=len(x), metrics={"loss": 1.0})
+        update = dbcl.make_update(local, broadcast, examples=len(x), metrics={"loss": 1.0})
         if client < honest:
             yield f"client {client}", dbcl.encode(update)
         else:
@@ -130,13 +131,13 @@ def resident() -> int:
 ONE_IN_TEN = ("x1e6", "x-10", "examples 10^7", "ten copies")
 
 
-def digits(attack: str | None, seed: int, rounds: int, door: dbcl.Door | None = None) -> float:
+def digits(attack: str | None, seed: int, rounds: int, validator: dbcl.protocol.UpdateValidator | None = None) -> float:
     """The accuracy that mnist-mlp reaches with nine honest clients, and with an attack with a tenth client."""
     dataset = data.load("digits")
     shares = data.iid(dataset.y_train.numpy(), 10, seed=bytes([seed] * 32))
     clients = [(dataset.x_train[share], dataset.y_train[share]) for share in map(torch.from_numpy, shares)]
-    model, template = (models.build("mnist-mlp", shape=dataset.shape, seed=seed) for _ in range(2))
-    server = dbcl.Server(model, insecure_seed=seed, optimizer=dbcl.optim.momentum(), door=door)
+    model, template = (networks.build("mnist-mlp", shape=dataset.shape, seed=seed) for _ in range(2))
+    server = dbcl.Server(model, insecure_seed=seed, optimizer=dbcl.optim.momentum(), validator=validator)
     training = LocalTraining(lr=0.05, batch_size=10, epochs=1, proximal=0.1)  # the command's defaults
     engine = StackedEngine(server, template, clients, training, seed=bytes([seed] * 32))
     rng = random.Random(seed)
@@ -162,16 +163,20 @@ def main() -> int:
         for hostile in (0.0, 0.01):
             print(f"hostile {hostile}: {play(options.clients, options.rounds, 100, hostile=hostile)}", flush=True)
     for attack in (None, *ONE_IN_TEN) if options.digits else ():
-        for door in (dbcl.Door(max_influence=4), dbcl.Door(max_influence=2), dbcl.Door()):
-            scores = [_score(attack, seed, options.digits, door) for seed in range(3)]
-            print(f"{attack or 'without it'}; {door}: {', '.join(scores)}", flush=True)
+        for validator in (
+            dbcl.protocol.UpdateValidator(max_influence=4),
+            dbcl.protocol.UpdateValidator(max_influence=2),
+            dbcl.protocol.UpdateValidator(),
+        ):
+            scores = [_score(attack, seed, options.digits, validator) for seed in range(3)]
+            print(f"{attack or 'without it'}; {validator}: {', '.join(scores)}", flush=True)
     return 0
 
 
-def _score(attack: str | None, seed: int, rounds: int, door: dbcl.Door) -> str:
+def _score(attack: str | None, seed: int, rounds: int, validator: dbcl.protocol.UpdateValidator) -> str:
     try:
-        return f"{100 * digits(attack, seed, rounds, door):.1f}"
-    except dbcl.ProtocolError as error:
+        return f"{100 * digits(attack, seed, rounds, validator):.1f}"
+    except dbcl.errors.ProtocolError as error:
         return str(error).split("\n")[0]
 
 

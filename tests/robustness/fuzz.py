@@ -33,10 +33,11 @@ from torch import nn
 
 import dbcl
 from dbcl.errors import DbclError
-from dbcl.protocol import Policy, checkpoint
+from dbcl.protocol import BroadcastRequirements, checkpoint
 from dbcl.protocol.codec import BASE, BROADCAST, CHECKPOINT, KINDS, UPDATE, pack, unpack
-from dbcl.protocol.state import server_state
+from dbcl.protocol.server_state import server_state
 from dbcl.state import State
+from dbcl.testing.nested import nested
 
 CORPUS = Path(__file__).parent / "corpus"
 CHUNK = 2_000
@@ -86,11 +87,11 @@ def upwards() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "sketched": (mlp, {"optimizer": dbcl.optim.momentum()}),
     "frozen": (frozen, {"send_frozen": True}),
-    "statistics": (normalised, {"optimizer": dbcl.optim.adam()}),
+    "statistics": (normalised, {"optimizer": dbcl.optim.adam(), "calibration": torch.ones(4, 8)}),
     "half": (lambda: mlp().to(torch.bfloat16), {}),
     "wire": (mlp, {"wire": "float16", "sketch": "sampling-v1"}),
     "inputs": (upwards, {"sketch": "count-hashed-v1"}),
-    "lanes": (mlp, {"ratio": (2, 4), "lanes": 4, "grouped": True}),
+    "lanes": (mlp, {"ratio": (2, 4), "lanes": 4}),
 }
 
 
@@ -99,11 +100,11 @@ def subjects() -> list[Subject]:
     made = []
     for name, (model, settings) in MODELS.items():
         torch.manual_seed(0)
-        server, template = dbcl.Server(model(), insecure_seed=0, **settings), model()
+        server, template = dbcl.Server(model(), insecure_seed=0, **nested({"coverage": "hidden", **settings})), model()
         honest: dict[int, list[bytes]] = {}
         if server.plan.base:
             honest[BASE] = [dbcl.encode(server.base())]
-            dbcl.load_base(template, dbcl.decode_base(honest[BASE][0]))
+            dbcl.protocol.load_base(template, dbcl.protocol.decode_base(honest[BASE][0]))
         server.close_round([answer(template, server.open_round(), 0.01)])  # the optimiser has something to remember
         broadcast = server.open_round("ann")  # the checkpoint holds who has asked
         honest[BROADCAST] = [dbcl.encode(broadcast)]
@@ -119,7 +120,7 @@ def answer(template: nn.Module, broadcast: dbcl.Broadcast, scale: float) -> dbcl
     with torch.no_grad():
         for parameter in local.parameters():
             parameter.add_(scale)
-    return dbcl.update(local, broadcast, examples=10, metrics={"loss": 0.5, "accuracy": 0.25})
+    return dbcl.make_update(local, broadcast, examples=10, metrics={"loss": 0.5, "accuracy": 0.25})
 
 
 # Mutations
@@ -129,7 +130,7 @@ class Raw(str):
     """Text that goes into the JSON as it is."""
 
 
-def nested(depth: int) -> Raw:
+def deep(depth: int) -> Raw:
     return Raw("[" * depth + "]" * depth)
 
 
@@ -162,8 +163,8 @@ def any_value(rng: random.Random) -> Any:
     if kind < 0.97:
         return copy.deepcopy(rng.choice(OTHERS))
     if kind < 0.999:
-        return nested(rng.choice((2, 20, 200, rng.randrange(950, 1000))))
-    return nested(rng.choice((5_000, 100_000)))
+        return deep(rng.choice((2, 20, 200, rng.randrange(950, 1000))))
+    return deep(rng.choice((5_000, 100_000)))
 
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
@@ -425,27 +426,28 @@ class Watch:
 
 def read_update(subject: Subject, data: bytes, rng: random.Random, watch: Watch) -> None:
     with watch:
-        update = dbcl.decode_update(data)
-        admission = subject.server.admit([("a", data if rng.random() < 0.1 else update)])
-    for reason in admission.refused.values():
+        update = dbcl.protocol.decode_update(data)
+        result = subject.server.validate({"a": data if rng.random() < 0.1 else update})
+    for rejection in result.rejected.values():
+        reason = str(rejection)
         if reason.startswith("cannot be read"):
-            raise AssertionError(f"the door caught what the decoder let through: {reason}")
-        raise dbcl.ProtocolError(reason)
+            raise AssertionError(f"the validator caught what the decoder let through: {reason}")
+        raise dbcl.errors.ProtocolError(reason)
 
 
 def read_broadcast(subject: Subject, data: bytes, rng: random.Random, watch: Watch) -> None:
     with watch:
-        broadcast = dbcl.decode_broadcast(data)
-        dbcl.blinded(subject.template, broadcast, require=Policy() if rng.random() < 0.1 else None)
+        broadcast = dbcl.protocol.decode_broadcast(data)
+        dbcl.blinded(subject.template, broadcast, require=BroadcastRequirements() if rng.random() < 0.1 else None)
 
 
 def read_base(subject: Subject, data: bytes, rng: random.Random, watch: Watch) -> None:
     with watch:
-        base = dbcl.decode_base(data)
+        base = dbcl.protocol.decode_base(data)
     module = copy.deepcopy(subject.template)
     try:
         with watch:
-            dbcl.load_base(module, base)
+            dbcl.protocol.load_base(module, base)
     except DbclError:
         for name, tensor in subject.template.state_dict().items():
             assert torch.equal(module.state_dict()[name], tensor), f"a refused base changed {name}"
@@ -464,7 +466,7 @@ def read_checkpoint(subject: Subject, data: bytes, rng: random.Random, watch: Wa
         return
     before, server = server_state(subject.server), copy.deepcopy(subject.server)
     try:
-        server.load_state_dict(state._asdict())
+        server.load_state(state)
     except DbclError:
         after = server_state(server)
         assert after.values == before.values, "a refused checkpoint changed a value"
@@ -500,17 +502,17 @@ def judge(subject: Subject, kind: int, data: bytes, rng: random.Random, found: F
 def close_with(subject: Subject, data: bytes, found: Found) -> None:
     """A round with three honest updates and this one commits; then the server goes back to where it was."""
     server, honest = subject.server, subject.honest[UPDATE]
-    before, sent = server.state_dict(), dbcl.encode(server.open_round())
+    before, sent = server.state(), dbcl.encode(server.open_round())
     try:
         report = server.close_round([honest[0], data, *honest[1:]])
     except Exception as error:
         found.faults.append((f"close_round ({subject.name}): {type(error).__name__}: {error}", data))
         return
-    if report.accepted < 3 or server.round != before["values"]["round"]["number"] + 1:
+    if report.accepted < 3 or server.round != before.values["round"]["number"] + 1:
         found.faults.append((f"close_round ({subject.name}): {report}", data))
-    if any(wrong_with(dbcl.ProtocolError(reason)) for reason in report.refused):
+    if any(wrong_with(dbcl.errors.ProtocolError(reason)) for reason in report.refused):
         found.faults.append((f"close_round ({subject.name}): {report.refused}", data))
-    server.load_state_dict(before)
+    server.load_state(before)
     if dbcl.encode(server.open_round()) != sent:
         found.faults.append((f"close_round ({subject.name}): another broadcast after going back", data))
 

@@ -20,8 +20,7 @@ from unittest import mock
 import torch
 
 import dbcl
-import dbcl.run.folder
-from dbcl.engines import ServerSession
+import dbcl.simulation.run
 from dbcl.errors import DbclError
 from dbcl.protocol import checkpoint
 from robustness.crash import GUARANTEE, examples, net
@@ -60,17 +59,18 @@ def work(folder: Path, told: Connection, resume: bool, rounds: int, more: Mappin
     settings: dict[str, Any] = {"rounds": rounds, "seed": 0, "transcripts": ("1", "server"), "lr": 0.1}
     settings |= more
     if "epsilon" in more:
-        opens = ServerSession.open
+        opens = dbcl.Server.open_round
 
-        def tell(session: ServerSession, client: str) -> dbcl.Broadcast:
-            broadcast = opens(session, client)
-            told.send(("sent", (session.round, client, dbcl.encode(broadcast))))
-            told.recv()
+        def tell(server: dbcl.Server, client: str | int | None = None) -> dbcl.Broadcast:
+            broadcast = opens(server, client)
+            if client is not None:  # without a client nothing is sent: the noisy weights are evaluated
+                told.send(("sent", (server.round, client, dbcl.encode(broadcast))))
+                told.recv()
             return broadcast
 
-        mock.patch.object(ServerSession, "open", tell).start()
+        mock.patch.object(dbcl.Server, "open_round", tell).start()
     clients, tracker = [examples(client) for client in range(3)], Counting(told)
-    mock.patch.object(dbcl.run.folder, "curves", return_value=b"picture").start()  # it takes most of the time
+    mock.patch.object(dbcl.simulation.run, "curves", return_value=b"picture").start()  # it takes most of the time
     try:
         dbcl.simulate(net, clients, examples(9), folder=folder, resume=resume, trackers=[tracker], **settings)
     except DbclError as error:
@@ -86,7 +86,7 @@ def work(folder: Path, told: Connection, resume: bool, rounds: int, more: Mappin
 def processes() -> Any:
     """Processes that are forked from one that has everything imported, so that a kill costs milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "dbcl", "dbcl.run.folder", "dbcl.run.simulation", "dp_accounting"])
+    context.set_forkserver_preload(["torch", "dbcl", "dbcl.simulation.run", "dbcl.simulation.simulated"])
     return context
 
 
@@ -196,8 +196,8 @@ def private_kill(rounds: Collection[int]) -> tuple[dict[int, list[bytes]], dict[
                     break
             worker.process.join()
             worker.pipe.close()
-        ledger = checkpoint.load(folder / "checkpoints").values["session"]["server"]["ledger"]
-        return sent, {client: count for client, (count, _) in ledger["uses"].items()}
+        tracker = checkpoint.load(folder / "checkpoints").values["server"]["guarantee"]["participation"]
+        return sent, {client: count for client, (count, _) in tracker["uses"].items()}
 
 
 MODES = {"both train": (False, False), "both resume": (True, True), "one resumes": (False, True)}

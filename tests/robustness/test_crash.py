@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import dbcl.run.folder
+import dbcl.simulation.run
 from robustness import crash
 
 
@@ -30,7 +30,7 @@ def test_the_harness_finds_a_file_that_is_not_written_whole(monkeypatch: pytest.
         with open(path, "wb") as file:
             file.write(data)
 
-    monkeypatch.setattr(dbcl.run.folder, "write_atomic", careless)
+    monkeypatch.setattr(dbcl.simulation.run, "write_atomic", careless)
     crash.undisturbed.cache_clear()
     found = [said for point in crash.points("resume")[:80] if (said := crash.crash("resume", *point))]
     crash.undisturbed.cache_clear()

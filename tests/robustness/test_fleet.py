@@ -28,9 +28,11 @@ def test_ten_thousand_clients_for_two_hundred_rounds() -> None:
     assert late - early < 8 * MB
 
 
-def lost(attack: str, door: dbcl.Door) -> float:
+def lost(attack: str, validator: dbcl.protocol.UpdateValidator) -> float:
     """What an attack costs mnist-mlp on the digits after 100 rounds, against the run of the nine others; mean of 3."""
-    without, with_it = (sum(fleet.digits(which, seed, 100, door) for seed in range(3)) / 3 for which in (None, attack))
+    without, with_it = (
+        sum(fleet.digits(which, seed, 100, validator) for seed in range(3)) / 3 for which in (None, attack)
+    )
     assert without > 0.93
     return without - with_it
 
@@ -38,10 +40,10 @@ def lost(attack: str, door: dbcl.Door) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", fleet.ONE_IN_TEN)
 def test_one_hostile_client_in_ten_does_not_cost_two_points(attack: str) -> None:
-    assert lost(attack, dbcl.Door()) < 0.02
+    assert lost(attack, dbcl.protocol.UpdateValidator()) < 0.02
 
 
 @pytest.mark.slow
 def test_without_the_bound_it_costs_everything() -> None:
     """A comparison that cannot fail proves nothing."""
-    assert lost("x-10", dbcl.Door(max_influence=4, max_times_median=None)) > 0.05
+    assert lost("x-10", dbcl.protocol.UpdateValidator(max_influence=4, outlier_factor=None)) > 0.05

@@ -86,7 +86,7 @@ def update(change: Callable[[dbcl.Update], Any]) -> Behaviour:
 
     def behave(answer: Message) -> Message:
         if trains(answer):
-            made = change(dbcl.decode_update(answer.content["dbcl"]["update"]))
+            made = change(dbcl.protocol.decode_update(answer.content["dbcl"]["update"]))
             data = made if isinstance(made, bytes) else dbcl.encode(made)
             answer.content["dbcl"] = ConfigRecord({"update": data})
         return answer
@@ -275,7 +275,7 @@ def test_the_table_is_long_enough() -> None:
 
 
 def test_a_plain_average_stays_near_the_honest_one() -> None:
-    """What the door lets through of a hostile node pulls no further than four honest ones."""
+    """What the validator lets through of a hostile node pulls no further than four honest ones."""
 
     def moved(behave: Behaviour) -> float:
         strategy = DoubleBlind(flower.FedAvg(fraction_evaluate=0.0), net(), insecure_seed=0)
@@ -307,7 +307,7 @@ def test_mutated_updates_of_a_node(rounds: int) -> None:
     assert [report.accepted >= NODES - 1 for report in strategy.reports] == [True] * rounds
     reasons = [reason for report in strategy.reports for reason in report.refused]
     assert len(reasons) > rounds // 2
-    assert [reason for reason in reasons if fuzz.wrong_with(dbcl.ProtocolError(reason))] == []
+    assert [reason for reason in reasons if fuzz.wrong_with(dbcl.errors.ProtocolError(reason))] == []
     assert [
         reason for reason in reasons if f"node {HOSTILE}: cannot be read" in reason
-    ] == []  # caught at the last door
+    ] == []  # caught at the last validator

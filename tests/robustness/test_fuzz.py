@@ -40,14 +40,14 @@ def test_messages_that_once_broke_something() -> None:
 
 def test_the_fuzzer_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that lets a negative round through, and one that crashes, are both found."""
-    honest = dbcl.decode_update
+    honest = dbcl.protocol.decode_update
 
     def careless(data: bytes) -> dbcl.Update:
         update = honest(data)
         assert len(update.tensors) >= 4
         return update
 
-    monkeypatch.setattr(dbcl, "decode_update", careless)
+    monkeypatch.setattr(dbcl.protocol, "decode_update", careless)
     assert any("AssertionError" in why for why, _ in fuzz.fuzz(1_000, seed=2).faults)
 
 
@@ -56,8 +56,8 @@ def test_nothing_is_nested_too_deep_to_be_refused() -> None:
     for depth in range(900, 1_001):
         nested = b"[" * depth + b"]" * depth
         data = fuzz.sealed(UPDATE, b'{"examples":' + nested + b"}", struct.pack("<Q", 2) + b"{}")
-        with pytest.raises(dbcl.ProtocolError):
-            dbcl.decode_update(data)
+        with pytest.raises(dbcl.errors.ProtocolError):
+            dbcl.protocol.decode_update(data)
 
 
 def test_memory_stays_in_proportion() -> None:
@@ -109,7 +109,7 @@ KILLERS = {
 
 def cost_of(name: str) -> dict[str, Any]:
     """What reading one large message costs: its length, the memory at its peak, the seconds."""
-    template, server = torch.nn.Linear(6, 2), dbcl.Server(torch.nn.Linear(6, 2), cover="all")
+    template, server = torch.nn.Linear(6, 2), dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all"))
     server.open_round()
     data = KILLERS[name]()
     gc.collect()
@@ -117,10 +117,10 @@ def cost_of(name: str) -> dict[str, Any]:
     before, began = resident("VmRSS"), time.process_time()
     try:
         if data[5:6] == bytes([BROADCAST]):
-            dbcl.blinded(template, dbcl.decode_broadcast(data))
+            dbcl.blinded(template, dbcl.protocol.decode_broadcast(data))
         else:
-            dbcl.decode_update(data)
-            raise dbcl.ProtocolError(server.admit([("a", data)]).refused["a"])
+            dbcl.protocol.decode_update(data)
+            raise dbcl.errors.ProtocolError(str(server.validate({"a": data}).rejected["a"]))
     except DbclError as error:
         if wrong := fuzz.wrong_with(error):
             raise AssertionError(f"{name}: {wrong}") from error
@@ -170,7 +170,9 @@ def test_what_is_written_can_be_read() -> None:
     """A checkpoint grows with the rounds: one of 500,000 values was written, and could not be read again."""
     long = {"history": list(range(500_000))}
     assert unpack(CHECKPOINT, pack(CHECKPOINT, long, {}))[0] == long
-    with pytest.raises(dbcl.ProtocolError, match="update: the header has more than 400000 values"):
+    with pytest.raises(dbcl.errors.ProtocolError, match="update: the header has more than 400000 values"):
         pack(UPDATE, long, {})
-    with pytest.raises(dbcl.ProtocolError, match="update: 20001 tensors, and 20000 are the most that can be read"):
+    with pytest.raises(
+        dbcl.errors.ProtocolError, match="update: 20001 tensors, and 20000 are the most that can be read"
+    ):
         pack(UPDATE, HEADER, {str(number): torch.zeros(0) for number in range(20_001)})

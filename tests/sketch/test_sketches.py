@@ -152,7 +152,9 @@ def test_golden() -> None:
 
 
 def test_another_process_draws_the_same_sketch() -> None:
-    code = "from dbcl import CountSketch; print(CountSketch(75, 37, seed=bytes(range(32)), name='w').fingerprint())"
+    code = (
+        "from dbcl.sketch import CountSketch; print(CountSketch(75, 37, seed=bytes(range(32)), name='w').fingerprint())"
+    )
     environment = {"PYTHONHASHSEED": "7", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert other.stdout.strip() == CountSketch(75, 37, seed=SEED, name="w").fingerprint()

@@ -27,7 +27,7 @@ def main(grid: Grid, context: Context) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
     def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
-        """Measure W itself, which only the server can."""
+        """Measure the running mean of W, which only the server can."""
         model = net()
         model.load_state_dict(arrays.to_torch_state_dict())
         loss, accuracy = measure(model, x, y)
@@ -40,12 +40,10 @@ def main(grid: Grid, context: Context) -> None:
     seed = None if config["insecure-seed"] == "" else int(config["insecure-seed"])
     with dbcl.flower.secret_weights(seed):  # who knows where a run begins works out more of the updates
         model = net()
-    strategy = dbcl.flower.DoubleBlind(
-        # Only the server can measure W, so no client is asked to evaluate.
+    strategy = dbcl.flower.DoubleBlind(  # Only the server can measure the model, so no client is asked to evaluate.
         FedAvg(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes),
         model,
-        ratio=float(config["ratio"]),
-        veil=float(config["veil"]),
+        dbcl.SketchConfig(ratio=float(config["ratio"]), veil=float(config["veil"])),
         insecure_seed=seed,
         checkpoint=folder,
         round_timeout=float(config["round-timeout"]),

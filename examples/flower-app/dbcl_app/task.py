@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dbcl import data, models
+from dbcl import data
+from dbcl.model import networks
 
 SPLIT = bytes(32)
 """The seed by which all nodes agree on who holds which examples; where each node has its own data there is none."""
@@ -14,9 +15,9 @@ def net() -> nn.Module:
     """Make the network. The server and every client make one; only its shape has to agree.
 
     Its weights come from PyTorch's generator. Only the server's matter, and it makes them in `secret_weights`: not with
-    `models.build`, whose weights follow from a seed that everybody knows.
+    `networks.build`, whose weights follow from a seed that everybody knows.
     """
-    return models.mnist_mlp((1, 28, 28), 10)
+    return networks.mnist_mlp((1, 28, 28), 10)
 
 
 def load_part(name: str, number: int, parts: int) -> tuple[Tensor, Tensor]:

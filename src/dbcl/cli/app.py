@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import sys
+from importlib.metadata import entry_points
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -12,18 +13,15 @@ from rich.logging import RichHandler
 from typer.main import get_command
 
 from dbcl import __version__
-from dbcl.cli.audit import audit
-from dbcl.cli.compare import compare
-from dbcl.cli.console import errors
+from dbcl.cli.console import as_options, errors, system_error
 from dbcl.cli.data import data, fetch
 from dbcl.cli.env import env
 from dbcl.cli.plan import plan
 from dbcl.cli.privacy import privacy
-from dbcl.cli.reproduce import reproduce
 from dbcl.cli.train import train
 from dbcl.errors import DbclError
-from dbcl.models import short
-from dbcl.run.own_code import out_of_memory
+from dbcl.simulation.user_code import out_of_memory
+from dbcl.user_code import short
 
 try:  # newer versions of typer bring click along
     click: Any = importlib.import_module("typer._click.exceptions")
@@ -63,10 +61,9 @@ def options(
 app.command()(train)
 app.command()(plan)
 app.command()(privacy)
-app.command()(audit)
-app.command()(compare)
-app.command()(reproduce)
 app.command()(env)
+for point in sorted(entry_points(group="dbcl.commands")):  # of dbcl_audit, and of whoever adds a command
+    app.command(point.name)(point.load())
 
 datasets = typer.Typer(invoke_without_command=True)
 datasets.callback()(data)
@@ -74,8 +71,8 @@ datasets.command()(fetch)
 app.add_typer(datasets, name="data")
 
 
-def main() -> None:
-    """Run the command; what is wrong is one message and exit status 2, never a traceback.
+def main(program: typer.Typer = app, name: str = "dbcl") -> None:
+    """Run a command; an error is one message and exit status 2, never a traceback.
 
     That holds for errors of dbcl's own, for what was typed, and for what the system has to say: a disk that is full, a
     file that may not be read. Any other exception is a fault of dbcl, and shows where it is.
@@ -84,10 +81,10 @@ def main() -> None:
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=errors, show_path=False)]
     )
-    for name in LOUD:
-        logging.getLogger(name).disabled = True
+    for logger in LOUD:
+        logging.getLogger(logger).disabled = True
     try:
-        status = _run()
+        status = _run(program, name)
         _flush()  # here, where an error of it is still ours
         sys.exit(status)
     except click.NoArgsIsHelpError as error:
@@ -96,23 +93,26 @@ def main() -> None:
     except click.ClickException as error:
         _end(f"{error.format_message().strip()}{_help(error)}")
     except DbclError as error:
-        _end(str(error))
+        _end(as_options(str(error)))
     except BrokenPipeError:  # whoever read our output has gone
         _drop_output()
         sys.exit(1)
     except OSError as error:
         _drop_output()
-        _end(_system_error(error))
+        _end(system_error(error))
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        _end(f"out of memory; a smaller --batch-size, --fraction or model takes less: {short(error)}")
+        _end(
+            f"out of memory; --engine local trains one client at a time, and a smaller model or --batch-size takes "
+            f"less: {short(error)}"
+        )
 
 
-def _run() -> int:
+def _run(program: typer.Typer, name: str) -> int:
     """Run the command that was typed; click's own way to do it would print errors and take interruptions for itself."""
     try:
-        with get_command(app).make_context("dbcl", sys.argv[1:]) as context:
+        with get_command(program).make_context(name, sys.argv[1:]) as context:
             context.command.invoke(context)
     except typer.Exit as ended:
         return int(ended.exit_code)
@@ -129,11 +129,6 @@ def _print_anything() -> None:
 def _help(error: Any) -> str:
     context = getattr(error, "ctx", None)
     return f" (see {context.command_path} --help)" if context else ""
-
-
-def _system_error(error: OSError) -> str:
-    paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
-    return ": ".join([error.strerror or str(error) or type(error).__name__, *paths])
 
 
 def _drop_output() -> None:

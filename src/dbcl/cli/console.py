@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,11 +14,57 @@ from rich.table import Table
 
 from dbcl.errors import ConfigError
 from dbcl.files import file_in_the_way
+from dbcl.simulation.config import OPTIONS
 
 console = Console()
 errors = Console(stderr=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+FLAGS = {
+    "folder": "--out",
+    "resume": "--resume",
+    "allow_code": "--allow-code",
+    "data_dir": "--data-dir",
+    "examples": "--examples",
+}
+"""Options whose names are not those of settings, by what they are called in Python."""
+
+
+def as_options(text: str) -> str:
+    """Rewrite the settings in an error, which are in backticks as Python has them, as options of the command.
+
+    >>> as_options("the remedy is `fraction=0.16`, or `secure_aggregation=False`; see `folder`")
+    'the remedy is --fraction 0.16, or no --secure-aggregation; see --out'
+    """
+
+    def option(found: "re.Match[str]") -> str:
+        name, value = found[1], found[2]
+        if name not in FLAGS and name not in OPTIONS:
+            return found[0]
+        flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
+        if value in (None, "True"):
+            return flag
+        return f"no {flag}" if value == "False" else f"{flag} {_importable(value)}"
+
+    return re.sub(r"`([a-z_]+)(?:=([^`]+))?`", option, text)
+
+
+def _importable(value: str) -> str:
+    """Write an object of a module, such as torch.nn.functional.mse_loss, as the command line takes it."""
+    module, _, name = value.rpartition(".")
+    return f"{module}:{name}" if module.isidentifier() or re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", module) else value
+
+
+def system_error(error: OSError) -> str:
+    """Write an error of the system: what it is, and the paths.
+
+    >>> system_error(OSError(28, "No space left on device", "runs/1"))
+    'No space left on device: runs/1'
+    """
+    paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
+    return ": ".join([error.strerror or str(error) or type(error).__name__, *paths])
 
 
 def print_json(facts: Any) -> None:
@@ -65,6 +113,11 @@ def check_place(path: Path) -> None:
         raise ConfigError(f"--out is a folder, and must be a file: {path}")
     if taken := file_in_the_way(path.parent):
         raise ConfigError(f"--out cannot be {path}: {taken} is a file")
+    there = next(each for each in path.absolute().parents if each.exists())
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise ConfigError(f"--out cannot be {path}: {error.strerror}, in {there}") from None
 
 
 def sparkline(values: Sequence[float], shown: Callable[[float], str], width: int = 32) -> str:

@@ -1,27 +1,26 @@
 """Options that are made from the settings' own fields, so that no default is written in a command."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.markup import escape
 
 from dbcl.errors import ConfigError
-from dbcl.models import Shape
-from dbcl.run.config import WHAT, WHO, RunConfig
-from dbcl.run.presets import MEANINGS, PRESETS, explain
-from dbcl.run.settings import about
+from dbcl.model.networks import Shape
+from dbcl.settings import WHAT, WHO, about
+from dbcl.simulation.config import HINTS, OPTIONS
+from dbcl.simulation.presets import MEANINGS, PRESETS, explain
 
 DataDir = Annotated[
     str | None, typer.Option(help="Where the datasets lie. Default: DBCL_DATA if it is set, else ~/.cache/dbcl.")
 ]
-Trust = Annotated[
+AllowCode = Annotated[
     bool,
     typer.Option(
-        "--trust", help="Run the code that the run's settings name (--model, --data and others as module:name)."
+        "--allow-code", help="Run the code that the run's settings name (--model, --data and others as module:name)."
     ),
 ]
 ExampleShape = Annotated[
@@ -31,7 +30,7 @@ Examples = Annotated[
     int,
     typer.Option(
         help="How many training examples all clients have together, where one of them is what --epsilon protects "
-        "(--unit example). Default: those of the dataset.",
+        "(--privacy-unit example). Default: those of the dataset.",
         rich_help_panel=WHO,
         show_default=False,
     ),
@@ -69,10 +68,10 @@ def read_shape(text: str) -> Shape:
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each of these settings of a run; without names, for all of them.
+    """Decorate a command with an option for each of these settings of a run; without names for all of them.
 
-    The options stand in for the command's `**settings`, after its positional parameters. The command receives those
-    that were given, as text where the setting has a way of its own to read it.
+    The options replace the command's `**settings`, after its positional parameters. The command receives the settings
+    that were given, as text if the setting has its own reader.
 
     >>> @with_settings("rounds", "lr")
     ... def command(**settings):
@@ -82,8 +81,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
     >>> command(rounds=3, lr=None)
     {'rounds': 3}
     """
-    fields = [field for field in dataclasses.fields(RunConfig) if not names or field.name in names]
-    options = {field.name: _option(field) for field in fields}
+    options = {name: _option(name) for name in OPTIONS if not names or name in names}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -101,11 +99,11 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
     return decorate
 
 
-def _option(field: "dataclasses.Field[Any]") -> inspect.Parameter:
-    setting, hint = about(field), get_type_hints(RunConfig)[field.name]
+def _option(name: str) -> inspect.Parameter:
+    setting, hint = about(OPTIONS[name]), HINTS[name]
     kind = str if setting.read else next((each for each in get_args(hint) if each is not type(None)), hint)
-    names = [f"--{field.name.replace('_', '-')}"] if kind is bool else []  # a second, --no-..., would widen the panel
-    option = typer.Option(*names, help=escape(explain(field.name)), rich_help_panel=setting.panel, show_default=False)
+    names = [f"--{name.replace('_', '-')}"] if kind is bool else []  # a second, --no-..., would widen the panel
+    option = typer.Option(*names, help=escape(explain(name)), rich_help_panel=setting.panel, show_default=False)
     return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )

@@ -4,16 +4,17 @@ from typing import Annotated, Any
 
 import typer
 
-from dbcl import models
 from dbcl.cli.console import AsJson, console, print_json, table
 from dbcl.cli.options import Examples, ExampleShape, Outputs, Preset, read_shape, with_settings
+from dbcl.config import SketchConfig
+from dbcl.model import networks
 from dbcl.plan import SketchPlan
-from dbcl.run import message_bytes, presets
-from dbcl.run.assemble import build_plan
-from dbcl.run.budget import units_in
+from dbcl.simulation import message_bytes, presets
+from dbcl.simulation.build import build_plan, validator
+from dbcl.simulation.privacy_budget import units_in
 
 
-@with_settings("cover", "sketch", "ratio", "lanes", "buckets", "veil", "wire")
+@with_settings("coverage", "sketch", "ratio", "lanes", "buckets", "veil", "wire")
 def plan(
     model: Annotated[str, typer.Argument(show_default=False)],
     preset: Preset = None,
@@ -31,24 +32,24 @@ def plan(
     Examples:
 
       dbcl plan mnist-mlp
-      dbcl plan cifar-cnn --shape 3,32,32 --cover all
+      dbcl plan cifar-cnn --shape 3,32,32 --coverage all
       dbcl plan mypackage.nets:make --preset paper --json
     """
     chosen = presets.preset(presets.PRESETS[0] if preset is None else preset, **settings)
-    net = models.build(model, shape=read_shape(shape), outputs=outputs)
+    net = networks.build(model, shape=read_shape(shape), outputs=outputs)
     made = build_plan(chosen, net, examples=examples or units_in(chosen))
-    clear = message_bytes(net, SketchPlan.of(net, sketch="identity-v1", veil=0), "float32")
+    clear = message_bytes(net, SketchPlan.from_model(net, SketchConfig(sketch="identity-v1", veil=0)), "float32")
     size = message_bytes(net, made, chosen.wire)
     if as_json:
         rows = [dict(zip(made.header(), row, strict=True)) for row in made.rows()]
-        facts = {"model": model, "tensors": rows, "in_clear": list(made.in_clear), "lanes": made.lanes}
+        facts = {"model": model, "tensors": rows, "unprotected": list(made.unprotected), "lanes": made.lanes}
         print_json({**facts, "message_bytes": size, "plain_message_bytes": clear, "wire": chosen.wire})
         return
     console.print(table(f"what a client of {model} sees", made.header(), made.rows()))
-    console.print(f"in clear: {', '.join(made.in_clear) or 'nothing'}")
+    console.print(f"in clear: {', '.join(made.unprotected) or 'nothing'}")
     for note in made.notes():
         console.print(note, highlight=False)
-    console.print(f"the door: {chosen.door()}", highlight=False)
+    console.print(f"the validator: {validator(chosen)}", highlight=False)
     console.print(f"one message, each way and client: {size:,} bytes, {size / clear:.3f} of a plain one in float32")
     if any(tensor.sketched and not tensor.veil for tensor in made.tensors):
         console.print("[yellow]no veil: a client that remembers can undo the sketch (docs/threat-model.md)")

@@ -10,16 +10,17 @@ import typer
 from rich.table import Table
 from torch import nn
 
-from dbcl import models
 from dbcl.cli.console import AsJson, check_place, console, print_json, print_path, table
 from dbcl.cli.options import DataDir, Examples, ExampleShape, Outputs, preset_option, read_shape, with_settings
 from dbcl.errors import ConfigError
-from dbcl.files import write_atomic
+from dbcl.files import user_path, write_atomic
+from dbcl.model import networks
 from dbcl.privacy import PrivacyPlan
-from dbcl.run import plots, presets
-from dbcl.run.assemble import parameter_count, rms, weight_scale
-from dbcl.run.budget import Account, account_in, choices, noise_by_epsilon, plan_of, units_in, with_blt
-from dbcl.run.config import PROMISE, RunConfig
+from dbcl.settings import PROMISE
+from dbcl.simulation import plots, presets
+from dbcl.simulation.build import parameter_count, rms, weight_scale
+from dbcl.simulation.config import RunConfig
+from dbcl.simulation.privacy_budget import Account, account_in, choices, noise_by_epsilon, plan_of, units_in
 
 DEFAULT = "private"
 DRAWN = tuple(2 ** (step / 4) for step in range(-4, 17))
@@ -36,11 +37,9 @@ DRAWN = tuple(2 ** (step / 4) for step in range(-4, 17))
     "epsilon",
     "delta",
     "clip",
-    "unit",
+    "privacy_unit",
     "separation",
-    "mechanism",
-    "blt_decay",
-    "blt_scale",
+    "correlation",
     "weight_cap",
     "server_optimizer",
     "server_lr",
@@ -48,7 +47,7 @@ DRAWN = tuple(2 ** (step / 4) for step in range(-4, 17))
     "rounds",
 )
 def privacy(
-    run: Annotated[Path | None, typer.Argument(show_default=False)] = None,
+    run: Annotated[Path | None, typer.Argument(show_default=False, parser=user_path)] = None,
     preset: Annotated[str | None, preset_option(DEFAULT)] = None,
     shape: ExampleShape = "1,28,28",
     outputs: Outputs = 10,
@@ -58,7 +57,10 @@ def privacy(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Draw epsilon against noise into this PNG file.", rich_help_panel=PROMISE, show_default=False
+            help="Draw epsilon against noise into this PNG file.",
+            rich_help_panel=PROMISE,
+            show_default=False,
+            parser=user_path,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -90,7 +92,7 @@ def privacy(
         check_place(out)
     config, examples = _settings(preset or DEFAULT, settings, examples, data_dir)
     plan = plan_of(config, examples)
-    model = models.build(config.model, shape=read_shape(shape), outputs=outputs)
+    model = networks.build(config.model, shape=read_shape(shape), outputs=outputs)
     size = weight_scale(model, plan)
     if as_json:
         print_json(_facts(plan, config, model))
@@ -105,49 +107,45 @@ def privacy(
         if not as_json:
             print_path("picture", out)
     if not as_json and plan.useful(rms(model), parameter_count(model)):
-        blt = {"blt_decay": config.blt_decay, "blt_scale": config.blt_scale} if config.mechanism == "blt" else {}
         place = {} if data_dir is None else {"data_dir": data_dir}
-        print_path("train", _command(preset or DEFAULT, settings | blt | place))
+        print_path("train", _command(preset or DEFAULT, settings | place))
 
 
 def _settings(preset: str, given: Mapping[str, Any], examples: int, data_dir: str | None) -> tuple[RunConfig, int]:
-    """The settings of the run that is planned, those of a BLT found where none are given; and how many examples."""
-    unplanned = given.get("mechanism") == "blt" and not {"blt_decay", "blt_scale"} & given.keys()
-    banded = {"mechanism": "banded", "blt_decay": None, "blt_scale": None} if unplanned else {}
-    config = presets.preset(preset, **{**given, **banded})
-    examples = examples or units_in(config, data_dir)
-    return with_blt(config, examples) if unplanned else config, examples
+    """Return the settings of the planned run and its number of examples."""
+    config = presets.preset(preset, **given)
+    return config, examples or units_in(config, data_dir)
 
 
 def _clip(config: RunConfig) -> str:
-    clip = f"clip {config.clip:g}"
-    return clip if config.unit == "client" else f"{clip} and lr {config.lr:g}"
+    assert config.privacy is not None
+    clip = f"clip {config.privacy.clip:g}"
+    return clip if config.privacy.unit == "client" else f"{clip} and lr {config.lr:g}"
 
 
 def _facts(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> dict[str, Any]:
     """What `--json` prints before a run."""
+    assert config.privacy is not None
     size = weight_scale(model, plan)
     relative = plan.relative(size)
     return {
         "unit": plan.unit,
         "epsilon": plan.epsilon,
         "delta": plan.delta,
-        "clip": config.clip,
-        "mechanism": plan.kind,
-        "blt_decay": config.blt_decay,
-        "blt_scale": config.blt_scale,
+        "clip": config.privacy.clip,
+        "correlation": plan.correlation,
         "clients": plan.clients,
         "cohort": plan.cohort,
         "examples": plan.examples,
         "batch": plan.batch,
-        "weight_cap": config.weight_cap,
+        "weight_cap": config.privacy.weight_cap,
         "rounds": plan.rounds,
         "separation": plan.separation,
         "participations": plan.participations,
         "mu": plan.mu,
         "sigma": plan.sigma,
         "noise": plan.noise,
-        "noise_before_optimizer": plan.before,
+        "noise_before_optimizer": plan.noise_on_updates,
         "model": config.model,
         "relative_noise": relative,
         "noise_to_signal": plan.noise_to_signal(parameter_count(model)),
@@ -169,15 +167,16 @@ def _show(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> None:
         ("participations", f"{plan.participations} of one {plan.unit} at most"),
         ("clip", _clipped(plan, config)),
         ("mu", f"{plan.mu:.4g}: how far one {plan.unit} can move what is shown, in standard deviations"),
-        ("sigma", f"{plan.sigma:.4g}: the fresh noise of a round, before it is correlated ({plan.kind})"),
+        ("sigma", f"{plan.sigma:.4g}: the fresh noise of a round, before it is correlated ({plan.correlation})"),
         _noise_row(plan, config, model),
     ):
         shown.add_row(*row)
     console.print(shown)
     console.print(f"the guarantee: {plan.promise}", highlight=False, markup=False)
-    if plan.before:
+    if plan.noise_on_updates:
         console.print(BEFORE, highlight=False)
-    others = choices(plan, size)
+    with console.status("working out what other choices would give"):
+        others = choices(plan, size)
     rows = [("as planned", f"{relative:.3g}", "1")]
     rows += [(name, f"{other:.3g}", f"{other / relative:.3g}") for name, other in others]
     console.print(
@@ -188,8 +187,6 @@ def _show(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> None:
         "which is best, noise alone does not say.",
         highlight=False,
     )
-    if plan.kind == "blt":
-        console.print("Other rounds and cohorts are shown with this BLT; one planned for them would be better.")
     try:
         plan.require_useful(rms(model), parameter_count(model))
     except ConfigError as error:
@@ -204,14 +201,16 @@ BEFORE = (
 
 
 def _clipped(plan: PrivacyPlan, config: RunConfig) -> str:
+    assert config.privacy is not None
     if plan.unit == "example":
-        return f"{config.clip:g}: the gradient of one example is no longer, and is sent times the lr, {config.lr:g}"
-    counted = f"count by their examples, {plan.most:g} and more as one" if plan.most else "all count alike"
-    return f"{config.clip:g}: no client's update is longer; they {counted}"
+        bound = "the gradient of one example is no longer, and is sent times the lr"
+        return f"{config.privacy.clip:g}: {bound}, {config.lr:g}"
+    counted = f"count by their examples, {plan.weight_cap:g} and more as one" if plan.weight_cap else "all count alike"
+    return f"{config.privacy.clip:g}: no client's update is longer; they {counted}"
 
 
 def _noise_row(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> tuple[str, str]:
-    if not plan.before:
+    if not plan.noise_on_updates:
         if not rms(model):
             return "noise on W", f"{plan.noise:.4g}; the weights of {config.model} all begin at 0"
         relative = plan.relative(rms(model))
@@ -265,7 +264,7 @@ def _notes(account: Account) -> list[str]:
     said = [f"the guarantee: {account.plan.promise}"]
     if account.caveat:
         said.append(account.caveat)
-    return [*said, f"{RELEASED}; {NOISE_KEPT if account.plan.before else CLEAN}."]
+    return [*said, f"{RELEASED}; {NOISE_KEPT if account.plan.noise_on_updates else CLEAN}."]
 
 
 VOID = "--seed fixes its noise, and whoever knows or guesses the seed can take that off"
@@ -293,7 +292,7 @@ def guarantee_text(account: Account, relative: float, stopped_by: str) -> str:
     spent = f"spent so far: epsilon {account.spent.epsilon:.3g}"
     if stopped_by in ("target", "patience"):
         spent += f" (but {plan.epsilon:g} counts: what it showed decided when to stop)"
-    if plan.before:
+    if plan.noise_on_updates:
         noise = f"by noise of {plan.noise:.3g} on every number of an average update, before the server's optimiser"
         return "\n".join([f"{promised}; {spent}", noise, RELEASED, NOISE_KEPT])
     noise = f"by noise of {relative:.3g} times the initial weights, on all that was sent"

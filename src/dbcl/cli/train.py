@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from dbcl.cli.console import console, errors, print_json, print_path, sparkline
-from dbcl.cli.options import DataDir, Preset, Trust, with_settings
+from dbcl.cli.console import as_options, console, errors, print_json, print_path, sparkline, system_error
+from dbcl.cli.options import AllowCode, DataDir, Preset, with_settings
 from dbcl.cli.privacy import guarantee_text
+from dbcl.config import SketchConfig
 from dbcl.errors import ConfigError
+from dbcl.files import user_path
 from dbcl.plan import SketchPlan
-from dbcl.run import RESUMABLE, RoundMetrics, Run, RunConfig, config, message_bytes, presets, transcript_bytes
-from dbcl.run.budget import account_of
-from dbcl.run.folder import read_config
-from dbcl.run.own_code import own_code
-from dbcl.run.task import CODE, code_of
+from dbcl.settings import LONG
+from dbcl.simulation import RESUMABLE, RoundMetrics, Run, RunConfig, message_bytes, presets, transcript_bytes
+from dbcl.simulation.privacy_budget import account_of
+from dbcl.simulation.run import read_config
+from dbcl.simulation.task import CODE, code_of
+from dbcl.simulation.user_code import own_code
 from dbcl.trackers import ProgressBar
 
 LINES = 10
@@ -47,21 +49,27 @@ def train(
     data_dir: DataDir = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="The run's folder. Default: the next free one under runs/.", rich_help_panel=config.LONG),
+        typer.Option(
+            help="The run's folder. Default: the next free one under runs/.",
+            rich_help_panel=LONG,
+            parser=user_path,
+        ),
     ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
-            help=f"Go on with this run's folder; only {_options(RESUMABLE)} may change.", rich_help_panel=config.LONG
+            help=f"Go on with this run's folder; only {_options(RESUMABLE)} may change.",
+            rich_help_panel=LONG,
+            parser=user_path,
         ),
     ] = None,
-    trust: Trust = False,
+    allow_code: AllowCode = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", help="Print nothing but warnings and errors.", rich_help_panel=config.LONG)
+        bool, typer.Option("--quiet", help="Print nothing but warnings and errors.", rich_help_panel=LONG)
     ] = False,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print one JSON object at the end, nothing else.", rich_help_panel=config.LONG),
+        typer.Option("--json", help="Print one JSON object at the end, nothing else.", rich_help_panel=LONG),
     ] = False,
     **settings: Any,
 ) -> None:
@@ -75,7 +83,7 @@ def train(
       dbcl train
       dbcl train --preset paper --data mnist --target 0.97
       dbcl train --preset private --epsilon 4
-      dbcl train --model mypackage.nets:make --cover 'encoder.*' --ratio 2-4 --veil 0.5
+      dbcl train --model mypackage.nets:make --coverage 'encoder.*' --ratio 2-4 --veil 0.5
       dbcl train --resume runs/001-blind-digits --rounds 400
     """
     if resume is not None:
@@ -86,9 +94,9 @@ def train(
         fixed = sorted(set(settings) - set(RESUMABLE))
         if fixed:
             raise ConfigError(f"with --resume only {_options(RESUMABLE)} may change, not {', '.join(fixed)}")
-        trust = trust or _same_code(resume, code)
+        allow_code = allow_code or _same_code(resume, code)
         with _own_code(read_config(resume), as_json):
-            run = Run.resume(resume, data_dir, trust=trust, **settings)
+            run = Run.resume(resume, data_dir, allow_code=allow_code, **settings)
     else:
         preset = presets.PRESETS[0] if preset is None else preset
         chosen = presets.preset(preset, **settings)
@@ -96,17 +104,23 @@ def train(
             run = Run.start(chosen, out, data_dir) if out else _start(chosen, preset, data_dir)
     _warn_of_transcripts(run)
     _warn_of_few_clients(run)
-    go_on = f"dbcl train --resume {run.folder}{' --trust' if code_of(run.config) else ''}"
+    go_on = f"dbcl train --resume {run.folder}{' --allow-code' if code_of(run.config) else ''}"
     try:
         with _own_code(run.config, as_json, then=f"; mend it and go on with: {go_on}"):
             _play(run, quiet=quiet or as_json)
     except KeyboardInterrupt:
-        errors.print(f"stopped after round {run.session.round}; go on with: {go_on}", soft_wrap=True)
+        errors.print(f"stopped after round {run.server.round}; go on with: {go_on}", soft_wrap=True)
         raise typer.Exit(130) from None
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{system_error(error)}; mend it and go on with: {go_on}") from error
     if as_json:
         print_json(_report(run))
     elif not quiet:
         _summarise(run)
+    elif warning := run.contributions.warning():
+        _warn(as_options(warning))
 
 
 def _same_code(folder: Path, code: Mapping[str, str]) -> bool:
@@ -149,14 +163,13 @@ def _play(run: Run, *, quiet: bool) -> None:
 
 
 def _play_silently(run: Run) -> None:
-    for metrics in run.play():
-        _tell_refused(metrics, errors)
+    for _ in run.play():
+        pass
 
 
 def _play_with_lines(run: Run) -> None:
     every = max(1, run.config.rounds // LINES)
     for metrics in run.play():
-        _tell_refused(metrics, console)
         if metrics.round % every == 0 or run.finished:
             console.print(
                 f"round {metrics.round}/{run.config.rounds}  {_scored(run, metrics)}loss {metrics.loss:.4g}",
@@ -172,13 +185,8 @@ def _scored(run: Run, metrics: RoundMetrics) -> str:
 
 def _play_with_bar(run: Run) -> None:
     bar = ProgressBar(run.task.objective.shown, console)
-    for metrics in run.play(bar):
-        _tell_refused(metrics, bar.console)
-
-
-def _tell_refused(metrics: RoundMetrics, where: Console) -> None:
-    for reason in metrics.refused:
-        where.print(f"round {metrics.round}: refused {reason}", style="yellow", markup=False, soft_wrap=True)
+    for _ in run.play(bar):
+        pass
 
 
 def _warn_of_transcripts(run: Run) -> None:
@@ -195,7 +203,7 @@ def _warn_of_transcripts(run: Run) -> None:
 def _warn_of_few_clients(run: Run) -> None:
     """Say what few clients in a round mean where a secret veil hides them; without one the summary says worse."""
     config = run.config
-    veiled = config.epsilon is None and not config.insecure and any(run.session.plan.veils.values())
+    veiled = config.privacy is None and not config.insecure and any(run.server.plan.veils.values())
     if run.finished or config.cohort >= FEW or not veiled:
         return
     clients = "1 client takes" if config.cohort == 1 else f"{config.cohort} clients take"
@@ -224,6 +232,7 @@ def _report(run: Run) -> dict[str, Any]:
         "bytes_up": sum(metrics.bytes_up for metrics in run.history),
         "bytes_down": sum(metrics.bytes_down for metrics in run.history),
         "refused": sum(len(metrics.refused) for metrics in run.history),
+        "clients": run.contributions.facts(),
         "seconds": round(sum(metrics.seconds for metrics in run.history), 3),
         "seed": run.config.seed,
         "insecure": run.config.insecure,
@@ -246,32 +255,32 @@ def _summarise(run: Run) -> None:
     print_path("picture", run.folder / "curves.png")
     print_path("model", run.folder / "model.safetensors")
     rounds = f" --rounds {max(config.rounds, 2 * last.round)}"
-    if config.epsilon is not None:
+    if config.privacy is not None:
         if run.stopped_by == "rounds":
             console.print("The budget is spent: this run cannot go on.")
             return
         rounds = ""  # the budget is planned for those that it has
     beyond = f" --target {0 if run.task.objective.lower_is_better else 1}" if config.target else ""
     if code_of(config):
-        beyond += " --trust"
+        beyond += " --allow-code"
     if config.patience:
         beyond += f" --patience {2 * max(config.patience, last.round)}"
     print_path("go on", f"dbcl train --resume {run.folder}{rounds}{beyond}")
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    config, model, plan, last = run.config, run.session.model, run.session.plan, run.history[-1]
-    plain = SketchPlan.of(model, sketch="identity-v1", veil=0)
+    config, model, plan, last = run.config, run.server.model, run.server.plan, run.history[-1]
+    plain = SketchPlan.from_model(model, SketchConfig(sketch="identity-v1", veil=0))
     share = message_bytes(model, plan, config.wire) / message_bytes(model, plain, config.wire)
     up, down = sum(m.bytes_up for m in run.history), sum(m.bytes_down for m in run.history)
     refused = sum(len(m.refused) for m in run.history)
     best, shown = run.best, run.task.objective.shown
     what, account = "the mean of W" if config.ema_decay else "W", account_of(run)
-    hidden, clear = ("veil", _veil(plan)), ", ".join(plan.in_clear) or "nothing"
+    hidden, clear = ("veil", _veil(plan)), ", ".join(plan.unprotected) or "nothing"
     if account is not None:
         what = "the mean of noisy models" if config.ema_decay else "the noisy model"
         hidden = "the guarantee", guarantee_text(account, max(tensor.veil for tensor in plan.tensors), run.stopped_by)
-        if account.plan.before and plan.in_clear:
+        if account.plan.noise_on_updates and plan.unprotected:
             clear = "W, which carries the noise"
     scores = [metrics.score for metrics in run.history]
     return [
@@ -285,6 +294,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         hidden,
         ("in clear", clear),
         _door(run),
+        *([("clients", "\n".join(lines))] if (lines := run.contributions.lines()) else []),
         ("secrets", "fixed by --seed, for experiments" if config.insecure else "fresh in every round"),
         (f"{last.metric} by round", sparkline(scores, lambda score: shown(score, 1))),
     ]
@@ -293,10 +303,13 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 def _door(run: Run) -> tuple[str, str]:
     """What the server could check on updates; under secure aggregation it sees none."""
     if not run.config.secure_aggregation:
-        return "the door", str(run.session.server.door)
+        return "the validator", str(run.server.validator)
     how = "masked and added over real bytes" if run.config.engine == "local" else "rounded and added as if masked"
-    bound = run.config.secure_bound if run.config.clip is None else run.config.clip
-    return "the server saw", f"sums of {run.config.min_cohort} clients or more, {how}; each clipped itself to {bound:g}"
+    bound = run.config.secagg.clip if run.config.privacy is None else run.config.privacy.clip
+    return (
+        "the server saw",
+        f"sums of {run.config.secagg.min_cohort} clients or more, {how}; each clipped itself to {bound:g}",
+    )
 
 
 def _stopped(run: Run) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dbcl import seeds
 from dbcl.errors import DataError
+from dbcl.files import user_path
 
 Bytes = NDArray[np.uint8]
 DAMAGED = (ValueError, TypeError, LookupError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
@@ -68,11 +69,11 @@ def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
     """
     named = data_dir or os.environ.get("DBCL_DATA")
     if named:
-        return Path(named)
+        return user_path(named)
     try:
         return Path.home() / ".cache" / "dbcl"
     except RuntimeError:
-        raise DataError("you have no home folder here: say by --data-dir or DBCL_DATA where datasets lie") from None
+        raise DataError("there is no home folder here: say by `data_dir` or DBCL_DATA where datasets lie") from None
 
 
 def _digits(root: Path) -> Dataset:
@@ -162,4 +163,4 @@ def _read(path: Path, name: str) -> bytes:
 
 def _missing(path: Path, name: str) -> DataError:
     remedy = "docs/data.md says how to make it" if name == "lfw" else f"try `dbcl data fetch {name}`"
-    return DataError(f"{path} is missing; {remedy}, or point --data-dir or DBCL_DATA to where it lies")
+    return DataError(f"{path} is missing; {remedy}, or point `data_dir` or DBCL_DATA to where it lies")

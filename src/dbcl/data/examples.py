@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from dbcl.data.trees import Tree, map_tensors, tensors
+from dbcl.data.trees import Tree, join, map_tensors, tensors
 from dbcl.errors import DataError
 
 Rows = NDArray[np.int64]
 TARGETS = ("labels", "label", "targets", "target")
 """Where the target is, in an example that is a dictionary."""
-DIGEST_BATCH = 1000
-"""Examples that are read at a time to make their digest."""
+DIGEST_BATCH = CHECK_BATCH = 1000
+"""Examples that are read at a time to make their digest, and to look for NaN."""
 
 
 class Batch(NamedTuple):
@@ -42,6 +42,25 @@ class Examples(ABC):
     def take(self, rows: Rows) -> Batch:
         """These examples, as a batch."""
 
+    def take_alone(self, rows: Rows) -> list[Batch]:
+        """Return these examples, each read and collated without the others, in as few batches as their shapes allow.
+
+        A collate function may pad an example to the longest of its batch, or mix it with others.
+
+        >>> def padded(pairs):
+        ...     return torch.nn.utils.rnn.pad_sequence([x for x, _ in pairs], batch_first=True), torch.zeros(len(pairs))
+        >>> texts = DatasetExamples([(torch.ones(length), 0) for length in (1, 2, 2)], padded)
+        >>> [tuple(batch.inputs.shape) for batch in texts.take_alone(np.arange(3))]
+        [(1, 1), (2, 2)]
+        """
+        alike: list[list[Batch]] = []
+        for row in rows:
+            batch = self.take(np.asarray([row]))
+            if not alike or _shapes(batch) != _shapes(alike[-1][0]):
+                alike.append([])
+            alike[-1].append(batch)
+        return [Batch(*join([tuple(batch) for batch in batches])) for batches in alike]
+
     @abstractmethod
     def subset(self, rows: Rows) -> "Examples":
         """These examples, as a set of their own; nothing is copied."""
@@ -58,17 +77,20 @@ class Examples(ABC):
         """
         return [self.subset(rows) for rows in parts]
 
-    def digest(self) -> bytes:
+    def digest(self, most: int | None = None) -> bytes:
         """Return a SHA-256 digest of the examples in their order, whatever kind of set holds them.
+
+        With `most` only as many of them are read, at even distances, and how many there are counts as well.
 
         >>> x, y = torch.eye(3), torch.arange(3)
         >>> one, same, turned = (examples_of(each) for each in ((x, y), list(zip(x, y)), (x.flip(0), y.flip(0))))
         >>> one.digest() == same.digest(), one.digest() == turned.digest()
         (True, False)
         """
-        digest = hashlib.sha256()
-        for start in range(0, len(self), DIGEST_BATCH):
-            batch = self.take(np.arange(start, min(start + DIGEST_BATCH, len(self))))
+        digest = hashlib.sha256(str(len(self)).encode())
+        rows = np.arange(len(self)) if most is None else np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
+        for start in range(0, len(rows), DIGEST_BATCH):
+            batch = self.take(rows[start : start + DIGEST_BATCH])
             for tensor in tensors(tuple(batch)):
                 digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
                 digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
@@ -101,6 +123,9 @@ class TensorExamples(Examples):
     def take(self, rows: Rows) -> Batch:
         index = torch.from_numpy(np.asarray(self.rows[rows], dtype=np.int64))
         return Batch(*map_tensors(lambda tensor: tensor[index.to(tensor.device)], (self.inputs, self.targets)))
+
+    def take_alone(self, rows: Rows) -> list[Batch]:
+        return [self.take(rows)]  # rows of tensors have nothing to do with each other
 
     def subset(self, rows: Rows) -> "TensorExamples":
         return TensorExamples(self.inputs, self.targets, self.rows[rows])
@@ -176,6 +201,36 @@ def examples_of(source: Any) -> Examples:
     return found
 
 
+def _shapes(batch: Batch) -> list[torch.Size]:
+    """Return the shapes of one example's tensors."""
+    return [tensor.shape[1:] for tensor in tensors(tuple(batch))]
+
+
+def check_finite(who: str, examples: Examples) -> None:
+    """Refuse examples that hold NaN or infinity: they make a loss, and all that follows from it, meaningless.
+
+    >>> check_finite("client 3", examples_of((torch.tensor([[1.0], [torch.nan]]), torch.zeros(2))))
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.DataError: client 3: 1 of 2 examples hold NaN or infinity in their inputs, the first of them example ...
+    """
+    found: dict[str, list[int]] = {"inputs": [], "targets": []}
+    for start in range(0, len(examples), CHECK_BATCH):
+        batch = examples.take(np.arange(start, min(start + CHECK_BATCH, len(examples))))
+        for what, tree in zip(found, batch, strict=True):
+            rows = set[int]()
+            for each in tensors(tree):
+                if each.is_floating_point() and not (finite := each.isfinite()).all():
+                    rows |= set((~finite.unsqueeze(-1).flatten(1).all(dim=1)).nonzero()[:, 0].tolist())
+            found[what] += [start + row for row in sorted(rows)]
+    for what, bad in found.items():
+        if bad:
+            raise DataError(
+                f"{who}: {len(bad)} of {len(examples)} examples hold NaN or infinity in their {what}, the first of "
+                f"them example {bad[0]}; leave them out or fill in the values"
+            )
+
+
 def _pair(batch: Any) -> Sequence[Any]:
     if isinstance(batch, Mapping):
         for name in TARGETS:
@@ -206,5 +261,5 @@ def _refuse_streams(source: Any) -> None:
     if isinstance(source, IterableDataset):
         raise DataError(
             f"{type(source).__name__} is a stream: it has no length and no order to draw batches from; use a dataset "
-            "with __len__ and __getitem__, or play the rounds yourself (dbcl.Server, dbcl.blinded, dbcl.update)"
+            "with __len__ and __getitem__, or play the rounds yourself (dbcl.Server, dbcl.blinded, dbcl.make_update)"
         )

@@ -96,7 +96,7 @@ def download(remote: Remote, progress: Progress) -> bytes:
     except (OSError, http.client.HTTPException) as error:  # the first is also what urllib raises
         raise DataError(
             f"cannot download {remote.url} ({error}); without a network, put the file at {remote.to}"
-            " under --data-dir or DBCL_DATA by hand"
+            " under `data_dir` or DBCL_DATA by hand"
         ) from error
     algorithm, _, expected = remote.digest.partition(":")
     found = hashlib.new(algorithm, bytes(data), usedforsecurity=False).hexdigest()

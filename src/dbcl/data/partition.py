@@ -59,4 +59,4 @@ def shards(labels: Indices, clients: int, *, per_client: int = 2, seed: bytes) -
 
 def _check(labels: Indices, parts: int) -> None:
     if not 1 <= parts <= len(labels):
-        raise DataError(f"{len(labels)} examples cannot be divided into {parts} parts; set --clients lower")
+        raise DataError(f"{len(labels)} examples cannot be divided into {parts} parts; set `clients` lower")

@@ -3,9 +3,9 @@
 from dbcl.engines.cohort import cohort_size, draw_cohort
 from dbcl.engines.engine import Engine, RoundObserver, RoundResult
 from dbcl.engines.local import LocalEngine
-from dbcl.engines.session import ServerSession, Session
 from dbcl.engines.stacked import StackedEngine
 from dbcl.engines.training import Evaluation, LocalTraining, evaluate
+from dbcl.engines.training_server import TrainingServer
 
 __all__ = [
     "Engine",
@@ -14,9 +14,8 @@ __all__ = [
     "LocalTraining",
     "RoundObserver",
     "RoundResult",
-    "ServerSession",
-    "Session",
     "StackedEngine",
+    "TrainingServer",
     "cohort_size",
     "draw_cohort",
     "evaluate",

@@ -1,5 +1,6 @@
 """What all engines in one process share: how a round is played."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dbcl.blinding import copied
 from dbcl.data.examples import Examples, examples_of
 from dbcl.data.trees import call, tensors
 from dbcl.engines.cohort import cohort_size, draw_cohort, fixed_batch
-from dbcl.engines.session import Session, session_of
 from dbcl.engines.training import LocalTraining
+from dbcl.engines.training_server import TrainingServer
 from dbcl.errors import ConfigError, DbclError
 from dbcl.objective import CLASSIFICATION, Objective
-from dbcl.privacy import PrivacyPlan, UpdateNoise, cyclic_cohort
-from dbcl.protocol import Broadcast, RoundReport, Server, Update, UpdateStack, encoded_size
+from dbcl.privacy import PrivacyPlan, UpdateNoise, check_alone, cyclic_cohort
+from dbcl.protocol import Broadcast, RoundReport, Update, UpdateStack, encoded_size
 
 RoundObserver = Callable[[Mapping[int, Broadcast], Mapping[int, Update | bytes]], None]
 """Called after every closed round with what each client of the cohort was sent, and what it answered."""
@@ -32,7 +34,7 @@ class RoundResult:
 
 
 class Engine(ABC):
-    """Plays rounds with clients that all live here, for a `Server` or another `Session`.
+    """Plays rounds with clients that all live here, for a server.
 
     `template` is a client's own copy of the network; its weights are replaced by what the server sends. `clients` are
     the examples of each client, as `dbcl.data.examples_of` takes them, and `objective` what they learn. An engine
@@ -41,14 +43,10 @@ class Engine(ABC):
     """
 
     observer: RoundObserver | None = None
-    in_turns: bool = False
-    """Whether all clients take turns, as a guarantee needs it."""
-    in_batches: bool = False
-    """Whether clients take part in fixed batches, as secure aggregation needs it."""
 
     def __init__(
         self,
-        holder: Server | Session,
+        server: TrainingServer,
         template: nn.Module,
         clients: Sequence[Any],
         training: LocalTraining,
@@ -57,28 +55,33 @@ class Engine(ABC):
         fraction: float = 1.0,
         seed: bytes,
         noise: UpdateNoise | None = None,
+        in_turns: bool = False,
+        in_batches: bool = False,
     ) -> None:
-        self.session, self.template, self.training = session_of(holder), template, training
+        self.in_turns, self.in_batches = in_turns, in_batches
+        self.server, self.template, self.training = server, template, training
         self.clients: list[Examples] = [examples_of(client) for client in clients]
         self.objective, self.fraction, self.seed, self.noise = objective, fraction, seed, noise
         check_fit(template, self.clients[0], objective)
-        if self.session.privacy is not None:
-            check_training(training, self.session.privacy)
+        if self.server.privacy is not None:
+            check_training(training, self.server.privacy)
+            if self.server.privacy.unit == "example":
+                check_alone(template, self.clients[0], objective.loss)
 
     def play_round(self) -> RoundResult:
         """Play one round: broadcast, train the cohort, collect, step."""
-        cohort = self.cohort(self.session.round)
-        sent = {client: self.session.open(client_name(client)) for client in cohort}
+        cohort = self.cohort(self.server.round)
+        sent = {client: self.server.open_round(client_name(client)) for client in cohort}
         updates = self.train_cohort(sent)
-        report = self.session.close(updates)
+        report = self.server.close_round(updates)
         if self.observer is not None:
             self.observer(sent, {client: updates[client_name(client)] for client in cohort})
         down = sum(len(clients) * encoded_size(broadcast) for broadcast, clients in by_broadcast(sent))
         up = encoded_size(updates) if isinstance(updates, UpdateStack) else sum(map(encoded_size, updates.values()))
-        if self.session.privacy is not None and self.session.privacy.most:
-            up = self._largest_up(sent, int(self.session.privacy.most))
-        if self.session.traffic is not None:
-            more, up = self.session.traffic
+        if self.server.privacy is not None and self.server.privacy.weight_cap:
+            up = self._largest_up(sent, int(self.server.privacy.weight_cap))
+        if self.server.traffic is not None:
+            more, up = self.server.traffic
             down += more
         return RoundResult(report, down, up)
 
@@ -130,7 +133,7 @@ def reported(
     """
     if privacy is None:
         return counted, metrics
-    return (1 if privacy.unit == "client" and not privacy.most else counted), {}
+    return (1 if privacy.unit == "client" and not privacy.weight_cap else counted), {}
 
 
 def check_training(training: LocalTraining, privacy: PrivacyPlan) -> None:
@@ -151,6 +154,8 @@ def check_training(training: LocalTraining, privacy: PrivacyPlan) -> None:
     if privacy.unit != "example":
         return
     problems = []
+    if type(training) is not LocalTraining:
+        problems.append(f"{type(training).__name__} may train in another way than LocalTraining, which clips")
     if training.example_clip is None:
         problems.append("they clip no gradients: give LocalTraining(example_clip=..., steps=1, separation=...)")
     else:
@@ -182,7 +187,7 @@ def by_broadcast(sent: Mapping[int, Broadcast]) -> list[tuple[Broadcast, list[in
     """The clients of each lane, with what they were sent.
 
     >>> import dbcl
-    >>> server = dbcl.Server(nn.Linear(6, 2), cover="all")
+    >>> server = dbcl.Server(nn.Linear(6, 2), dbcl.SketchConfig(coverage="all"))
     >>> [clients for _, clients in by_broadcast({client: server.open_round("one") for client in (4, 7)})]
     [[4, 7]]
     """
@@ -202,25 +207,72 @@ def check_fit(template: nn.Module, examples: Examples, objective: Objective) -> 
         ...
     dbcl.errors.ConfigError: the targets are torch.float32 and no classes: give the loss that they are for, such as ...
     """
-    mode = template.training
-    template.eval()
+    outputs: Any = None
     try:
         batch = examples.first(2)
+        # A copy: what a pass leaves in the template would be in every client's model, without a clip.
+        model = copied(template).eval()
         floating = [tensor.dtype for tensor in tensors(batch.targets) if tensor.is_floating_point()]
         if objective.classifies and floating:
             raise ConfigError(
                 f"the targets are {floating[0]} and no classes: give the loss that they are for, such as "
-                "torch.nn.functional.mse_loss (--loss torch.nn.functional:mse_loss)"
+                "`loss=torch.nn.functional.mse_loss`"
             )
-        value = objective.loss(call(template, batch.inputs), batch.targets)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Using a target size")  # refused below
+            outputs = call(model, batch.inputs)
+            value = objective.loss(outputs, batch.targets)
+            _check_broadcasting(objective, outputs, batch.targets, value)
     except DbclError:
         raise
     except Exception as error:  # of the user's model, data and loss
-        raise ConfigError(f"the network, these examples and the loss do not go together: {error}") from error
-    finally:
-        template.train(mode)
+        remedy = _remedy(template, batch.inputs, outputs)
+        raise ConfigError(f"the network, these examples and the loss do not go together: {error}{remedy}") from error
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ConfigError(
             f"the loss must give one number for a batch, as a tensor: its mean over the examples; got {got}"
         )
+
+
+def _check_broadcasting(objective: Objective, outputs: Any, targets: Any, value: Any) -> None:
+    """Refuse outputs (n, 1) and targets (n,), which an elementwise loss broadcasts to all n x n pairs."""
+    if objective.classifies or not all(isinstance(each, Tensor) for each in (outputs, targets, value)):
+        return
+    if tuple(outputs.shape) == (*targets.shape, 1):
+        same = _value_of(objective, outputs.squeeze(-1), targets)
+    elif tuple(targets.shape) == (*outputs.shape, 1):
+        same = _value_of(objective, outputs, targets.squeeze(-1))
+    else:
+        return
+    if same is not None and not torch.allclose(same, value, rtol=1e-4, atol=1e-8, equal_nan=True):
+        raise ConfigError(
+            f"the outputs have the shape {tuple(outputs.shape)} and the targets {tuple(targets.shape)}, and the loss "
+            "compares each output with every target; give both the same shape: targets[:, None] adds an axis"
+        )
+
+
+def _value_of(objective: Objective, outputs: Tensor, targets: Tensor) -> Tensor | None:
+    """Return the loss, or None where it does not take these shapes."""
+    try:
+        return objective.loss(outputs, targets)
+    except (RuntimeError, ValueError, IndexError):
+        return None
+
+
+def _remedy(template: nn.Module, inputs: Any, outputs: Any) -> str:
+    """Return what to change where a model, its inputs and a loss fail, for the commonest reasons; or nothing."""
+    if outputs is not None and isinstance(getattr(outputs, "logits", None), Tensor):
+        return (
+            f"; the network's output is a {type(outputs).__name__}, so give a loss and a metric that take it, such as "
+            "loss=lambda outputs, targets: F.cross_entropy(outputs.logits, targets)"
+        )
+    weights = {each.dtype for each in template.parameters() if each.is_floating_point()}
+    given = {each.dtype for each in tensors(inputs) if each.is_floating_point()}
+    if outputs is None and given and weights and not given & weights:
+        kind = str(next(iter(weights))).removeprefix("torch.")
+        return (
+            f"; the inputs are {next(iter(given))} and the weights {next(iter(weights))}: cast the inputs, "
+            f"x.to(torch.{kind}) of a tensor and x.astype('{kind}') of an array"
+        )
+    return ""

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping
 
 from dbcl.engines.engine import Engine, by_broadcast, client_name, reported
-from dbcl.protocol import Broadcast, blinded, decode_broadcast, encode, update
+from dbcl.protocol import Broadcast, blinded, decode_broadcast, encode, make_update
 
 
 class LocalEngine(Engine):
@@ -26,6 +26,8 @@ class LocalEngine(Engine):
 def train_in_turn(engine: Engine, sent: Mapping[int, Broadcast]) -> dict[str, bytes]:
     """Train one client after another, as any engine may; gives the bytes of their updates by `client_name`."""
     updates: dict[int, bytes] = {}
+    privacy = engine.server.privacy
+    sums_alone = privacy is not None and privacy.shared and privacy.unit == "example"
     for broadcast, clients in by_broadcast(sent):
         # All clients of a lane receive the same bytes, which are decoded once; each trains a copy of the model.
         broadcast = decode_broadcast(encode(broadcast))
@@ -33,9 +35,16 @@ def train_in_turn(engine: Engine, sent: Mapping[int, Broadcast]) -> dict[str, by
         for client in clients:
             local = copy.deepcopy(received)
             examples, noise = engine.clients[client], engine.noise_of(client)
+            if sums_alone:
+                updates[client] = encode(
+                    engine.training.clipped_update(
+                        local, broadcast, examples, seed=engine.seed, client=client, loss=engine.objective.loss
+                    )
+                )
+                continue
             metrics = engine.training.train(
                 local, examples, seed=engine.seed, round=broadcast.round, client=client, loss=engine.objective.loss
             )
-            counted, told = reported(engine.training.counted(len(examples)), metrics, engine.session.privacy)
-            updates[client] = encode(update(local, broadcast, examples=counted, metrics=told, noise=noise))
+            counted, told = reported(engine.training.counted(len(examples)), metrics, engine.server.privacy)
+            updates[client] = encode(make_update(local, broadcast, examples=counted, metrics=told, noise=noise))
     return {client_name(client): updates[client] for client in sent}

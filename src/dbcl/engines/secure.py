@@ -1,46 +1,78 @@
 """A server that sees only sums, with all its clients in this process."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
+from torch import nn
 
 from dbcl import seeds
-from dbcl.engines.session import ServerSession, Updates
-from dbcl.errors import ProtocolError
-from dbcl.protocol import RoundReport, Server, Update, decode_broadcast, decode_update
-from dbcl.protocol.secagg import Identity, Registry, SecureClient, SecureRounds, Terms, Total
-from dbcl.protocol.secagg.client import weighted
-from dbcl.protocol.secagg.ring import LEVELS, Ring
-from dbcl.protocol.secagg.rounds import bounded, refuse_singling, shaped, traffic
+from dbcl.config import SecAggConfig, SketchConfig
+from dbcl.errors import ConfigError, ProtocolError, plain
+from dbcl.plan import SketchPlan
+from dbcl.privacy import PrivacyPlan
+from dbcl.protocol import RoundReport, Server, Update, decode_broadcast
+from dbcl.protocol.secagg import (
+    Encoding,
+    NoisySum,
+    Registry,
+    SecureClient,
+    SecureRounds,
+    SigningKey,
+    Total,
+    WeightedMean,
+)
+from dbcl.protocol.secagg.encoding import noisy_config
+from dbcl.protocol.secagg.rounds import traffic
+from dbcl.protocol.secagg.vectors import shaped
 from dbcl.round_plan import RoundPlan
-from dbcl.state import State, join
+from dbcl.state import State, join, restored_on_error
 
 log = logging.getLogger(__name__)
 
 
-class SecureSession(ServerSession):
-    """A server under secure aggregation, and the clients' side of it, over real bytes.
+class SecureServer(Server):
+    """A server under secure aggregation, together with the clients' side of it, over real bytes.
 
-    With `masked=False` nothing is encrypted: the updates are rounded and added as they would be, which gives the same
-    sums, for simulations in which only the server's view matters. `seed` fixes the rounding of experiments.
+    Args:
+        model: The network.
+        sketch: What a client sees of each tensor.
+        secagg: Conditions of the aggregation; with shares of noise those of the plan.
+        privacy: Plan of a guarantee. With `noise_by="clients"` each client adds its share of the noise.
+        masked: Play the whole protocol. Otherwise the updates are encoded and added as they would be, without masks,
+            which gives the same sums: for simulations in which only the server's view matters.
+        rounding_seed: Fixes the stochastic rounding and the noise of an experiment; nothing is guaranteed then.
+        settings: Further arguments of `Server`.
 
     >>> import torch, dbcl
-    >>> server = dbcl.Server(torch.nn.Linear(6, 2), cover="all", steady_lanes=True, lanes=1)
-    >>> session = SecureSession(server, Terms(bound=1.0, min_cohort=3))
-    >>> broadcast = session.open("ann")
+    >>> sketch = dbcl.SketchConfig(lanes=1)
+    >>> server = SecureServer(torch.nn.Linear(6, 2), sketch, secagg=SecAggConfig(clip=1.0, min_cohort=3))
+    >>> broadcast = server.open_round("ann")
     >>> zero = {name: torch.zeros_like(tensor) for name, tensor in broadcast.tensors.items()}
     >>> update = Update(0, broadcast.plan.digest, zero, examples=1)
-    >>> session.close({"ann": update, "bob": update, "cleo": update}).accepted
+    >>> server.close_round({"ann": update, "bob": update, "cleo": update}).accepted
     3
     """
 
     def __init__(
-        self, server: Server, terms: Terms, ema_decay: float = 0.0, *, masked: bool = True, seed: bytes | None = None
+        self,
+        model: nn.Module,
+        sketch: SketchConfig | SketchPlan | None = None,
+        *,
+        secagg: SecAggConfig | None = None,
+        privacy: PrivacyPlan | None = None,
+        masked: bool = True,
+        rounding_seed: bytes | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(server, ema_decay)
-        self.rounds, self.masked = SecureRounds(server, terms), masked
-        self._seed = seed
+        super().__init__(model, sketch, privacy=privacy, steady_lanes=True, **settings)
+        if secagg is None:
+            if privacy is None or not privacy.shared:
+                raise ConfigError("secagg is needed: the conditions of secure aggregation")
+            secagg = noisy_config(privacy)
+        self.rounds, self.masked = SecureRounds(self, secagg), masked
+        self._seed = rounding_seed
         self._known: dict[str, bytes] = {}
         self._clients: dict[str, SecureClient] = {}
 
@@ -50,31 +82,27 @@ class SecureSession(ServerSession):
         return self.rounds.sent_down, self.rounds.sent_up
 
     def sums(self) -> dict[str, Update]:
-        """What the server has seen of the last round: the mean of each group, as an update of its lane."""
-        most = self.rounds.terms.most
+        """Return what the server has seen of the last round: the mean of each group, as an update of its lane."""
         found = {}
         for number, (plan, total) in enumerate(self.rounds.totals):
             mean = {name: tensor.float() for name, tensor in shaped(plan, total.values / total.weight).items()}
-            found[f"sum {number}"] = Update(plan.round, plan.digest, mean, max(1, round(total.weight * most)))
+            examples = max(1, round(total.weight * self.rounds.config.weight_cap))
+            found[f"sum {number}"] = Update(plan.round, plan.digest, mean, examples)
         return {"sum": found["sum 0"]} if len(found) == 1 else found
 
-    def close(self, updates: Updates) -> RoundReport:
-        """Add the updates up securely, step on their sum, and take the new weights into the average."""
+    def close_round(self, updates: Iterable[Update | bytes] | Mapping[str, Update | bytes]) -> RoundReport:
+        """Add the updates up securely, and step on their sum."""
         if not isinstance(updates, Mapping):
             raise ProtocolError("secure aggregation is among clients with names: give the updates by their senders")
         if self.masked:
-            report = self.rounds.play(list(updates), lambda sent: self._begun(sent, updates), self._answered)
-        else:
-            report = self._simulated(updates)
-        self._average()
-        return report
+            return self.rounds.play(list(updates), lambda sent: self._begun(sent, updates), self._answered)
+        return self._simulated(updates)
 
     def _begun(self, sent: Mapping[str, bytes], updates: Mapping[str, Update | bytes]) -> dict[str, bytes]:
         answers = {}
         for name, data in sent.items():
-            client = self._client(name)
             try:
-                answers[name] = client.begin(decode_broadcast(data), _read(updates[name]), self._rounding(name))
+                answers[name] = self._client(name).begin(decode_broadcast(data), updates[name], self._rounding(name))
             except ProtocolError as error:
                 log.warning("%s takes no part in round %s: %s", name, self.round, error)
         return answers
@@ -90,10 +118,19 @@ class SecureSession(ServerSession):
 
     def _client(self, name: str) -> SecureClient:
         if name not in self._clients:
-            identity = Identity()
-            self._known[name] = identity.public
-            self._clients[name] = SecureClient(name, identity, self.rounds.terms, Registry(self._known))
+            key = SigningKey()
+            self._known[name] = key.public
+            config, known = self.rounds.config, Registry(self._known)
+            self._clients[name] = SecureClient(name, key, config, known, self._encoding(name))
         return self._clients[name]
+
+    def _encoding(self, name: str) -> Encoding:
+        """Return a client's own encoding, with its own noise."""
+        if not self.rounds.encoding.noisy:
+            return WeightedMean(self.rounds.config)
+        assert self.privacy is not None
+        key = None if self._seed is None else seeds.derive(self._seed, "noise", name)
+        return NoisySum.of_client(self.privacy, key)
 
     def _rounding(self, name: str) -> np.random.Generator | None:
         if self._seed is None:
@@ -101,46 +138,56 @@ class SecureSession(ServerSession):
         return np.random.default_rng(seeds.words(self._seed, "rounding", self.round, name, n=4))
 
     def _simulated(self, updates: Mapping[str, Update | bytes]) -> RoundReport:
-        """The same sums in the clear: rounded and weighted as clients would, added in the ring."""
-        terms, rounds = self.rounds.terms, self.rounds
+        """Make the sums without masks: updates are validated and encoded as clients would."""
+        config, rounds = self.rounds.config, self.rounds
         rounds.sent_down = rounds.sent_up = 0
         totals: list[tuple[RoundPlan, Total]] = []
-        refused: dict[str, str] = {}
-        for group in rounds.grouped({name: self.open(name) for name in updates}):
-            ring = Ring(terms.bound, len(group.clients))
-            words, members = np.zeros(group.round.length + 1, dtype=np.uint32), []
+        sent = {name: self.open_round(name) for name in updates}
+        playing, refused = rounds.grouped(sent)
+        for group in playing:
+            length = group.round.length + rounds.encoding.more_words
+            words, members, count = np.zeros(length, dtype=np.uint32), [], len(group.clients)
             for name in group.clients:
-                update = _read(updates[name])
+                encoding = self._client(name).encoding
                 try:
-                    values = bounded(update, group.plan, terms.bound)
-                    words += weighted(ring, values, update.examples, terms.most, self._rounding(name))
-                    members.append(name)
+                    vector, examples = encoding.vector(updates[name], sent[name])
                 except ProtocolError as error:
-                    refused[name] = str(error)
+                    group.round.refused[name] = plain(str(error))
+                    continue
+                words += encoding.words(vector, examples, count, self._rounding(name))
+                members.append(name)
+            refused |= group.round.refused
             try:
-                refuse_singling(rounds.rosters, members)
+                group.settle(members, None if rounds.encoding.noisy else rounds.history)
             except ProtocolError as error:
                 refused |= group.failed(error)
                 continue
-            rounds.rosters.add(members)
-            weight = int(words[-1] & ring.mask) / LEVELS
-            totals.append((group.plan, Total(ring.values(words[:-1]), weight, tuple(sorted(members)))))
-            down, up = traffic(group.clients, group.round.length, terms)
+            totals.append((group.plan, rounds.encoding.total(words, count, tuple(sorted(members)))))
+            down, up = traffic(group.clients, group.round.length, config, rounds.encoding)
             rounds.sent_down, rounds.sent_up = rounds.sent_down + down, rounds.sent_up + up
         return rounds.close(totals, refused)
 
     def state(self) -> State:
-        """The server's state and the average, and who was in which sum."""
-        return join(session=super().state(), rosters=self.rounds.state())
+        """Return the server's state, with the groups that have added up and, with shares of noise, all clients' own."""
+        own, sums = super().state(), self.rounds.state()
+        clients = State({}, {})
+        if self.rounds.encoding.noisy:
+            clients = join(**{name: client.state() for name, client in self._clients.items()})
+        more = join(sums=sums, members=clients)
+        return State({**own.values, **more.values}, {**own.tensors, **more.tensors})
 
     def load_state(self, state: State) -> None:
-        """Go back to what `state` gave; clients begin with new keys."""
-        if "rosters" not in state.values:
+        """Restore what `state` returned; without shares of noise clients begin with new keys."""
+        if not {"sums", "members"} <= state.values.keys():
             raise ProtocolError("the checkpoint is of a run without secure aggregation")
-        super().load_state(state.part("session"))
-        self.rounds.load_state(state.part("rosters"))
+        own = {name: part for name, part in state.values.items() if name not in ("sums", "members")}
+        tensors = {name: each for name, each in state.tensors.items() if not name.startswith("members.")}
+        with restored_on_error(self.rounds):
+            self.rounds.load_state(state.part("sums"))
+            super().load_state(State(own, tensors))
         self._clients, self._known = {}, {}
-
-
-def _read(update: Update | bytes) -> Update:
-    return decode_update(update) if isinstance(update, bytes) else update
+        clients = state.part("members")
+        for name in clients.values:
+            client = self._client(name)
+            client.load_state(clients.part(name))
+            self._known[name] = client.identity.public

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from dbcl import models, seeds
-from dbcl.data.examples import Batch, examples_of
+from dbcl import seeds
+from dbcl.data.examples import Batch, Examples, check_finite, examples_of
 from dbcl.data.trees import Tree, call, join
-from dbcl.engines.clipping import clipped_step
 from dbcl.errors import ConfigError, DataError
-from dbcl.objective import CLASSIFICATION, Loss, Objective, name_of
-from dbcl.privacy import cyclic_batch
+from dbcl.objective import CLASSIFICATION, Loss, Objective, cross_entropy, name_of
+from dbcl.privacy import clipped_step, cyclic_batch
+from dbcl.protocol import Broadcast, Update, clipped_update
 
 OptimizerFactory = Callable[..., Optimizer]
 """Makes an optimiser of `(parameters, lr=...)`, as every class of torch.optim does."""
@@ -128,7 +128,7 @@ class LocalTraining:
         return examples if self.steps is None else min(examples, self.steps * self.batch_size)
 
     def train(
-        self, model: nn.Module, examples: Any, *, seed: bytes, round: int, client: int, loss: Loss = models.loss
+        self, model: nn.Module, examples: Any, *, seed: bytes, round: int, client: int, loss: Loss = cross_entropy
     ) -> dict[str, float]:
         """Train a client's model in place and give its metrics: the mean loss over the steps, before each of them.
 
@@ -138,12 +138,12 @@ class LocalTraining:
         model.train()
         devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
         if self.example_clip is not None:
-            (rows,) = self.batches(len(examples), seed=seed, round=round, client=client)
-            if not len(rows):  # none of a small client's examples has its turn
+            batches = self._turn(examples, round)
+            if not batches:  # none of a small client's examples has its turn
                 return {"loss": 0.0}
             with torch.random.fork_rng(devices=devices):
                 torch.manual_seed(dropout_seed(seed, round, client))
-                mean = clipped_step(model, examples.take(rows), loss, self.rate(round), self.example_clip)
+                mean = clipped_step(model, batches, loss, self.rate(round), self.example_clip)
             return {"loss": mean}
         sent = [parameter.detach().clone() for parameter in model.parameters()] if self.proximal else []
         optimizer = self._make_optimizer(model.parameters(), self.rate(round))
@@ -161,6 +161,27 @@ class LocalTraining:
                 value.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         return {"loss": torch.stack(losses).mean().item()}
+
+    def clipped_update(
+        self, model: nn.Module, broadcast: Broadcast, examples: Any, *, seed: bytes, client: int, loss: Loss
+    ) -> Update:
+        """Return the sum of the clipped gradients of the examples whose turn it is, as a client's answer in float64."""
+        assert self.example_clip is not None
+        round = broadcast.round
+        batches = self._turn(examples_of(examples), round)
+        if not batches:
+            zeros = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in broadcast.tensors.items()}
+            return Update(round, broadcast.plan.digest, zeros, examples=1)
+        model.train()
+        devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(dropout_seed(seed, round, client))
+            return clipped_update(model, broadcast, batches, loss, clip=self.example_clip, rate=self.rate(round))
+
+    def _turn(self, examples: Examples, round: int) -> list[Batch]:
+        """Return the examples whose turn it is, each read without the others."""
+        rows = np.asarray(cyclic_batch(round, examples=len(examples), separation=self.separation), dtype=np.int64)
+        return examples.take_alone(rows) if len(rows) else []
 
     def _make_optimizer(self, parameters: Iterable[nn.Parameter], rate: float) -> Optimizer:
         # A layer that does not train is no business of an optimiser, some of which refuse it.
@@ -209,6 +230,8 @@ def evaluate(
         batch = examples.take(rows)
         outputs = call(model, batch.inputs)
         total += float(objective.loss(outputs, batch.targets)) * len(rows)
+        if not math.isfinite(total):  # of a model that diverged, or of examples that no metric is right on
+            check_finite("the held-out examples", examples)
         if streaming:
             metric.update(outputs, batch.targets)
         elif metric is not None:
@@ -217,7 +240,11 @@ def evaluate(
     loss = total / len(examples)
     if metric is None:
         return Evaluation(loss, loss)
-    return Evaluation(float(metric.compute() if streaming else metric(*_joined(seen))), loss)
+    value = metric.compute() if streaming else metric(*_joined(seen))
+    try:
+        return Evaluation(float(value), loss)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"the metric {objective.name} must give one number, got a {type(value).__name__}") from error
 
 
 def _joined(batches: list[Batch]) -> tuple[Tree, Tree]:

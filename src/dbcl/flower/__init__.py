@@ -17,20 +17,23 @@ if find_spec("flwr") is None:
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-from dbcl.flower.client import blinded, reply
-from dbcl.flower.engine import FlowerEngine, SimulationEngine
+from dbcl.flower.client import blinded, clipped_reply, reply
 from dbcl.flower.grid import LocalGrid
+from dbcl.flower.guarantee_node import GuaranteeMod
+from dbcl.flower.identity import KeyRegistry, make_key
 from dbcl.flower.secure_node import SecureMod
 from dbcl.flower.strategy import DoubleBlind
 from dbcl.flower.weights import secret_weights
 
 __all__ = [
     "DoubleBlind",
-    "FlowerEngine",
+    "GuaranteeMod",
+    "KeyRegistry",
     "LocalGrid",
     "SecureMod",
-    "SimulationEngine",
     "blinded",
+    "clipped_reply",
+    "make_key",
     "reply",
     "secret_weights",
 ]

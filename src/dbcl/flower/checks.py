@@ -2,11 +2,15 @@
 
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
+from torch import nn
 
 from dbcl.errors import ConfigError
 from dbcl.flower.records import EXAMPLES
 from dbcl.flower.state import chain
+from dbcl.model.norm_stats import is_statistic
+from dbcl.model.tensors import broadcast_names
 from dbcl.privacy import PrivacyPlan
+from dbcl.protocol.secagg.rounds import unbounded
 
 CLIENT_SIDE = (
     flower.DifferentialPrivacyClientSideFixedClipping,
@@ -18,10 +22,10 @@ TREES = (flower.FedXgbBagging, flower.FedXgbCyclic)
 def refuse_beside_guarantee(strategy: Strategy, privacy: PrivacyPlan) -> None:
     """Refuse what a guarantee does not cover: other aggregations than a sum, and metrics that come from clients."""
     name, settings = type(strategy).__name__, vars(strategy)
-    if privacy.unit != "client":
+    if privacy.unit != "client" and not privacy.shared:
         raise ConfigError(
             "an app's own training loop need not clip every example, and the server could not tell; with Flower take "
-            'unit="client", or one example as the unit with `dbcl train --engine flower`'
+            'unit="client", or let the clients add the noise: noise_by="clients"'
         )
     if type(strategy).aggregate_train is not flower.FedAvg.aggregate_train:
         raise ConfigError(
@@ -30,7 +34,7 @@ def refuse_beside_guarantee(strategy: Strategy, privacy: PrivacyPlan) -> None:
         )
     if settings.get("weighted_by_key", EXAMPLES) != EXAMPLES:
         raise ConfigError(
-            "with a guarantee all updates count alike, or by their examples up to the plan's `most`; leave out "
+            "with a guarantee all updates count alike, or by their examples up to the plan's weight_cap; leave out "
             f"{name}(weighted_by_key=...)"
         )
     if settings.get("fraction_evaluate"):
@@ -51,9 +55,11 @@ def refuse_beside_guarantee(strategy: Strategy, privacy: PrivacyPlan) -> None:
         )
 
 
-def refuse_beside_sums(strategy: Strategy) -> None:
+def refuse_beside_sums(strategy: Strategy, model: nn.Module) -> None:
     """Refuse what needs more than the sum of the updates, which is all that a server that adds securely learns."""
     name, settings = type(strategy).__name__, vars(strategy)
+    if (problem := unbounded(filter(is_statistic, broadcast_names(model)))) is not None:
+        raise ConfigError(problem)
     if type(strategy).aggregate_train is not flower.FedAvg.aggregate_train:
         raise ConfigError(
             f"{name} makes more of the updates than their mean, and under secure aggregation nobody sees a single one; "
@@ -61,12 +67,12 @@ def refuse_beside_sums(strategy: Strategy) -> None:
         )
     if settings.get("weighted_by_key", EXAMPLES) != EXAMPLES:
         raise ConfigError(
-            "under secure aggregation an update counts by its examples, up to Terms(most=...); leave out "
+            "under secure aggregation an update counts by its examples, up to SecAggConfig(weight_cap=...); leave out "
             f"{name}(weighted_by_key=...)"
         )
     if settings.get("fraction_evaluate"):
         raise ConfigError(
-            "what nodes measure would leave them in clear, beside updates that do not; take "
+            "what nodes measure would leave them without protection; take "
             f"{name}(fraction_evaluate=0.0), and evaluate_fn for what the server can measure itself"
         )
     if settings.get("fraction_train", 1.0) != 1.0:

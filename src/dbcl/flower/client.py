@@ -2,19 +2,23 @@
 
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from torch import nn
 
-from dbcl import protocol
+from dbcl import protocol, seeds
+from dbcl.data import examples_of
+from dbcl.engines import LocalTraining
 from dbcl.errors import ProtocolError
 from dbcl.flower.records import EXAMPLES, RECORD, SECURE, message_bytes
-from dbcl.privacy import UpdateNoise
-from dbcl.protocol import Broadcast, Policy, decode_broadcast, encode
+from dbcl.objective import Loss, cross_entropy
+from dbcl.privacy import PrivacyPlan, UpdateNoise
+from dbcl.protocol import Broadcast, BroadcastRequirements, decode_broadcast, encode
 from dbcl.protocol.client import as_number
 
 
-def blinded(module: nn.Module, message: Message, *, require: Policy | None = None) -> nn.Module:
+def blinded(module: nn.Module, message: Message, *, require: BroadcastRequirements | None = None) -> nn.Module:
     """Make a client's model from a message of `DoubleBlind`: a copy of `module` with the compact weights in it.
 
     Train it with any loop and any optimiser; see `dbcl.blinded` for learning rates and for `require`.
@@ -23,7 +27,7 @@ def blinded(module: nn.Module, message: Message, *, require: Policy | None = Non
     >>> from dbcl.flower import LocalGrid
     >>> from flwr.clientapp import ClientApp
     >>> grid = LocalGrid(ClientApp(), nodes=1)  # messages can only be made where there is a grid
-    >>> broadcast = dbcl.Server(nn.Linear(6, 2), cover="all").open_round()
+    >>> broadcast = dbcl.Server(nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
     >>> message = Message(RecordDict({"dbcl": ConfigRecord({"broadcast": encode(broadcast)})}), 1000, "train")
     >>> {name: tuple(parameter.shape) for name, parameter in blinded(nn.Linear(6, 2), message).named_parameters()}
     {'bias': (2,), 'parametrizations.weight.original': (2, 3)}
@@ -47,10 +51,10 @@ def reply(
     >>> from dbcl.flower import LocalGrid
     >>> from flwr.clientapp import ClientApp
     >>> grid = LocalGrid(ClientApp(), nodes=1)
-    >>> broadcast = dbcl.Server(nn.Linear(6, 2), cover="all").open_round()
+    >>> broadcast = dbcl.Server(nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
     >>> message = Message(RecordDict({"dbcl": ConfigRecord({"broadcast": encode(broadcast)})}), 1000, "train")
     >>> answer = reply(blinded(nn.Linear(6, 2), message), message, examples=600, metrics={"loss": 0.5})
-    >>> dbcl.decode_update(answer.content["dbcl"]["update"]).examples
+    >>> dbcl.protocol.decode_update(answer.content["dbcl"]["update"]).examples
     600
     """
     numbers = {name: as_number(value) for name, value in (metrics or {}).items()}
@@ -59,13 +63,67 @@ def reply(
     if model is None:
         raise ProtocolError("an answer to a train message needs the trained model, got None")
     broadcast = received(message)
-    if message.content[RECORD].get(SECURE):
+    _refuse_unprotected(message)
+    update = protocol.make_update(model, broadcast, examples=examples, metrics=numbers, noise=noise)
+    return Message(RecordDict({RECORD: ConfigRecord({"update": encode(update)})}), reply_to=message)
+
+
+def clipped_reply(
+    module: nn.Module,
+    message: Message,
+    data: Any,
+    *,
+    privacy: PrivacyPlan,
+    clip: float,
+    loss: Loss = cross_entropy,
+) -> Message:
+    """Answer a message to train with the clipped gradients of the examples whose turn it is, added up in float64.
+
+    This is the whole of a client's training if one example is the privacy unit: which examples have their turn follows
+    from the round and the plan, and each gradient is clipped by itself. With `SecureMod(privacy=plan)` the sum does not
+    leave the node: the mod adds noise and masks to it.
+
+    Args:
+        module: The network.
+        message: What the server sent.
+        data: The node's examples, as `dbcl.data.examples_of` takes them.
+        privacy: The plan that the node agrees to.
+        clip: Bound on the norm of one example's gradient. The learning rate is the plan's clip divided by it.
+        loss: Loss of a batch, called for each example alone.
+
+    >>> import torch, dbcl
+    >>> from dbcl.flower import LocalGrid
+    >>> from flwr.clientapp import ClientApp
+    >>> grid = LocalGrid(ClientApp(), nodes=1)
+    >>> plan = PrivacyPlan(
+    ...     epsilon=2, delta=1e-5, clip=0.2, unit="example", separation=2, rounds=8, clients=4, cohort=4, examples=800,
+    ...     batch=400, values=14, noise_by="clients",
+    ... )
+    >>> broadcast = dbcl.Server(nn.Linear(6, 2), dbcl.config.UNSKETCHED).open_round()
+    >>> message = Message(RecordDict({"dbcl": ConfigRecord({"broadcast": encode(broadcast)})}), 1000, "train")
+    >>> data = torch.ones(10, 6), torch.arange(10) % 2
+    >>> answer = clipped_reply(nn.Linear(6, 2), message, data, privacy=plan, clip=0.1)
+    >>> float(dbcl.protocol.decode_update(answer.content["dbcl"]["update"]).tensors["weight"].norm()) <= 5 * 0.2
+    True
+    """
+    if privacy.unit != "example":
+        raise ProtocolError("clipped_reply is for plans that protect one example; answer with reply")
+    broadcast, own = received(message), examples_of(data)
+    _refuse_unprotected(message)
+    training = LocalTraining(lr=privacy.clip / clip, steps=1, example_clip=clip, separation=privacy.separation)
+    model = protocol.blinded(module, broadcast)
+    update = training.clipped_update(model, broadcast, own, seed=seeds.fresh(), client=0, loss=loss)
+    return Message(RecordDict({RECORD: ConfigRecord({"update": encode(update)})}), reply_to=message)
+
+
+def _refuse_unprotected(message: Message) -> None:
+    """Raise `ProtocolError` if the server adds securely and no mod protects the update."""
+    record = message.content.get(RECORD)
+    if isinstance(record, ConfigRecord) and record.get(SECURE):
         raise ProtocolError(
             "the server adds securely, and this update would leave in clear; make the app with "
-            "ClientApp(mods=[dbcl.flower.SecureMod(terms)])"
+            "ClientApp(mods=[dbcl.flower.SecureMod(config)])"
         )
-    update = protocol.update(model, broadcast, examples=examples, metrics=numbers, noise=noise)
-    return Message(RecordDict({RECORD: ConfigRecord({"update": encode(update)})}), reply_to=message)
 
 
 def received(message: Message) -> Broadcast:

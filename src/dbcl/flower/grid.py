@@ -1,6 +1,7 @@
 """A grid whose nodes live in this process, and a wrapper that puts a timeout on waiting for nodes."""
 
 import copy
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -14,7 +15,11 @@ from flwr.serverapp import Grid
 
 from dbcl.errors import ConfigError, ProtocolError
 
+log = logging.getLogger("flwr.dbcl")
+
 FIRST_NODE = 1000  # any number but 1, which Flower gives to the server
+TELL_EVERY = 10.0
+"""Seconds between messages while a server waits for nodes."""
 
 
 class LocalGrid(Grid):
@@ -139,15 +144,24 @@ class LocalGrid(Grid):
 class TimeoutGrid(Grid):
     """A wrapper with a timeout: strategies poll a grid for nodes until enough are there, however long that takes.
 
-    `needed` is how many nodes the error message says are needed. `allowed` gives those of the nodes that may take part,
-    in the order in which they should; the others are not shown.
+    Args:
+        grid: The grid that is wrapped.
+        timeout: The longest wait, in seconds.
+        needed: Says for the error message which nodes are needed.
+        allowed: Returns those of the nodes that may take part, in the order in which they should. The others are not
+            shown.
     """
 
     def __init__(
-        self, grid: Grid, timeout: float, needed: str, allowed: Callable[[list[int]], list[int]] | None = None
+        self,
+        grid: Grid,
+        timeout: float,
+        needed: Callable[[], str],
+        allowed: Callable[[list[int]], list[int]] | None = None,
     ) -> None:
         self.grid, self.timeout, self.needed, self.allowed = grid, timeout, needed, allowed
         self._deadline: float | None = None
+        self._told = 0.0
 
     def set_run(self, run: Any) -> None:
         self.grid.set_run(run)
@@ -167,12 +181,16 @@ class TimeoutGrid(Grid):
         nodes = there if self.allowed is None else self.allowed(there)
         now = time.monotonic()
         if self._deadline is None:
-            self._deadline = now + self.timeout
-        elif now > self._deadline:
-            may = "" if self.allowed is None else f", {len(nodes)} of them may take part in this round"
+            self._deadline, self._told = now + self.timeout, now
+            return nodes
+        may = "" if self.allowed is None else f", {len(nodes)} of them may take part in this round"
+        if now > self._told + TELL_EVERY:
+            self._told = now
+            log.info("waiting for nodes: %s are there%s; needed: %s", len(there), may, self.needed())
+        if now > self._deadline:
             raise ProtocolError(
-                f"waited {self.timeout:g} s for nodes: {len(there)} are there{may} and {self.needed} are needed; start "
-                "more nodes and run the same command again, or lower min_available_nodes and min_train_nodes"
+                f"waited {self.timeout:g} s for nodes: {len(there)} are there{may}; needed: {self.needed()}. Start "
+                "them and run the same command again; min_available_nodes and min_train_nodes say how many"
             )
         return nodes
 

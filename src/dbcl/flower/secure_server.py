@@ -1,17 +1,17 @@
 """The server under secure aggregation: which nodes take part together, and the five exchanges of a round."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from dbcl.errors import ProtocolError, plain
-from dbcl.flower.records import RECORD, STEP, message_bytes, node_name
+from dbcl.errors import plain
+from dbcl.flower.identity import KeyRegistry, NodeNames
+from dbcl.flower.records import RECORD, STEP, message_bytes
 from dbcl.protocol import RoundReport, Server
-from dbcl.protocol.secagg import SecureRounds, Terms
-from dbcl.protocol.secagg.messages import MAX_GROUP
-from dbcl.protocol.secagg.pins import FirstUse
+from dbcl.protocol.secagg import SecAggConfig, SecureRounds
+from dbcl.protocol.secagg.rounds import GROUP
 from dbcl.state import State, join
 
 log = logging.getLogger("flwr.dbcl")
@@ -21,40 +21,81 @@ class SecureExchange:
     """Plays rounds of a server with the nodes of a grid.
 
     Nodes take part in batches that stay together, in turns: the first nodes that come are divided into `batches`, and
-    newcomers form a batch of their own once there are enough of them. `fewest` is how many a batch must have.
+    newcomers form a batch of their own once there are enough of them.
+
+    Args:
+        server: The server whose rounds are played.
+        config: What the nodes insist on.
+        names: The nodes' names, by their keys.
+        batches: How many batches the first nodes are divided into.
+        fewest: How many nodes a batch must have.
+        persist: Called before the nodes are asked to sign who is in a sum.
     """
 
-    def __init__(self, server: Server, terms: Terms, *, batches: int, fewest: int) -> None:
-        self.rounds = SecureRounds(server, terms, FirstUse())
-        self.server, self._count = server, batches
-        self.fewest = max(fewest, terms.min_cohort * server.plan.lanes)
-        self._batches: list[list[int]] = []
-        self.left_out: set[str] = set()
-        """Who is not asked again in this round: it failed in it."""
+    def __init__(
+        self,
+        server: Server,
+        config: SecAggConfig,
+        names: NodeNames,
+        *,
+        batches: int,
+        fewest: int,
+        persist: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.rounds = SecureRounds(server, config, KeyRegistry(), persist=persist)
+        self.server, self.names, self._count = server, names, batches
+        self.fewest = max(fewest, config.min_cohort * server.plan.lanes)
+        self._batches: list[list[str]] = []
+        self._away: list[str] = []
 
     @property
     def needed(self) -> str:
-        """How many nodes must be there, in words."""
-        lanes, least = self.server.plan.lanes, self.rounds.terms.min_cohort
+        """Which nodes must be there, in words."""
+        if self._away:
+            return (
+                f"all nodes of a group, which adds up with all its nodes or not at all: {plain(self._whose(), 500)} "
+                "away, and must start again, each with its own folder"
+            )
+        if self.rounds.encoding.noisy:
+            assert self.server.privacy is not None
+            return f"{self.server.privacy.least}, as the guarantee is planned for,"
+        lanes, least = self.server.plan.lanes, self.rounds.config.min_cohort
         count = self.fewest if self._batches else self._count * self.fewest
-        return f"{count} ({least} or more in each of {lanes} lanes, and none missing that was in a sum before)"
+        return f"{count} ({least} or more in each of {lanes} lanes)"
 
-    def choose(self, there: Sequence[int]) -> list[int]:
-        """The nodes of a round, of those that are there: the next batch that can add up; none where there is none."""
+    def _whose(self) -> str:
+        return f"{', '.join(self._away)} {'is' if len(self._away) == 1 else 'are'}"
+
+    def choose(self, there: Sequence[str]) -> list[str]:
+        """Return the nodes of a round, of those that are there: the next batch that can add up, or none."""
+        if self.rounds.encoding.noisy:
+            return self._in_turn(there)
         self._divide(there)
+        self._away = []
         turn = self.server.round % max(1, len(self._batches))
         for batch in self._batches[turn:] + self._batches[:turn]:
-            for node in batch:  # in a fixed order, also those who are away: lanes follow it
-                self.server.open_round(node_name(node))
-            may = {node_name(node): node for node in batch if node in there and self._may(node_name(node))}
-            chosen = [may[name] for name in self.rounds.harmless(list(may))]
-            if chosen:
+            for name in batch:  # in a fixed order, also those who are away: lanes follow it
+                self.server.open_round(name)
+            here = [name for name in batch if name in there and self._may(name)]
+            settled = any(map(self.rounds.history.group_of, batch))
+            enough = settled or len(here) >= min(self.fewest, len(batch))
+            if enough and (chosen := self.rounds.ready(here)):
                 return chosen
+            self._away += [name for name in batch if name not in there]
         return []
 
-    def play(self, messages: Sequence[Message], grid: Grid, timeout: float) -> RoundReport:
-        """Play a round with the nodes that are sent these messages."""
-        first = {node_name(message.metadata.dst_node_id): message for message in messages}
+    def _in_turn(self, there: Sequence[str]) -> list[str]:
+        """Return whose turn it is with shares of noise, where groups may change: those with the fewest turns."""
+        privacy, tracker = self.server.privacy, self.server.keeper.tracker
+        assert privacy is not None
+        assert tracker is not None
+        may = [name for name in there if tracker.refusal(self.server.round, name) is None]
+        chosen = sorted(may, key=tracker.uses)[: privacy.cohort]
+        return chosen if len(chosen) >= privacy.least else []
+
+    def play(self, messages: Sequence[Message], grid: Grid, timeout: float, *, partial: bool) -> RoundReport:
+        """Play a round with the nodes that are sent these messages; see `SecureRounds.play`."""
+        first = {name: message for message in messages if (name := self.names.of(message.metadata.dst_node_id))}
 
         def further(name: str, data: bytes) -> Message:
             meta = first[name].metadata
@@ -62,23 +103,20 @@ class SecureExchange:
             return Message(content, meta.dst_node_id, meta.message_type, ttl=timeout, group_id=meta.group_id or None)
 
         def carried(sent: Iterable[Message]) -> dict[str, bytes]:
-            return _answers(grid.send_and_receive(list(sent), timeout=timeout))
+            return self._answers(grid.send_and_receive(list(sent), timeout=timeout))
 
-        try:
-            report = self.rounds.play(
-                list(first),
-                lambda sent: carried(first[name] for name in sent),
-                lambda sent: carried(further(name, data) for name, data in sent.items()),
-            )
-        except ProtocolError:
-            self.left_out |= set(self.rounds.lost)
-            raise
-        return report
+        def begin(sent: Mapping[str, bytes]) -> dict[str, bytes]:
+            return carried(first[name] for name in sent)
 
-    def _divide(self, there: Sequence[int]) -> None:
+        def ask(sent: Mapping[str, bytes]) -> dict[str, bytes]:
+            return carried(further(name, data) for name, data in sent.items())
+
+        return self.rounds.play(list(first), begin, ask, partial=partial)
+
+    def _divide(self, there: Sequence[str]) -> None:
         """Put nodes that are in no batch into one, where there are enough of them."""
-        known = {node for batch in self._batches for node in batch}
-        new = sorted(node for node in there if node not in known)
+        known = {name for batch in self._batches for name in batch}
+        new = [name for name in there if name not in known]
         privacy = self.server.privacy
         if privacy is not None:  # it is planned for so many in a round, and no more
             count = len(new) // privacy.cohort
@@ -87,38 +125,36 @@ class SecureExchange:
             count = 1 if self._batches else self._count
             if len(new) < count * self.fewest:
                 return
-            count = max(count, -(-len(new) // (MAX_GROUP * self.server.plan.lanes)))
+            count = max(count, -(-len(new) // (GROUP * self.server.plan.lanes)))
         self._batches += [new[number::count] for number in range(count)]
 
     def _may(self, name: str) -> bool:
-        ledger = self.server.ledger
-        return name not in self.left_out and (ledger is None or ledger.refusal(self.server.round, name) is None)
+        tracker = self.server.keeper.tracker
+        return tracker is None or tracker.refusal(self.server.round, name) is None
+
+    def _answers(self, replies: Iterable[Message]) -> dict[str, bytes]:
+        """Return what nodes have answered, by name, each with its first reply."""
+        answers: dict[str, bytes] = {}
+        for reply in replies:
+            name = self.names.of(reply.metadata.src_node_id)
+            if name is None:
+                continue
+            if reply.has_error():
+                # The text of an error may quote data, which a guarantee does not cover.
+                told = self.server.privacy is None and reply.error.reason
+                log.warning("%s failed: %s", name, plain(str(told or "its own log says why"), 300))
+                continue
+            data = message_bytes(reply, STEP)
+            if data is not None:
+                answers.setdefault(name, data)
+        return answers
 
     def state(self) -> State:
-        """What a checkpoint keeps: who was in which sum, who is known by which key, and who is in which batch."""
-        assert isinstance(self.rounds.registry, FirstUse)
-        batches = State({"nodes": [[str(node) for node in batch] for batch in self._batches]}, {})
-        return join(rosters=self.rounds.state(), known=self.rounds.registry.state(), batches=batches)
+        """Return what a checkpoint keeps: the groups that have added up, and who is in which batch."""
+        batches = State({"names": [list(batch) for batch in self._batches]}, {})
+        return join(sums=self.rounds.state(), batches=batches)
 
     def load_state(self, state: State) -> None:
-        """Go back to what `state` gave."""
-        assert isinstance(self.rounds.registry, FirstUse)
-        self.rounds.load_state(state.part("rosters"))
-        self.rounds.registry.load_state(state.part("known"))
-        self._batches = [[int(node) for node in batch] for batch in state.values["batches"]["nodes"]]
-
-
-def _answers(replies: Iterable[Message]) -> dict[str, bytes]:
-    """What nodes have answered, by name, each with its first reply."""
-    answers: dict[str, bytes] = {}
-    for reply in replies:
-        name = node_name(reply.metadata.src_node_id)
-        if reply.has_error():
-            log.warning("%s failed: %s", name, plain(str(reply.error.reason or "without a reason"), 300))
-            continue
-        data = message_bytes(reply, STEP)
-        if data is None:
-            log.warning("%s does not add securely; its app needs ClientApp(mods=[dbcl.flower.SecureMod(terms)])", name)
-            continue
-        answers.setdefault(name, data)
-    return answers
+        """Restore what `state` returned."""
+        self.rounds.load_state(state.part("sums"))
+        self._batches = [list(map(str, batch)) for batch in state.values["batches"]["names"]]

@@ -1,7 +1,8 @@
 """What a Flower strategy remembers between rounds, as plain values and tensors for a checkpoint: nothing is pickled."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,32 @@ class StrategyState:
         for strategy, attributes in zip(self.strategies, values["attributes"], strict=True):
             for name, stored in attributes.items():
                 setattr(strategy, name, _get(stored, state.tensors))
+
+    @contextlib.contextmanager
+    def waiting_for_at_most(self, nodes: float) -> Iterator[None]:
+        """Lower the numbers of nodes that the strategies wait for, until the context ends.
+
+        A group under secure aggregation may have lost a node for good, and has no more nodes than are left.
+
+        >>> from flwr.serverapp.strategy import FedAvg
+        >>> strategy = FedAvg(min_available_nodes=10)
+        >>> with StrategyState(strategy).waiting_for_at_most(9):
+        ...     strategy.min_available_nodes
+        9
+        """
+        before = [
+            (strategy, name, value)
+            for strategy in self.strategies
+            for name in ("min_available_nodes", "min_train_nodes")
+            if (value := getattr(strategy, name, 0)) > nodes
+        ]
+        for strategy, name, _ in before:
+            setattr(strategy, name, nodes)
+        try:
+            yield
+        finally:
+            for strategy, name, value in before:
+                setattr(strategy, name, value)
 
     @staticmethod
     def _texts(strategy: Strategy) -> dict[str, str | None]:

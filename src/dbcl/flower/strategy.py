@@ -1,7 +1,6 @@
 """Any Flower strategy, double-blind: what goes out is blinded, and what comes back is lifted before it is averaged."""
 
 import contextlib
-import copy
 import logging
 import math
 import random
@@ -19,22 +18,36 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
 from dbcl import seeds
-from dbcl.cover import Cover, Layers, named_tensors
+from dbcl.config import SketchConfig
+from dbcl.data.trees import Tree
 from dbcl.engines.engine import RoundObserver
 from dbcl.errors import ConfigError, ProtocolError, plain
-from dbcl.files import locked, make_folder, remove_scratch
+from dbcl.files import locked, make_folder, remove_scratch, user_path
 from dbcl.flower.checks import refuse, refuse_beside_guarantee, refuse_beside_sums
 from dbcl.flower.grid import TimeoutGrid
-from dbcl.flower.records import EXAMPLES, from_record, holds_only, node_name, to_record, update_of, with_broadcast
+from dbcl.flower.identity import NodeNames
+from dbcl.flower.records import EXAMPLES, from_record, holds_only, to_record, update_of, with_broadcast
 from dbcl.flower.replies import common_names, filled, metrics_of, with_content
 from dbcl.flower.secure_server import SecureExchange
 from dbcl.flower.state import StrategyState
-from dbcl.plan import Ratio, SketchPlan
+from dbcl.optim import ServerOptimizer, fedavg
+from dbcl.plan import SketchPlan
 from dbcl.privacy import PrivacyPlan
-from dbcl.protocol import Admission, Broadcast, Door, RoundReport, Server, checkpoint, encode
+from dbcl.protocol import (
+    Broadcast,
+    Reason,
+    Rejection,
+    RoundReport,
+    Server,
+    UpdateValidator,
+    ValidationResult,
+    checkpoint,
+    encode,
+)
 from dbcl.protocol.aggregation import Aggregate, mean_metrics, replacement
-from dbcl.protocol.secagg import Terms
-from dbcl.protocol.state import restore_server, server_state
+from dbcl.protocol.secagg import SecAggConfig
+from dbcl.protocol.secagg.encoding import noisy_config
+from dbcl.protocol.server import EMA_DECAY
 from dbcl.state import State, join
 
 log = logging.getLogger("flwr.dbcl")  # on the console of a Flower app, as the inner strategy's own words
@@ -50,27 +63,29 @@ FEW = 10
 class DoubleBlind(Strategy):
     """Wraps any strategy of Flower's Message API; clients answer with `dbcl.flower.blinded` and `dbcl.flower.reply`.
 
-    The inner strategy chooses the nodes, sets their configuration and aggregates, and sees full-size weights only:
-    each answer is checked at the `door` and lifted to W + dV R^T before it sees it. (FedAvg and FedProx see the metrics
-    alone: the server averages first and lifts once, which is the same.) Nodes get the round's broadcast, to train and
-    to evaluate; the true weights stay here, in `server.model`, which is `model`. To evaluate, a node gets the broadcast
-    of the round to come. So that nobody sees rounds that it takes no part in, only nodes that train in that round are
-    asked, of those that the inner strategy chooses: it is asked for the round's nodes before the evaluation and not
-    after it. `evaluate_cohort_only=False` asks all that it chooses, Flower's default of all nodes too, and says so in
-    the log.
+    The inner strategy chooses the nodes, sets their configuration and aggregates, and sees full-size weights only: the
+    `validator` validates each answer, and the server lifts it to W + dV R^T before the strategy sees it. (FedAvg and
+    FedProx see only the metrics: the server averages first and lifts once, which is the same.) Nodes get the round's
+    broadcast, to train and to evaluate; the true weights stay here, in `server.model`, which is `model`. To evaluate, a
+    node gets the broadcast of the next round. So that no node sees rounds in which it takes no part, only nodes that
+    train in that round evaluate, of those that the inner strategy chooses: it is asked for the round's nodes before the
+    evaluation and not after it. `evaluate_cohort_only=False` asks all nodes that it chooses, by Flower's default all
+    nodes, and says so in the log.
 
-    `plan`, `ratio`, `cover`, `veil`,
-    `sketch`, `layers`, `lanes`, `grouped`, `wire`, `calibration` and `insecure_seed` are those of `dbcl.Server`. A
-    node's lane of a round follows from its identity: it evaluates and trains in the same one.
+    `sketch`, `wire`, `calibration`, `ema_decay` and `insecure_seed` are those of `dbcl.Server`. What is evaluated here
+    and returned is `server.released`, a running mean of the true weights unless `ema_decay=0`. Around FedAvg and
+    FedProx the server's `optimizer` steps on the average update, with momentum 0.5 by default; what any other strategy
+    makes are the new weights as they are. A node's lane of a round follows from its identity: it evaluates and trains
+    in the same one.
 
     With `privacy`, a `dbcl.privacy.PrivacyPlan`, the server keeps that guarantee, for one node: nodes take turns (the
     inner strategy is shown those whose turn it is), the server adds the updates itself, nothing that clients measure is
     asked for or reported, and what is evaluated and returned is W + N, never W.
 
-    With `secure`, the `dbcl.protocol.secagg.Terms` that the nodes insist on (`dbcl.flower.SecureMod`), the server
-    learns the sum of the updates and no single one. Nodes take part in `batches` that stay together, in turns. A round
-    in which no sum could be made begins anew without those who failed in it, three times in all. The nodes' metrics
-    stay with them.
+    With `secagg`, the `dbcl.SecAggConfig` that the nodes insist on (`dbcl.flower.SecureMod`), the server learns the sum
+    of the updates and no single one. Nodes take part in `batches` that stay together, in turns. A round in which no sum
+    could be made begins anew without the nodes that failed in it, three times in all. The nodes' metrics stay with
+    them.
 
     With a folder as `checkpoint` every finished round is kept there, the strategy's own memory too, and the same
     program started again goes on after the last of them. No wait is longer than `round_timeout` seconds, for answers or
@@ -90,7 +105,7 @@ class DoubleBlind(Strategy):
     ...     model(torch.ones(5, 8)).square().mean().backward()
     ...     torch.optim.SGD(model.parameters(), lr=0.1).step()
     ...     return dbcl.flower.reply(model, message, examples=5)
-    >>> strategy = DoubleBlind(FedAvg(fraction_evaluate=0.0), net(), ratio=2)
+    >>> strategy = DoubleBlind(FedAvg(fraction_evaluate=0.0), net(), SketchConfig(ratio=2))
     >>> result = strategy.start(dbcl.flower.LocalGrid(app, nodes=3), num_rounds=2)
     >>> [report.accepted for report in strategy.reports]
     [3, 3]
@@ -100,20 +115,15 @@ class DoubleBlind(Strategy):
         self,
         strategy: Strategy,
         model: nn.Module,
-        plan: SketchPlan | None = None,
+        sketch: SketchConfig | SketchPlan | None = None,
         *,
-        ratio: Ratio | None = None,
-        cover: Cover | None = None,
-        veil: float | None = None,
-        sketch: str | None = None,
-        layers: Layers | None = None,
-        lanes: int | None = None,
-        grouped: bool | None = None,
         wire: str | None = None,
-        door: Door | None = None,
-        calibration: Tensor | None = None,
+        validator: UpdateValidator | None = None,
+        calibration: Tree | None = None,
+        optimizer: ServerOptimizer | None = None,
+        ema_decay: float = EMA_DECAY,
         privacy: PrivacyPlan | None = None,
-        secure: Terms | None = None,
+        secagg: SecAggConfig | None = None,
         batches: int = 1,
         evaluate_cohort_only: bool = True,
         insecure_seed: int | None = None,
@@ -124,49 +134,51 @@ class DoubleBlind(Strategy):
         refuse(strategy, outer=DoubleBlind, resumes=checkpoint is not None)
         if privacy is not None:
             refuse_beside_guarantee(strategy, privacy)
-        if secure is not None:
-            refuse_beside_sums(strategy)
-        if batches < 1 or (batches > 1 and (secure is None or privacy is not None)):
+            if privacy.shared:
+                if secagg not in (None, noisy_config(privacy)):
+                    raise ConfigError("with noise_by='clients' the conditions follow from the plan: leave out secagg")
+                secagg = noisy_config(privacy)
+        if secagg is not None:
+            refuse_beside_sums(strategy, model)
+        if batches < 1 or (batches > 1 and (secagg is None or privacy is not None)):
             raise ConfigError(
-                f"batches are 1 or more, and go with secure; a guarantee has its own (clients, cohort); got {batches}"
+                f"batches are 1 or more, and go with `secagg`; a guarantee has its own (clients, cohort); got {batches}"
             )
-        if secure is not None and (observer is not None or door is not None):
+        if secagg is not None and (observer is not None or validator is not None):
             raise ConfigError(
-                "an observer and a door are shown single updates, and under secure aggregation there are none to show: "
-                "leave them out; nodes clip to Terms(bound=...) themselves"
+                "an observer and a validator are shown single updates, and under secure aggregation there are none to "
+                "show: leave them out; nodes clip to SecAggConfig(clip=...) themselves"
             )
         if not (math.isfinite(round_timeout) and round_timeout > 0):
             raise ConfigError(f"round_timeout must be above 0 seconds, got {round_timeout}")
         self.strategy, self.round_timeout, self.observer = strategy, round_timeout, observer
         self.evaluate_cohort_only = evaluate_cohort_only
+        self._kept = StrategyState(strategy)
         self.server = Server(
             model,
-            plan,
-            ratio=ratio,
-            cover=cover,
-            veil=veil,
-            sketch=sketch,
-            layers=layers,
-            lanes=lanes,
-            grouped=grouped,
-            wire=wire,
-            door=door,
-            calibration=calibration,
+            sketch,
             privacy=privacy,
-            steady_lanes=secure is not None,
+            optimizer=self._step(optimizer, privacy),
+            validator=validator,
+            wire=wire,
+            calibration=calibration,
+            ema_decay=ema_decay,
+            steady_lanes=secagg is not None,
             insecure_seed=insecure_seed,
         )
         self.reports: list[RoundReport] = []
-        self.folder = None if checkpoint is None else Path(checkpoint).expanduser().absolute()
-        self._kept = StrategyState(strategy)
+        self.folder = None if checkpoint is None else user_path(checkpoint).absolute()
         self._secure: SecureExchange | None = None
-        if secure is not None:
+        self._names = NodeNames(by_key=secagg is not None or privacy is not None, lasting=privacy is not None)
+        if secagg is not None:
             fewest = self._fewest("train")
-            self._secure = SecureExchange(self.server, secure, batches=batches, fewest=fewest)
+            self._secure = SecureExchange(
+                self.server, secagg, self._names, batches=batches, fewest=fewest, persist=self._save
+            )
         self._fixed = None if insecure_seed is None else seeds.derive(bytes(32), "flower", insecure_seed)
-        self._numbers: dict[int, int] = {}  # of the nodes, in the order in which they were first seen
-        self._asked: list[int] = []
-        self._shown: set[int] = set()  # who was sent something of the open round
+        self._numbers: dict[str, int] = {}  # of the nodes, in the order in which they were first seen
+        self._asked: list[str] = []
+        self._shown: set[str] = set()  # who was sent something of the open round
         self._drawn: tuple[int, list[Message]] | None = None  # the inner strategy's messages of a round that is to come
         self._train_config = ConfigRecord()
         self._said: set[str] = set()
@@ -189,11 +201,11 @@ class DoubleBlind(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
-        """Play the rounds that are left of `num_rounds`, and give all their metrics and the final, true weights.
+        """Play the rounds that are left of `num_rounds`, and give all their metrics and the final weights.
 
         `initial_arrays` replaces the model's weights in a run that begins, not in one that goes on. `timeout` is
-        `round_timeout` unless given. `evaluate_fn` gets the true weights, here on the server. With a guarantee both are
-        the noisy weights instead, and `num_rounds` is at most what was planned.
+        `round_timeout` unless given. The final weights are those of `server.released`, which `evaluate_fn` gets after
+        every round, here on the server. With a guarantee `num_rounds` is at most what was planned.
         """
         privacy = self.server.privacy
         if privacy is not None and num_rounds > privacy.rounds:
@@ -246,6 +258,8 @@ class DoubleBlind(Strategy):
             self._evaluate(grid, evaluate_config, evaluate_fn)
         if self.observer is not None and self._shown:
             self.observer(self._sent(), {})  # the last evaluation is of a round that is not played
+        for line in self.server.contributions.lines():
+            log.warning("not every update counted as it was: %s", line)
         self._result.arrays = self._weights()
         return self._result
 
@@ -266,22 +280,39 @@ class DoubleBlind(Strategy):
         return self.configure_train(number, ArrayRecord(), ConfigRecord(dict(self._train_config)), grid)
 
     def _add_securely(self, secure: SecureExchange, number: int, grid: Grid) -> MetricRecord:
-        """Play a round in which only a sum is learned; where none could be made, begin anew without who failed."""
-        secure.left_out.clear()
+        """Play a round in which only a sum is learned; where none could be made, begin it anew.
+
+        Only the last attempt goes without nodes that are lost: from then on they are no part of their group.
+        """
         for left in reversed(range(ATTEMPTS)):
             messages = self._messages(number, grid)
             try:
-                report = secure.play(messages, grid, self.round_timeout)
+                report = secure.play(messages, grid, self.round_timeout, partial=not left)
                 break
             except ProtocolError as error:
-                if not left or not secure.choose(list(grid.get_node_ids())):
-                    raise
+                if not left and self._may_void:
+                    log.warning("%s\nround %s is given up: the next one has other nodes", error, number)
+                    self.server.void_round()
+                    self._shown.clear()
+                    self.reports.append(RoundReport(number - 1, 0))
+                    return MetricRecord({"dbcl-accepted": 0, "dbcl-refused": len(messages)})
+                if not left:
+                    raise ProtocolError(
+                        f"{error}\nThis was attempt {ATTEMPTS} of {ATTEMPTS}. The remedy: start the nodes named above "
+                        "again, each with its own folder, and then run the same command again"
+                    ) from error
                 log.warning("%s\nround %s begins anew", error, number)
         for reason in report.refused:
             log.warning("round %s: left out %s", number, reason)
         self._shown.clear()
         self.reports.append(report)
         return _counted(report, MetricRecord())
+
+    @property
+    def _may_void(self) -> bool:
+        """Whether a round without a sum may be given up: where groups change, clients mask for one group in a round."""
+        privacy = self.server.privacy
+        return privacy is not None and privacy.shared and privacy.least < privacy.clients
 
     def _evaluate(self, grid: Grid, config: ConfigRecord | None, own: EvaluateFn | None) -> None:
         number = self.server.round
@@ -306,7 +337,7 @@ class DoubleBlind(Strategy):
         if self.server.privacy is not None and self.folder is None:
             log.warning("no checkpoint: should this run die, another one on the same data spends a second budget")
         if self._secure is not None:
-            log.info("secure aggregation (%s): the nodes' metrics stay with them", self._secure.rounds.terms)
+            log.info("secure aggregation (%s): the nodes' metrics stay with them", self._secure.rounds.config)
         inner = vars(self._kept.strategies[-1])
         train, evaluate = inner.get("fraction_train", 1.0), inner.get("fraction_evaluate", 0.0)
         if not self.evaluate_cohort_only and evaluate > 0 and train < 1:
@@ -324,7 +355,7 @@ class DoubleBlind(Strategy):
         own = self._own()
         asked = self._choose(server_round, own, config, grid)
         self._drawn = None
-        onlookers = self._shown - {message.metadata.dst_node_id for message in asked}
+        onlookers = self._shown - set(self._named(asked))
         if onlookers and not self.evaluate_cohort_only:
             self._warn_of_onlookers(f"{len(onlookers)} nodes have seen round {server_round} and do not train in it")
         # Where a secret veil is what hides the nodes: without one there is worse to say, and the summary says it.
@@ -340,7 +371,8 @@ class DoubleBlind(Strategy):
         with repeatable(self._fixed, "configure", server_round):
             waiting = self._with_timeout(grid, "train")
             batch = None if self._secure is None else waiting.settle()
-            asked = list(self.strategy.configure_train(server_round, own, config, waiting))
+            with self._kept.waiting_for_at_most(math.inf if batch is None else len(batch)):
+                asked = list(self.strategy.configure_train(server_round, own, config, waiting))
         if batch is not None and {message.metadata.dst_node_id for message in asked} != set(batch):
             raise ConfigError(
                 f"{self._kept.names[0]} takes {len(asked)} of the {len(batch)} nodes of this round, and under secure "
@@ -390,14 +422,13 @@ class DoubleBlind(Strategy):
         sent = self._sent()
         came = self._by_node(replies)
         admission, answers = self._admit(came)
-        for reason in admission.reasons:
+        for reason in map(": ".join, ((w, str(r)) for w, r in admission.rejected.items())):
             log.warning("round %s: refused %s", server_round, reason)
-        admission.require(self.server.door.min_updates)
-        senders = {node_name(node): message for node, message in came.items()}
+        admission.require(self.server.validator.min_updates)
         new, summary = None, None
         if self.server.privacy is None:  # it would aggregate metrics, too, which no guarantee covers
             with repeatable(self._fixed, "aggregate", server_round):
-                new, summary = self.strategy.aggregate_train(server_round, self._lifted(admission, senders))
+                new, summary = self.strategy.aggregate_train(server_round, self._lifted(admission, came))
         if self._averages:
             made = self.server.average(admission)
         elif new:
@@ -407,13 +438,11 @@ class DoubleBlind(Strategy):
                 f"round {admission.round}: {self._kept.names[0]} made no weights of {len(admission.accepted)} good "
                 "answers; its log says why, most often that it needs more of them"
             )
-        report = self.server.close(made, admission.tally())
+        report = self.server.close(made, admission.stats())
         self._shown.clear()
         self.reports.append(report)
         if self.observer is not None:
-            told = {
-                self._numbers[node]: answers[node_name(node)] for node in came if node_name(node) in admission.accepted
-            }
+            told = {self._numbers[name]: answers[name] for name in came if name in admission.accepted}
             self.observer(sent, told)
         return None, _counted(report, MetricRecord() if summary is None else summary)
 
@@ -421,10 +450,10 @@ class DoubleBlind(Strategy):
         """Check the nodes' metrics, which are those of the blinded model, and let the inner strategy aggregate them."""
         came = self._by_node(replies)
         refused = self._failures(came)
-        good: dict[int, dict[str, float]] = {}
-        for node, message in came.items():
-            with _noting(refused, node):
-                good[node] = metrics_of(message, self.server.door.max_examples)
+        good: dict[str, dict[str, float]] = {}
+        for name, message in came.items():
+            with _noting(refused, name):
+                good[name] = metrics_of(message, self.server.validator.max_examples)
         for who, reason in refused.items():
             log.warning("round %s: no evaluation by %s: %s", server_round, who, reason)
         if not good:
@@ -433,16 +462,25 @@ class DoubleBlind(Strategy):
         names = common_names(good.values())
         known = mean_metrics([(metrics, count) for metrics, count in zip(good.values(), counts, strict=True)])
         messages = []
-        for (node, metrics), count in zip(good.items(), counts, strict=True):
+        for (name, metrics), count in zip(good.items(), counts, strict=True):
             record = MetricRecord({**filled(metrics, names, known), self._weight_key: count})
-            messages.append(with_content(came[node], RecordDict({"metrics": record})))
+            messages.append(with_content(came[name], RecordDict({"metrics": record})))
         return self.strategy.aggregate_evaluate(server_round, messages)
 
     # Their parts
 
     def _sent(self) -> dict[int, Broadcast]:
-        """What was sent of the open round, by the number of the node, whoever of them has answered."""
-        return {self._numbers[node]: self.server.open_round(node_name(node)) for node in sorted(self._shown)}
+        """Return what was sent of the open round, by the number of the node, whether it has answered or not."""
+        return {self._numbers[name]: self.server.open_round(name) for name in self._in_order(self._shown)}
+
+    def _in_order(self, names: Iterable[str]) -> list[str]:
+        """Sort nodes by when they were first seen."""
+        return sorted(names, key=self._numbers.__getitem__)
+
+    def _named(self, messages: Iterable[Message]) -> dict[str, Message]:
+        """Return messages to nodes by the nodes' names, in the order of their ids."""
+        in_order = sorted(messages, key=lambda message: message.metadata.dst_node_id)
+        return {name: each for each in in_order if (name := self._names.of(each.metadata.dst_node_id)) is not None}
 
     def _warn_of_onlookers(self, who: str) -> None:
         self._warn_once(
@@ -472,56 +510,57 @@ class DoubleBlind(Strategy):
                 "strategy that sends more (control variates, for example) cannot be inside DoubleBlind"
             )
         secure = self._secure is not None
-        self._asked = sorted(message.metadata.dst_node_id for message in asked)
-        sent = {
-            node: self.server.open_round(node_name(node)) for node in self._asked
-        }  # in a fixed order: lanes follow it
+        named = self._named(asked)
+        self._asked = list(named)
+        sent = {name: self.server.open_round(name) for name in named}  # in a fixed order: lanes follow it
         written = {id(broadcast): encode(broadcast) for broadcast in sent.values()}
         messages = [
-            with_broadcast(
-                message, written[id(sent[message.metadata.dst_node_id])], ttl=self.round_timeout, secure=secure
-            )
-            for message in asked
+            with_broadcast(message, written[id(sent[name])], ttl=self.round_timeout, secure=secure)
+            for name, message in named.items()
         ]
         self._shown.update(self._asked)
-        for node in sorted({*grid.get_node_ids(), *self._asked}):
-            self._numbers.setdefault(node, len(self._numbers))
+        there = [name for node in sorted(grid.get_node_ids()) if (name := self._names.of(node)) is not None]
+        for name in [*there, *self._asked]:
+            self._numbers.setdefault(name, len(self._numbers))
         if self.server.plan.lanes > 1 or secure or self.observer is not None:
             self._save()  # after a crash a node must get the lane that it has seen, whoever is asked then
         return messages
 
-    def _by_node(self, replies: Iterable[Message]) -> dict[int, Message]:
-        """The replies in the order of the nodes, so that sums do not depend on who was first."""
-        came: dict[int, Message] = {}
+    def _by_node(self, replies: Iterable[Message]) -> dict[str, Message]:
+        """Return the replies in the order of the nodes, so that sums do not depend on who was first."""
+        came: dict[str, Message] = {}
         for message in replies:
-            came.setdefault(message.metadata.src_node_id, message)  # a node counts once, with its first reply
-        return {node: came[node] for node in sorted(came) if node in self._asked}
+            name = self._names.of(message.metadata.src_node_id)
+            if name is not None:
+                came.setdefault(name, message)  # a node counts once, with its first reply
+        return {name: came[name] for name in self._asked if name in came}
 
-    def _failures(self, came: dict[int, Message]) -> dict[str, str]:
+    def _failures(self, came: dict[str, Message]) -> dict[str, str]:
         """Take out the error replies, and say who failed and who did not answer."""
-        failed = {
-            node_name(node): "did not answer in time; see round_timeout" for node in self._asked if node not in came
-        }
-        for node in [node for node, message in came.items() if message.has_error()]:
-            failed[node_name(node)] = f"failed: {plain(str(came.pop(node).error.reason or 'without a reason'))}"
+        failed = {name: "did not answer in time; see round_timeout" for name in self._asked if name not in came}
+        for name in [name for name, message in came.items() if message.has_error()]:
+            reason = f": {plain(str(came.pop(name).error.reason or 'without a reason'))}"
+            # The text of an error may quote data, which a guarantee does not cover.
+            failed[name] = f"failed{reason if self.server.privacy is None else ', and its own log says why'}"
         return failed
 
-    def _admit(self, came: dict[int, Message]) -> tuple[Admission, dict[str, bytes]]:
-        """What passes the door, and the updates as they came."""
+    def _admit(self, came: dict[str, Message]) -> tuple[ValidationResult, dict[str, bytes]]:
+        """Return what passes the validator, and the updates as they came."""
         refused = self._failures(came)
         answers = {}
-        for node, message in came.items():
-            with _noting(refused, node):
-                answers[node_name(node)] = update_of(message)
-        admission = self.server.admit(answers.items())
-        return replace(admission, refused={**refused, **admission.refused}), answers
+        for name, message in came.items():
+            with _noting(refused, name):
+                answers[name] = update_of(message)
+        admission = self.server.validate(answers)
+        failed = {name: Rejection(Reason.NO_ANSWER, reason) for name, reason in refused.items()}
+        return replace(admission, rejected={**failed, **admission.rejected}), answers
 
-    def _lifted(self, admission: Admission, senders: Mapping[str, Message]) -> list[Message]:
+    def _lifted(self, admission: ValidationResult, senders: Mapping[str, Message]) -> list[Message]:
         """The updates as the inner strategy expects them: full-size weights, metrics with the number of examples."""
         empty: dict[str, Tensor] = {}
         weights = ((who, empty) for who in admission.accepted) if self._averages else self.server.lifted(admission)
         accepted = admission.accepted
-        names, known = common_names(each.update.metrics for each in accepted.values()), admission.tally().metrics
+        names, known = common_names(each.update.metrics for each in accepted.values()), admission.stats().metrics
         own = [each.update.metrics.get(self._weight_key, each.weight) for each in accepted.values()]
         counts = dict(zip(accepted, self._bounded(own), strict=True))
         messages = []
@@ -533,14 +572,14 @@ class DoubleBlind(Strategy):
         return messages
 
     def _bounded(self, weights: Sequence[float]) -> list[int | float]:
-        """What answers count for in the inner strategy: at least 0, and bounded by the door as examples are."""
-        limit = self.server.door.max_influence
+        """What answers count for in the inner strategy: at least 0, and bounded by the validator as examples are."""
+        limit = self.server.validator.max_influence
         positive = [max(0.0, weight) for weight in weights]
         middle = statistics.median(positive)
         capped = [min(weight, limit * middle) if limit and middle > 0 else weight for weight in positive]
         return [int(weight) if float(weight).is_integer() else weight for weight in capped]
 
-    def _replaced(self, admission: Admission, new: Mapping[str, Tensor]) -> Aggregate:
+    def _replaced(self, admission: ValidationResult, new: Mapping[str, Tensor]) -> Aggregate:
         """The strategy's new weights; statistics are no weights, so they are averaged whatever the strategy does."""
         made = replacement(new, self.server.weights(), len(admission.accepted))
         mean, statistics = self.server.average(admission).mean(), self.server.statistics
@@ -548,23 +587,40 @@ class DoubleBlind(Strategy):
         return replace(made, sum={**kept, **{name: mean[name] for name in statistics if name in mean}})
 
     def _with_timeout(self, grid: Grid, phase: str) -> TimeoutGrid:
-        allowed = None if self.server.privacy is None else self._in_turn
-        if self._secure is not None:
-            return TimeoutGrid(grid, self.round_timeout, self._secure.needed, self._secure.choose)
-        return TimeoutGrid(grid, self.round_timeout, str(self._fewest(phase) or "more"), allowed)
+        secure = self._secure
+        choose = self._in_turn if secure is None else secure.choose
+
+        def allowed(there: list[int]) -> list[int]:
+            named = self._names.present(there, grid, self.round_timeout)
+            return [named[name] for name in choose(list(named))]
+
+        if secure is not None:
+            return TimeoutGrid(grid, self.round_timeout, lambda: secure.needed, allowed)
+        fewest = str(self._fewest(phase) or "more")
+        return TimeoutGrid(grid, self.round_timeout, lambda: fewest, None if self.server.privacy is None else allowed)
 
     def _fewest(self, phase: str) -> int:
         """For how many nodes the inner strategy waits."""
         names = ("min_available_nodes", f"min_{phase}_nodes")
         return max(getattr(each, name, 0) for each in self._kept.strategies for name in names)
 
-    def _in_turn(self, nodes: list[int]) -> list[int]:
-        """Whose turn it is by the guarantee: as many as planned of those who may take part, the least used first."""
-        privacy, ledger = self.server.privacy, self.server.ledger
+    def _in_turn(self, names: list[str]) -> list[str]:
+        """Return whose turn it is by the guarantee: as many as planned, those with the fewest participations first."""
+        privacy, tracker = self.server.privacy, self.server.keeper.tracker
         assert privacy is not None
-        assert ledger is not None
-        may = [node for node in nodes if ledger.refusal(self.server.round, node_name(node)) is None]
-        return sorted(may, key=lambda node: (ledger.uses(node_name(node)), node))[: privacy.cohort]
+        assert tracker is not None
+        may = [name for name in names if tracker.refusal(self.server.round, name) is None]
+        return sorted(may, key=tracker.uses)[: privacy.cohort]
+
+    def _step(self, optimizer: ServerOptimizer | None, privacy: PrivacyPlan | None) -> ServerOptimizer | None:
+        """Return the server's optimiser; None for its default. What another strategy makes is taken as it is."""
+        if self._averages or privacy is not None:
+            return optimizer
+        if optimizer is not None:
+            raise ConfigError(
+                f"{self._kept.names[0]} makes the new weights itself; an optimizer goes with FedAvg and FedProx"
+            )
+        return fedavg()
 
     @property
     def _averages(self) -> bool:
@@ -593,19 +649,13 @@ class DoubleBlind(Strategy):
         With a guarantee it sees what the clients see together.
         """
         if self._written is None or self._written[0] != self.server.round:
-            seen = self.server.weights() if self.server.privacy is None else self.server.shown()
+            seen = self.server.weights() if self.server.privacy is None else self.server.noisy_weights()
             self._written = self.server.round, to_record(seen)
         return ArrayRecord(dict(self._written[1]))
 
     def _weights(self) -> ArrayRecord:
-        """The model as it may be evaluated and released: W, or with a guarantee W + N."""
-        if self.server.privacy is None:
-            return to_record(self.server.model.state_dict())
-        noisy = copy.deepcopy(self.server.model)
-        own = named_tensors(noisy)
-        for name, tensor in self.server.shown().items():
-            own[name].data.copy_(tensor)
-        return to_record(noisy.state_dict())
+        """Return the model to evaluate and to keep: a running mean of W, or with a guarantee of W + N."""
+        return to_record(self.server.released.state_dict())
 
     @staticmethod
     def _note(history: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> None:
@@ -620,13 +670,14 @@ class DoubleBlind(Strategy):
             return
         own = {
             "evaluated": self._evaluated,
-            "nodes": [str(node) for node in self._numbers],
-            "shown": [str(node) for node in sorted(self._shown)],
+            "nodes": list(self._numbers),
+            "shown": self._in_order(self._shown),
             "history": [[[n, dict(m)] for n, m in kept.items()] for kept in _histories(self._result)],
         }
         parts = {
-            "server": server_state(self.server),
+            "server": self.server.state(),
             "strategy": self._kept.state(),
+            "names": self._names.state(),
             "flower": State(own, {}),
         }
         if self._secure is not None:
@@ -646,7 +697,7 @@ class DoubleBlind(Strategy):
         if not any(folder.glob("round-*.dbcl")):
             return
         state = checkpoint.load(folder)
-        if not {"flower", "strategy", "server"} <= state.values.keys():
+        if not {"flower", "strategy", "server", "names"} <= state.values.keys():
             raise ProtocolError(
                 f"{folder} holds checkpoints of another engine or of an older dbcl; choose another folder"
             )
@@ -661,16 +712,16 @@ class DoubleBlind(Strategy):
             if self._secure is not None:
                 self._secure.load_state(state.part("secure"))
             self._kept.load_state(state.part("strategy"))
-            restore_server(self.server, state.part("server"))
+            self._names.load_state(state.part("names"))
+            self.server.load_state(state.part("server"))
         except ProtocolError as error:
             raise ProtocolError(
-                f"the run in {folder} cannot go on: {error}; "
-                "use the model, the plan and the strategy that it began with, or another folder as checkpoint, "
-                "to begin anew"
+                f"the run in {folder} cannot go on; use the model, the plan and the strategy that it began with, or "
+                f"another folder as checkpoint, to begin anew: {error}"
             ) from error
         self._evaluated, self._resumed = own["evaluated"], True
-        self._numbers = {int(node): number for number, node in enumerate(own["nodes"])}
-        self._shown = {int(node) for node in own.get("shown", [])}  # which older checkpoints do not have
+        self._numbers = {str(name): number for number, name in enumerate(own["nodes"])}
+        self._shown = set(map(str, own["shown"]))
         for kept, stored in zip(_histories(self._result), own["history"], strict=True):
             kept.update({number: MetricRecord(metrics) for number, metrics in stored})
         log.info("goes on after round %s, from %s", self.server.round, folder)
@@ -694,14 +745,14 @@ def repeatable(seed: bytes | None, phase: str, round: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noting(refused: dict[str, str], node: int) -> Iterator[None]:
+def _noting(refused: dict[str, str], name: str) -> Iterator[None]:
     try:
         yield
     except ProtocolError as error:
-        refused[node_name(node)] = plain(str(error))
+        refused[name] = plain(str(error))
     except Exception as error:  # whatever one node sent, the others' round goes on
-        log.debug("%s", node_name(node), exc_info=True)
-        refused[node_name(node)] = f"cannot be read ({type(error).__name__})"
+        log.debug("%s", name, exc_info=True)
+        refused[name] = f"cannot be read ({type(error).__name__})"
 
 
 def _counted(report: RoundReport, metrics: MetricRecord) -> MetricRecord:

@@ -1,45 +1,52 @@
 """Secret noise and clipping, and what each of them promises."""
 
-from dbcl.privacy.accounting import PrivacyPlan, Spent, epsilon_of, mu_of
+from dbcl.privacy.accounting import PrivacyPlan, Spent
 from dbcl.privacy.clipping import UpdateNoise, clip_factor, norm
-from dbcl.privacy.correlated import CorrelatedVeil
+from dbcl.privacy.conversion import epsilon_of, mu_of
+from dbcl.privacy.correlated import CorrelatedNoise
+from dbcl.privacy.dense_clipping import clip_factors
+from dbcl.privacy.distributed import NoiseShares, NoiseStream
+from dbcl.privacy.example_clipping import check_alone, clipped_step, clipped_sum, clipped_sums
 from dbcl.privacy.factorization import (
     Mechanism,
     Memory,
     Strategy,
     Workload,
     banded,
-    buffered,
     independent,
     sensitivity,
     white,
 )
-from dbcl.privacy.participation import Ledger, cyclic_batch, cyclic_cohort, share
-from dbcl.privacy.planning import plan_blt
-from dbcl.privacy.veil import Veil, WhiteVeil, veil_sizes
+from dbcl.privacy.noise import IndependentNoise, NoiseMechanism, veil_sizes
+from dbcl.privacy.participation import ParticipationTracker, cyclic_batch, cyclic_cohort, share
 
 __all__ = [
-    "CorrelatedVeil",
-    "Ledger",
+    "CorrelatedNoise",
+    "IndependentNoise",
     "Mechanism",
     "Memory",
+    "NoiseMechanism",
+    "NoiseShares",
+    "NoiseStream",
+    "ParticipationTracker",
     "PrivacyPlan",
     "Spent",
     "Strategy",
     "UpdateNoise",
-    "Veil",
-    "WhiteVeil",
     "Workload",
     "banded",
-    "buffered",
+    "check_alone",
     "clip_factor",
+    "clip_factors",
+    "clipped_step",
+    "clipped_sum",
+    "clipped_sums",
     "cyclic_batch",
     "cyclic_cohort",
     "epsilon_of",
     "independent",
     "mu_of",
     "norm",
-    "plan_blt",
     "sensitivity",
     "share",
     "veil_sizes",

@@ -1,57 +1,32 @@
-"""From noise to (epsilon, delta) and back, and the plan of a run with a guarantee.
+"""The plan of a run with a guarantee: its noise, and the part of its budget that is spent.
 
-All noise of a run is one Gaussian mechanism with sensitivity / sigma = mu (`factorization`). What that means as
-(epsilon, delta) is computed by dp-accounting, which the extra `privacy` installs; nothing is accounted here.
+All noise of a run is one Gaussian mechanism with sensitivity / sigma = mu (`factorization`, `distributed`).
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from importlib import import_module
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from dbcl.config import PrivacyConfig
 from dbcl.errors import ConfigError
-from dbcl.privacy.factorization import Mechanism, Strategy, Workload, banded, buffered, independent, white
+from dbcl.privacy.conversion import epsilon_of, mu_of
+from dbcl.privacy.distributed import NoiseShares
+from dbcl.privacy.factorization import Mechanism, Strategy, Workload, banded, independent, white
 
-KINDS = ("banded", "blt", "independent", "white")
-UNITS = ("client", "example")
 MAX_NOISE_TO_WEIGHTS, MAX_NOISE_TO_SIGNAL = 10.0, 3.0
-"""A plan is rejected where the noise is above both: this many times the initial weights, and this many times the
-largest change that all updates together can make. On MNIST, one of 1,000 clients at epsilon 1, both about 10 and 2, a
-network still learned 88 %."""
+"""A plan is rejected if its noise is above both: this multiple of the initial weights, and this multiple of the largest
+change that all updates together can make. On MNIST, with one of 1,000 clients as the unit at epsilon 1, they are about
+10 and 2, and a network still reached 88 %."""
 
 
-def epsilon_of(mu: float, delta: float) -> float:
-    """The epsilon at this delta of a Gaussian mechanism whose sensitivity is mu times its noise.
-
-    >>> round(epsilon_of(1.0, 1e-5), 3)
-    4.377
-    """
-    return float(_dp_accounting().get_epsilon_gaussian(1 / mu, delta)) if mu > 0 else 0.0
-
-
-def mu_of(epsilon: float, delta: float) -> float:
-    """The largest mu that keeps (epsilon, delta).
-
-    >>> round(mu_of(8.0, 1e-5), 3)
-    1.666
-    """
-    return 1 / float(_dp_accounting().get_sigma_gaussian(epsilon, delta))
-
-
-def _dp_accounting() -> ModuleType:
-    try:
-        return import_module("dp_accounting")
-    except ImportError as error:
-        raise ConfigError(
-            "a guarantee needs dp-accounting, which is not installed; the remedy: pip install '.[privacy]' in a clone "
-            "of dbcl"
-        ) from error
+STEPS_SUM, STEPS_WHOLE = 100, 10
+"""Grid steps in the clip, times the root of the number of values, at least: rounding a sum to them increases the
+sensitivity by 1 %, and rounding a client's whole update by 0.13 %."""
 
 
 class Spent(NamedTuple):
-    """What of a budget is used up.
+    """The part of a privacy budget that is spent.
 
     >>> Spent(mu=1.0, epsilon=4.38, delta=1e-5).epsilon
     4.38
@@ -63,49 +38,49 @@ class Spent(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacyPlan:
-    """A run with a guarantee: the target, how often one unit takes part, and the noise that this needs.
+class PrivacyPlan(PrivacyConfig):
+    """The noise of a run with a guarantee: a `PrivacyConfig` and the facts of the run.
 
-    `unit` is what the guarantee protects: all that one "client" contributes in the whole run, or one "example". Of
-    clients, each update is clipped to the norm `clip` and their sum is divided by `cohort`; of examples, each
-    gradient is clipped and their sum over all clients is divided by `batch`, any public number. Left at 0,
-    `separation` and `participations` become those of turns in a fixed order (`cyclic_cohort`); an example comes back
-    after exactly `separation` rounds (`cyclic_batch`), which the clients decide, so there it must be given. All clients
-    count alike; with `most`, a public number, by their examples, those with `most` and more for one.
+    With clients as the unit each update is clipped, and their sum is divided by `cohort`. With examples as the unit
+    each gradient is clipped, and their sum over all clients is divided by `batch`. Both denominators are public and do
+    not depend on who answers.
 
-    `momentum` and `lr` are the server's. With `before` the noise goes into the average update, before an optimiser that
-    need not be linear, such as Adam: `noise` is then that on one update. `kind` is how the noise is correlated:
-    "banded", "blt" with its `decay` and `scale` (`plan_blt` finds them), and to compare with "independent" (DP-FedAvg)
-    and "white" (on each W_t by itself).
+    Args:
+        rounds: Number of rounds.
+        clients: Number of clients.
+        cohort: Number of clients in a round.
+        examples: Number of examples of all clients; needed if the unit is one example.
+        batch: Number of examples in a round.
+        participations: Largest number of rounds in which one unit takes part; 0 for that of turns in a fixed order.
+        momentum: Momentum of the server's optimiser.
+        lr: Learning rate of the server's optimiser.
+        noise_on_updates: Add the noise to each average update, before an optimiser that need not be linear, such as
+            Adam. Otherwise it is added to the weights.
+        values: Number of values in an update; needed if clients add the noise.
 
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
     >>> plan.separation, plan.participations, round(plan.mu, 3), round(plan.sigma, 4), round(plan.noise, 4)
     (10, 40, 1.666, 0.0102, 0.0422)
     """
 
-    epsilon: float
-    delta: float
-    clip: float
     rounds: int
     clients: int
     cohort: int
-    unit: str = "client"
     examples: int = 0
     batch: int = 0
-    separation: int = 0
     participations: int = 0
     momentum: float = 0.0
     lr: float = 1.0
-    before: bool = False
-    most: float = 0.0
-    kind: str = "banded"
-    decay: tuple[float, ...] = ()
-    scale: tuple[float, ...] = ()
+    noise_on_updates: bool = False
+    values: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shared:
+            self._set_shared()
         problems = self._problems()
         if not problems:
-            # In turns a client has ceil(rounds cohort / clients) of them; an example comes every separation-th round.
+            # In turns a client takes part ceil(rounds cohort / clients) times; an example every separation-th round.
             separation = self.separation or self.clients // self.cohort
             turns = self.rounds * self.cohort / self.clients if self.unit == "client" else self.rounds / separation
             object.__setattr__(self, "separation", separation)
@@ -113,40 +88,57 @@ class PrivacyPlan:
             problems = self._misfits()
         if problems:
             raise ConfigError("\n  - ".join(["there is no such guarantee:", *problems]))
-        _ = self.workload, self.strategy  # they check what is theirs
+        _ = self.workload, self.strategy  # validate their own arguments
+        if self.shared:
+            _ = self.shares
+
+    def _set_shared(self) -> None:
+        """Fill in what follows from the other facts if clients add the noise."""
+        if self.colluders is None:
+            object.__setattr__(self, "colluders", min(max(1, self.cohort // 5), max(0, self.cohort - 1)))
+        if self.unit == "client":  # shares of changing clients cannot be correlated over rounds
+            object.__setattr__(self, "correlation", "independent")
+
+    @classmethod
+    def from_config(cls, config: PrivacyConfig, **facts: Any) -> "PrivacyPlan":
+        """Plan a configuration for a run; `facts` are the arguments of `PrivacyPlan` that it does not have.
+
+        >>> config = PrivacyConfig(epsilon=8, clip=0.2)
+        >>> PrivacyPlan.from_config(config, rounds=400, clients=1000, cohort=100).participations
+        40
+        """
+        return cls(**{field.name: getattr(config, field.name) for field in fields(PrivacyConfig)}, **facts)
 
     def _problems(self) -> list[str]:
+        of_examples = self.unit == "example"
         checks = {
-            f"unit must be one of {', '.join(UNITS)}, got {self.unit!r}": self.unit in UNITS,
-            f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}": self.kind in KINDS,
-            f"epsilon must be above 0 and finite, got {self.epsilon}": 0 < self.epsilon < math.inf,
-            f"clip must be above 0 and finite, got {self.clip}": 0 < self.clip < math.inf,
             f"rounds must be 1 or more, got {self.rounds}": self.rounds >= 1,
             f"cohort must be between 1 and the number of clients, {self.clients}, got {self.cohort}": 1
             <= self.cohort
             <= self.clients,
-            f"separation and participations must not be negative, got {self.separation} and {self.participations}": min(
-                self.separation, self.participations
-            )
-            >= 0,
-            'unit "example" needs examples, the number of all clients\' together, and batch, that of one round, got '
-            f"{self.examples} and {self.batch}": self.unit != "example" or 1 <= self.batch <= self.examples,
-            'unit "example" needs separation, after how many rounds the clients take an example again': self.unit
-            != "example"
+            f"participations must not be negative, got {self.participations}": self.participations >= 0,
+            'unit "example" needs examples, the number that all clients have together, and batch, that of one round, '
+            f"got {self.examples} and {self.batch}": not of_examples or 1 <= self.batch <= self.examples,
+            'unit "example" needs separation, the rounds after which an example comes back': not of_examples
             or self.separation >= 1,
-            f"delta must be above 0 and below 1 / {self.units} ({self.unit}s): with more, showing one of them whole "
-            f"would be allowed, got {self.delta}": 0 < self.delta < 1 / max(self.units, 1),
-            f"most must be 0 or more and finite, got {self.most}": 0 <= self.most < math.inf,
-            f"most is for clients, and one example is the unit, got {self.most}": self.unit == "client"
-            or not self.most,
-            f"decay and scale are those of kind blt, got kind {self.kind}": self.kind == "blt"
-            or not (self.decay or self.scale),
+            f"delta must be below 1 / {self.units} ({self.unit}s), or revealing one of them entirely would be allowed, "
+            f"got {self.delta}": self.delta < 1 / max(self.units, 1),
+            "if clients add the noise, values is the number of values in an update, 1 or more": not self.shared
+            or self.values >= 1,
+            "if clients add the noise to protect one example, all clients take part in every round, got cohort "
+            f"{self.cohort} of {self.clients}": not (self.shared and of_examples) or self.cohort == self.clients,
+            f"fewest must not be above the cohort, {self.cohort}, got {self.fewest}": self.fewest <= self.cohort,
         }
         return [problem for problem, fine in checks.items() if not fine]
 
     def _misfits(self) -> list[str]:
-        """List what the participation rule asks for and the clients cannot keep."""
+        """Return what the participation rule demands and the clients cannot keep."""
         problems = []
+        if self.shared and self.fewest not in (0, self.cohort) and self.strategy.memory:
+            problems.append(
+                "noise that is correlated over rounds needs all clients in every round; with fewest take "
+                "correlation='independent', or separation 1"
+            )
         if self.unit == "example":
             turns = math.ceil(self.rounds / self.separation)
             if self.participations < turns:
@@ -168,47 +160,74 @@ class PrivacyPlan:
         return problems
 
     @property
+    def shared(self) -> bool:
+        """Whether clients add the noise, each a share, so that nobody must be trusted."""
+        return self.noise_by == "clients"
+
+    @property
+    def least(self) -> int:
+        """Fewest clients whose sum is revealed if clients add the noise."""
+        return self.fewest or self.cohort
+
+    @cached_property
+    def shares(self) -> NoiseShares:
+        """The shares of noise that clients add; only if `shared`."""
+        assert self.colluders is not None
+        whole = self.unit == "client"
+        least = (STEPS_WHOLE if whole else STEPS_SUM) * math.sqrt(self.values)
+        return NoiseShares(
+            epsilon=self.epsilon,
+            delta=self.delta,
+            mechanism=replace(self.mechanism, workload=Workload(after=False)),
+            clients=self.least,
+            colluders=self.colluders,
+            values=self.values,
+            steps=1 << math.ceil(math.log2(least)),
+            whole=whole,
+        )
+
+    @property
     def units(self) -> int:
-        """How many clients or examples there are."""
+        """Number of clients, or of examples if one example is the unit."""
         return self.examples if self.unit == "example" else self.clients
 
     @property
     def per_round(self) -> int:
-        """How many of them a round is planned with: the fixed, public number that their sum is divided by."""
+        """Number of units planned for a round: the fixed, public denominator of their sum."""
         return self.batch if self.unit == "example" else self.cohort
 
     @cached_property
     def workload(self) -> Workload:
-        """What the server's optimiser makes of the updates."""
-        return Workload(self.momentum, self.lr, after=not self.before)
+        """The linear map from average updates to weights."""
+        return Workload(self.momentum, self.lr, after=not self.noise_on_updates)
 
     @cached_property
     def strategy(self) -> Strategy:
-        """How the noise is correlated."""
-        if self.kind == "blt":
-            return buffered(self.decay, self.scale)
-        if self.kind == "white":
+        """The correlation of the noise over rounds."""
+        if self.correlation == "white":
             return white(self.workload)
-        return banded(self.separation, self.momentum) if self.kind == "banded" else independent()
+        return banded(self.separation, self.momentum) if self.correlation == "banded" else independent()
 
     @cached_property
     def mechanism(self) -> Mechanism:
-        """Both, with the participation rule."""
+        """Workload and strategy with the participation rule."""
         return Mechanism(self.workload, self.strategy, self.rounds, self.separation, self.participations)
 
     @cached_property
     def mu(self) -> float:
-        """The mu that the target allows."""
-        return mu_of(self.epsilon, self.delta)
+        """Largest mu that keeps the target."""
+        return self.shares.mu if self.shared else mu_of(self.epsilon, self.delta)
 
     @cached_property
     def sigma(self) -> float:
-        """The standard deviation of z: sensitivity * clip / (per_round * mu)."""
+        """Standard deviation of z: sensitivity * clip / (per_round * mu); of shares that of the sum of all."""
+        if self.shared:
+            return self.shares.scale * math.sqrt(self.cohort) * self.clip / (self.shares.steps * self.per_round)
         return self.mechanism.mu(sigma=self.mu, clip=self.clip, per_round=self.per_round)
 
     @property
     def grid(self) -> float:
-        """To multiples of this what is shown is rounded: a power of two, an eighth of sigma or a little less.
+        """Grid to which noisy values are rounded: a power of two, at most an eighth of sigma.
 
         >>> PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100).grid
         0.0009765625
@@ -217,16 +236,16 @@ class PrivacyPlan:
 
     @property
     def noise(self) -> float:
-        """The root mean square of the noise on the weights, over all rounds; with `before` on one average update."""
+        """RMS of the noise on the weights over all rounds; with `noise_on_updates` on one average update."""
         return self.sigma * self.mechanism.growth
 
     @cached_property
     def _added(self) -> Mechanism:
-        """The mechanism, or with `before` that of updates which are simply added."""
-        return replace(self.mechanism, workload=Workload()) if self.before else self.mechanism
+        """The mechanism; with `noise_on_updates` that of plain addition."""
+        return replace(self.mechanism, workload=Workload()) if self.noise_on_updates else self.mechanism
 
     def relative(self, rms: float) -> float:
-        """Return the noise relative to weights of this root mean square; with `before` that of plain addition.
+        """Return the noise relative to weights of this RMS; with `noise_on_updates` that of plain addition.
 
         >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
         >>> round(plan.relative(rms=0.026), 2)
@@ -236,11 +255,11 @@ class PrivacyPlan:
 
     @cached_property
     def reach(self) -> float:
-        """The norm of the largest change of W: by updates that all have the norm `clip` and one direction."""
+        """Norm of the largest change of W, by updates that all have the norm `clip` and the same direction."""
         return self.clip * float(self._added.workload.coefficients(self.rounds).sum())
 
     def noise_to_signal(self, parameters: int) -> float:
-        """Return the norm of the noise on the last model relative to `reach`, the most that updates can change.
+        """Return the norm of the noise on the last model, relative to `reach`.
 
         >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
         >>> round(plan.noise_to_signal(parameters=199_210), 2)
@@ -249,14 +268,14 @@ class PrivacyPlan:
         return self.sigma * float(self._added.growths[-1]) * math.sqrt(parameters) / self.reach
 
     def useful(self, rms: float, parameters: int) -> bool:
-        """Return whether anything can be learned with this noise, by weights of this initial RMS and number.
+        """Return whether a model with this RMS and number of weights can learn under this noise.
 
-        Noise far above the initial weights wipes them out, which matters only where the updates cannot rise above it.
+        Noise far above the initial weights wipes them out, which matters only if the updates cannot rise above it.
         """
         return self.relative(rms) <= MAX_NOISE_TO_WEIGHTS or self.noise_to_signal(parameters) <= MAX_NOISE_TO_SIGNAL
 
     def require_useful(self, rms: float, parameters: int) -> None:
-        """Reject a target that only noise far above all that can be learned would meet, and name the remedy.
+        """Raise `ConfigError`, with the remedy, if the noise of the target is far above what can be learned.
 
         >>> few = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=10, cohort=10)
         >>> few.require_useful(rms=0.026, parameters=199_210)
@@ -277,7 +296,7 @@ class PrivacyPlan:
         )
 
     def spent(self, *, rounds: int, participations: int) -> Spent:
-        """What is used up when this many rounds have been closed and no unit took part more often than that.
+        """Return the budget that is spent after these rounds, if no unit took part more often than that.
 
         >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
         >>> round(plan.spent(rounds=100, participations=10).epsilon, 2)
@@ -291,24 +310,53 @@ class PrivacyPlan:
         if min(rounds, participations) < 1:
             return Spent(0.0, 0.0, self.delta)
         used = replace(self.mechanism, rounds=rounds, participations=participations)
-        mu = used.mu(sigma=self.sigma, clip=self.clip, per_round=self.per_round)
+        mu = self.mu * used.sensitivity / self.mechanism.sensitivity
         return Spent(mu, epsilon_of(mu, self.delta), self.delta)
 
     @property
     def promise(self) -> str:
-        """The guarantee in a sentence, with what it rests on.
+        """The guarantee and its conditions as a sentence.
 
         >>> PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100).promise
-        "(epsilon 8, delta 1e-05) differential privacy (mu 1.666) for one client, against clients and the public, ..."
+        '(epsilon 8, delta 1e-05) differential privacy (mu 1.666) for one client, against clients and the public, ...'
         """
-        what = "updates"
+        if self.shared:
+            return self._promise_of_shares()
+        whom, differ, what = "client", "client, whose updates are zero in one of them", "updates"
         if self.unit == "example":
-            what = "gradients of examples, times the rate, which each client clips by itself,"
-        count = f", where they count by their examples up to {self.most:g}," if self.most else ""
+            # The server cannot verify a client's clipping; one that does not clip harms only its own examples.
+            whom = "example of a client that clips each example's gradient, and keeps their turns, by itself"
+            differ, what = "example, whose gradient is zero in one of them", "gradients, times the rate,"
+        count = f", weighted by their examples up to {self.weight_cap:g}," if self.weight_cap else ""
         return (
             f"(epsilon {self.epsilon:g}, delta {self.delta:g}) differential privacy (mu {self.mu:.4g}) for one "
-            f"{self.unit}, against clients and the public, with a trusted server: neighbouring runs differ by one "
-            f"{self.unit}'s data set to zero; {what} are clipped to {self.clip:g} and their sum{count} is divided by "
+            f"{whom}, against clients and the public, with a trusted server: neighbouring runs differ by one "
+            f"{differ}; {what} are clipped to {self.clip:g} and their sum{count} is divided by "
             f"{self.per_round}, and no {self.unit} takes part twice within {self.separation} rounds, nor more than "
             f"{self.participations} times in {self.rounds}"
+        )
+
+    @property
+    def _members(self) -> str:
+        return f"all {self.cohort} clients" if self.least == self.cohort else f"{self.least} clients or more"
+
+    def _promise_of_shares(self) -> str:
+        """Return `promise` if clients add the noise."""
+        others = f"up to {self.colluders} colluding clients" if self.colluders else "other clients"
+        against = f"against the server, {others} and whoever gets the model"
+        whom = f"(epsilon {self.epsilon:g}, delta {self.delta:g}) differential privacy (mu {self.mu:.4g}) for every"
+        if self.unit == "example":
+            return (
+                f"{whom} example of a client that runs this software, {against}: neighbouring runs differ by one "
+                "example, whose gradient is zero in one of them; gradients, times the rate, are clipped to "
+                f"{self.clip:g}, and every client adds its share of the noise before anything leaves it; only sums "
+                f"over {self._members} are revealed, and no example takes part twice within "
+                f"{self.separation} rounds, nor more than {self.participations} times in {self.rounds}"
+            )
+        return (
+            f"{whom} client that runs this software, {against}: neighbouring runs differ by one client, whose updates "
+            f"are zero in one of them; updates are clipped to {self.clip:g}, and every client adds its share of the "
+            f"noise before anything leaves it; only sums over {self._members} are revealed, and no "
+            f"client takes part twice within {self.separation} rounds, nor more than {self.participations} times in "
+            f"{self.rounds}"
         )

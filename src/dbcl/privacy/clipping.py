@@ -19,7 +19,7 @@ def norm(tensors: Mapping[str, Tensor]) -> float:
     >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     5.0
     """
-    lengths = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for _, tensor in sorted(tensors.items())]
+    lengths = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for _, tensor in sorted(tensors.items())]
     return float(torch.linalg.vector_norm(torch.stack(lengths))) if lengths else 0.0
 
 

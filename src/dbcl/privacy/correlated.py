@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from dbcl import seeds
-from dbcl.cover import named_tensors
 from dbcl.errors import ConfigError, ProtocolError
+from dbcl.model.tensors import named_tensors
 from dbcl.privacy.accounting import PrivacyPlan
 from dbcl.privacy.factorization import Mechanism, Memory
-from dbcl.privacy.veil import Veil
+from dbcl.privacy.noise import NoiseMechanism
 from dbcl.state import State
 
 SCHEME = "correlated-v2"
@@ -29,11 +29,11 @@ class _Begun(NamedTuple):
     fixed: frozenset[str]
 
 
-class CorrelatedVeil(Veil):
+class CorrelatedNoise(NoiseMechanism):
     """N_(t+1) = (A C^-1 z)_t with z of size `sigma` in W's space: the noise of a `Mechanism`, round by round.
 
-    Of a `PrivacyPlan` it is made by `CorrelatedVeil.of`, and its guarantee is that plan's; made by hand it has none.
-    The size is absolute: noise that follows the weights would show them.
+    `CorrelatedNoise.from_plan` makes the noise of a `PrivacyPlan`, with the guarantee of that plan; noise that is made
+    by hand has none. The size is absolute: noise that follows the weights would show them.
 
     N_t is on all that leaves the server in round t, and on the model that is released after the last round: of n rounds
     of updates, rounds 0 to n may begin. z of round t comes from the round's key, the round and the tensor's name. W_0
@@ -47,7 +47,7 @@ class CorrelatedVeil(Veil):
     would show a second noise on the same weights: a round out of order, or another key for a round that has begun.
 
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
-    >>> veil = CorrelatedVeil.of(plan)
+    >>> veil = CorrelatedNoise.from_plan(plan)
     >>> veil.begin(0, bytes(32), nn.Linear(4, 2))
     >>> veil.noise(0, "bias", (2,)).dtype
     torch.float64
@@ -69,7 +69,7 @@ class CorrelatedVeil(Veil):
         self._ahead: dict[tuple[bytes, int, str], Tensor] = {}
 
     @classmethod
-    def of(cls, plan: PrivacyPlan) -> "CorrelatedVeil":
+    def from_plan(cls, plan: PrivacyPlan) -> "CorrelatedNoise":
         """The veil that keeps a plan's guarantee."""
         return cls(plan.mechanism, plan.sigma, plan.promise)
 

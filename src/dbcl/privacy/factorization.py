@@ -7,7 +7,7 @@ a Gaussian mechanism whose sensitivity is that of C. A good C keeps both its sen
 
 Indices: the broadcast of round t shows W_t, which holds the updates of rounds 0 to t-1. So N_1, shown in round 1, is
 made of z_0 alone; n rounds of updates need N_1 to N_n, and N_n is on the model W_n that is released. W_0 holds no data,
-and the mechanism needs no noise on it; `CorrelatedVeil` says what it does there.
+and the mechanism needs no noise on it; `CorrelatedNoise` says what it does there.
 
 Every C here is lower triangular and Toeplitz, with c_j on the j-th diagonal and c_0 = 1, and a quotient of two short
 polynomials in the shift S: (S x)_t = x_(t-1). So A C^-1 z is made round by round from a few tensors of memory.
@@ -60,11 +60,11 @@ class Workload:
             )
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> "Workload":
+    def from_optimizer(cls, optimizer: Optimizer) -> "Workload":
         """The workload of a server's optimiser; one that is not linear in the updates is refused.
 
         >>> from dbcl import optim
-        >>> Workload.of(optim.momentum(0.5, lr=2.0)([torch.nn.Parameter(torch.zeros(1))]))
+        >>> Workload.from_optimizer(optim.momentum(0.5, lr=2.0)([torch.nn.Parameter(torch.zeros(1))]))
         Workload(momentum=0.5, lr=2.0, after=True)
         """
         settings, *groups = optimizer.param_groups
@@ -74,7 +74,7 @@ class Workload:
             raise ConfigError(
                 "noise that comes after the server's optimiser needs one that is linear in the updates, plain or with "
                 f"momentum, the same for all parameters, got {type(optimizer).__name__}: the remedy is "
-                "dbcl.optim.fedavg or dbcl.optim.momentum, or a plan with before=True"
+                "dbcl.optim.fedavg or dbcl.optim.momentum, or a plan with noise_on_updates=True"
             )
         return cls(float(settings["momentum"]), float(settings["lr"]))
 
@@ -98,10 +98,10 @@ class Workload:
 class Strategy:
     """The matrix C as a quotient of two polynomials in the shift that start with 1: C = numerator / denominator.
 
-    `independent`, `banded`, `buffered` and `white` make the ones that are of use.
+    `independent`, `banded` and `white` make the ones that are of use.
 
-    >>> buffered(decay=(0.5,), scale=(0.25,)).coefficients(4)
-    array([1.    , 0.25  , 0.125 , 0.0625])
+    >>> Strategy("geometric", denominator=(1.0, -0.5)).coefficients(4)
+    array([1.   , 0.5  , 0.25 , 0.125])
     """
 
     kind: str
@@ -119,8 +119,8 @@ class Strategy:
     def memory(self) -> int:
         """How many tensors of the model's size C^-1 z remembers.
 
-        >>> banded(10).memory, buffered((0.9,), (0.3,)).memory, independent().memory
-        (9, 1, 0)
+        >>> banded(10).memory, independent().memory
+        (9, 0)
         """
         return max(len(self.numerator), len(self.denominator)) - 1
 
@@ -153,29 +153,6 @@ def banded(bands: int, momentum: float = 0.0) -> Strategy:
     j = np.arange(1, bands)
     root = np.concatenate([np.ones(1), np.cumprod((2 * j - 1) / (2 * j))])
     return Strategy("banded", _plain(np.convolve(root, root * momentum ** np.arange(bands))[:bands]))
-
-
-def buffered(decay: Sequence[float], scale: Sequence[float]) -> Strategy:
-    """A buffered linear Toeplitz matrix (BLT): c_j = sum_d scale_d decay_d^(j-1) for j >= 1; one buffer for each d.
-
-    Good parameters are found ahead of a run: `plan_blt`. The coefficients must not be negative nor increase.
-
-    >>> buffered(decay=(0.9,), scale=(0.4,))
-    Strategy(kind='blt', numerator=(1.0, -0.5), denominator=(1.0, -0.9))
-    """
-    inside = all(0 <= theta < 1 for theta in decay) and all(omega > 0 for omega in scale)
-    if not decay or len(decay) != len(scale) or not inside or sum(scale) > 1:
-        raise ConfigError(
-            "a BLT has as many scales as decays, decays in [0, 1) and scales above 0 that add up to 1 at most, "
-            f"got decay {tuple(decay)} and scale {tuple(scale)}"
-        )
-    # 1 + sum_d scale_d S / (1 - decay_d S) over the common denominator.
-    denominator = _product([(1.0, -theta) for theta in decay])
-    numerator = denominator
-    for d, omega in enumerate(scale):
-        rest = _product([(1.0, -theta) for other, theta in enumerate(decay) if other != d])
-        numerator = numerator + np.pad(omega * rest, (1, 0))
-    return Strategy("blt", _plain(numerator), _plain(denominator))
 
 
 def white(workload: Workload) -> Strategy:
@@ -213,9 +190,14 @@ def sensitivity(coefficients: Sequence[float] | Vector, *, rounds: int, separati
     c = np.pad(given, (0, rounds - len(given)))
     steps = np.diff(c)
     if (steps <= rounding).all() or (steps >= -rounding).all():
+        column = np.trim_zeros(given, "b")
+        if len(column) <= separation:  # no two columns overlap
+            count = min(participations, -(-rounds // separation))
+            last = column[: rounds - (count - 1) * separation]
+            return math.sqrt((count - 1) * float(column @ column) + float(last @ last))
         total = np.zeros(rounds)
         for start in range(0, rounds, separation)[:participations]:
-            total[start:] += c[: rounds - start]
+            total[start : start + len(column)] += column[: rounds - start]
         return float(np.linalg.norm(total))
     return math.sqrt(_worst(c, len(np.trim_zeros(given, "b")), separation, participations))
 
@@ -325,6 +307,10 @@ class Mechanism:
         return Memory(past, velocity if self.workload.momentum else None, total)
 
 
+BLOCK = 4096
+"""Coefficients that `quotient` computes at once."""
+
+
 def quotient(numerator: Sequence[float] | Vector, denominator: Sequence[float] | Vector, n: int) -> Vector:
     """The first n coefficients of the power series numerator / denominator; the denominator starts with 1.
 
@@ -332,19 +318,23 @@ def quotient(numerator: Sequence[float] | Vector, denominator: Sequence[float] |
     array([1.   , 0.5  , 0.25 , 0.125])
     """
     divisor = np.asarray(denominator, dtype=np.float64)
+    order = len(divisor) - 1
     series = np.zeros(n)
     series[: len(numerator)] = numerator[:n]
-    for t in range(1, n):
-        reach = min(t, len(divisor) - 1)
+    if order == 0:
+        return series
+    begun = min(n, max(BLOCK, len(numerator)))
+    for t in range(1, begun):
+        reach = min(t, order)
         series[t] -= divisor[1 : reach + 1] @ series[t - reach : t][::-1]
+    if n > begun:
+        # Past the numerator the recursion is linear in the last `order` values: a block is one product with a matrix.
+        after = np.vstack([np.eye(order), np.zeros((BLOCK, order))])
+        for t in range(order, order + BLOCK):
+            after[t] = -divisor[:0:-1] @ after[t - order : t]
+        for start in range(begun, n, BLOCK):
+            series[start : start + BLOCK] = (after[order:] @ series[start - order : start])[: n - start]
     return series
-
-
-def _product(polynomials: Sequence[Sequence[float]]) -> Vector:
-    whole = np.ones(1)
-    for each in polynomials:
-        whole = np.convolve(whole, each)
-    return whole
 
 
 def _plain(values: Vector) -> tuple[float, ...]:

@@ -1,33 +1,38 @@
 """Messages, their bytes, the server, the client's verbs, and checkpoints."""
 
-from dbcl.protocol.admission import Admission, Admitted, Door
 from dbcl.protocol.aggregation import Aggregate
 from dbcl.protocol.base import load_base
-from dbcl.protocol.client import blinded, update
-from dbcl.protocol.codec import decode_base, decode_broadcast, decode_update, encode, encoded_size
-from dbcl.protocol.messages import Base, Broadcast, RoundReport, Tally, Update, UpdateStack
-from dbcl.protocol.policy import Policy
+from dbcl.protocol.client import blinded, clipped_update, make_update
+from dbcl.protocol.codec import decode, decode_base, decode_broadcast, decode_update, encode, encoded_size
+from dbcl.protocol.messages import AggregationStats, Base, Broadcast, RoundReport, Update, UpdateStack
+from dbcl.protocol.rejection import Reason, Rejection
+from dbcl.protocol.requirements import BroadcastRequirements
 from dbcl.protocol.server import Server
+from dbcl.protocol.validation import AcceptedUpdate, UpdateValidator, ValidationResult
 
 __all__ = [
-    "Admission",
-    "Admitted",
+    "AcceptedUpdate",
     "Aggregate",
+    "AggregationStats",
     "Base",
     "Broadcast",
-    "Door",
-    "Policy",
+    "BroadcastRequirements",
+    "Reason",
+    "Rejection",
     "RoundReport",
     "Server",
-    "Tally",
     "Update",
     "UpdateStack",
+    "UpdateValidator",
+    "ValidationResult",
     "blinded",
+    "clipped_update",
+    "decode",
     "decode_base",
     "decode_broadcast",
     "decode_update",
     "encode",
     "encoded_size",
     "load_base",
-    "update",
+    "make_update",
 ]

@@ -77,16 +77,14 @@ def summed(
     >>> summed([Weighted({"b": torch.tensor([4.0])}, 1)], {"b": torch.zeros(1)}, whole=2.0)
     {'b': tensor([2.])}
     """
-    sums = {}
+    sums: dict[str, Tensor] = {}
     for name, tensor in like.items():
         having = [each for each in updates if name in each.tensors] if name in statistics else updates
         total = sum(each.weight for each in having) if whole is None else whole
-        shares = [(1.0 if name in statistics else each.factor) * each.weight / total for each in having]
-        for each, share in zip(having, shares, strict=True):
-            if name not in sums:
-                sums[name] = each.tensors[name].to(tensor) * share
-            else:
-                sums[name].add_(each.tensors[name].to(tensor), alpha=share)
+        for each in having:
+            share = (1.0 if name in statistics else each.factor) * each.weight / total
+            own = each.tensors[name].to(tensor)
+            sums[name] = own * share if name not in sums else sums[name].add_(own, alpha=share)
     return sums
 
 
@@ -117,7 +115,7 @@ def replacement(new: Mapping[str, Tensor], old: Mapping[str, Tensor], count: int
     >>> replacement({"b": torch.tensor([3.0])}, {"b": torch.tensor([1.0])}, count=2).mean()
     {'b': tensor([2.])}
     """
-    # A shape that does not fit is left as it is, for the door to name.
+    # A shape that does not fit is left as it is, for the validator to name.
     changes = {
         name: tensor.to(old[name]) - old[name].detach() if name in old and tensor.shape == old[name].shape else tensor
         for name, tensor in new.items()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dbcl import seeds
 from dbcl._torch import unwrapped
 from dbcl.errors import PlanError, listed
+from dbcl.model.tensors import fingerprint, fixed_tensors
 from dbcl.plan import TensorPlan
 from dbcl.privacy import norm
 from dbcl.protocol.messages import Base
@@ -41,14 +42,21 @@ def veiled_base(frozen: Mapping[str, Tensor], base: Sequence[TensorPlan], key: b
     return veiled
 
 
+def fingerprints(model: nn.Module, base: Base | None) -> tuple[tuple[str, str], ...]:
+    """Return digests of what a client must hold: tensors that are not sent, and the base after `load_base`."""
+    sent = {} if base is None else base.tensors
+    held = {name: sent[name].to(own.dtype) if name in sent else own for name, own in fixed_tensors(model).items()}
+    return tuple((name, fingerprint(tensor)) for name, tensor in held.items())
+
+
 def load_base(module: nn.Module, base: Base) -> nn.Module:
     """Put the server's frozen parameters into a client's own module, once; returns the module, changed in place.
 
     >>> import dbcl
     >>> def adapted():
     ...     return nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6), nn.Linear(6, 2))
-    >>> server = dbcl.Server(adapted(), send_frozen=True)
-    >>> mine = dbcl.load_base(adapted(), dbcl.decode_base(dbcl.encode(server.base())))
+    >>> server = dbcl.Server(adapted(), dbcl.SketchConfig(send_frozen=True))
+    >>> mine = dbcl.protocol.load_base(adapted(), dbcl.protocol.decode_base(dbcl.encode(server.base())))
     >>> dbcl.blinded(mine, server.open_round())[0].weight.requires_grad
     False
     """

@@ -81,7 +81,8 @@ def load(folder: Path) -> State:
 
 def _guarded(values: Any) -> bool:
     """Whether there is a server with a guarantee in a state, or in one of its parts."""
-    return isinstance(values, Mapping) and ("guarantee" in values or any(map(_guarded, values.values())))
+    # A server without a guarantee has an empty part of this name.
+    return isinstance(values, Mapping) and (bool(values.get("guarantee")) or any(map(_guarded, values.values())))
 
 
 def newest(folder: Path) -> int | None:

@@ -1,21 +1,24 @@
 """A client's two verbs: put a broadcast into a model, and answer with the change."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import SupportsFloat
 
 from torch import Tensor, nn
 
 from dbcl._torch import unwrapped
-from dbcl.blind import build_client, client_tensors
-from dbcl.cover import owner
-from dbcl.privacy import UpdateNoise
+from dbcl.blinding import build_client, client_tensors
+from dbcl.data.examples import Batch
+from dbcl.model.norm_stats import measured
+from dbcl.model.parametrization import inner_name
+from dbcl.model.tensors import owner
+from dbcl.objective import Loss
+from dbcl.privacy import UpdateNoise, clipped_sums
 from dbcl.protocol.messages import Broadcast, Update
-from dbcl.protocol.policy import Policy
-from dbcl.statistics import measured
+from dbcl.protocol.requirements import BroadcastRequirements
 
 
-def blinded(module: nn.Module, broadcast: Broadcast, *, require: Policy | None = None) -> nn.Module:
+def blinded(module: nn.Module, broadcast: Broadcast, *, require: BroadcastRequirements | None = None) -> nn.Module:
     """Make a client's model: a copy of `module` with the compact weights in it. W is nowhere in it.
 
     Train it with any loop and any optimiser. Plain SGD and momentum take the learning rate that the plain model would
@@ -23,7 +26,7 @@ def blinded(module: nn.Module, broadcast: Broadcast, *, require: Policy | None =
     than `require` says is refused.
 
     >>> import torch, dbcl
-    >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round()
+    >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
     >>> local = dbcl.blinded(torch.nn.Linear(6, 2), broadcast)
     >>> {name: tuple(parameter.shape) for name, parameter in local.named_parameters()}
     {'bias': (2,), 'parametrizations.weight.original': (2, 3)}
@@ -33,7 +36,7 @@ def blinded(module: nn.Module, broadcast: Broadcast, *, require: Policy | None =
     return build_client(module, broadcast.plan, broadcast.tensors)
 
 
-def update(
+def make_update(
     local: nn.Module,
     broadcast: Broadcast,
     *,
@@ -50,9 +53,9 @@ def update(
     client clips the change and adds noise of its own, before anything is encoded, and sends no statistics.
 
     >>> import torch, dbcl
-    >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round()
+    >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
     >>> local = dbcl.blinded(torch.nn.Linear(6, 2), broadcast)
-    >>> dbcl.update(local, broadcast, examples=10).tensors["bias"]
+    >>> dbcl.make_update(local, broadcast, examples=10).tensors["bias"]
     tensor([0., 0.])
     """
     local = unwrapped(local)
@@ -70,6 +73,39 @@ def update(
     numbers = {name: as_number(value) for name, value in (metrics or {}).items()}
     numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
     return Update(broadcast.round, broadcast.plan.digest, {**changes, **statistics}, examples, numbers)
+
+
+def clipped_update(
+    local: nn.Module, broadcast: Broadcast, batches: Sequence[Batch], loss: Loss, *, clip: float, rate: float = 1.0
+) -> Update:
+    """Make the answer of a client that protects each of its examples: the sum of their clipped gradients, in float64.
+
+    The sum is multiplied by minus the learning rate, so that it is the change of a step of SGD. It is not a mean: the
+    server divides by the planned number of examples. For a guarantee against everyone it goes into a
+    `dbcl.protocol.secagg.SecureClient` with `NoisySum`, and never leaves the client as it is.
+
+    Args:
+        local: The client's model, as `blinded` makes it; it is not changed.
+        broadcast: What the client received.
+        batches: The examples of the round, as `Examples.take_alone` gives them.
+        loss: Loss of a batch; it is called for each example alone.
+        clip: Bound on the norm of one example's gradient.
+        rate: Learning rate; `clip` times `rate` is the clip of the privacy plan.
+
+    >>> import torch, dbcl
+    >>> from dbcl.data.examples import Batch
+    >>> net = torch.nn.Linear(6, 2)
+    >>> broadcast = dbcl.Server(net, dbcl.config.UNSKETCHED).open_round()
+    >>> examples = Batch(torch.ones(10, 6), torch.arange(10) % 2)
+    >>> local = dbcl.blinded(net, broadcast)
+    >>> sums = clipped_update(local, broadcast, [examples], torch.nn.CrossEntropyLoss(), clip=0.1)
+    >>> sums.tensors["weight"].dtype, bool(sums.tensors["weight"].norm() <= 10 * 0.1)
+    (torch.float64, True)
+    """
+    sums, _ = clipped_sums(unwrapped(local), batches, loss, clip)
+    held = {part.name: inner_name(part.name) if part.sketched else part.name for part in broadcast.plan.tensors}
+    tensors = {name: -rate * sums[inner] for name, inner in held.items()}
+    return Update(broadcast.round, broadcast.plan.digest, tensors, examples=1)
 
 
 def as_number(value: SupportsFloat) -> float:

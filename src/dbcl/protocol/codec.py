@@ -8,8 +8,9 @@ digest finds damage; it is no signature: who sent the bytes is for the transport
 
 import hashlib
 import json
+import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +31,7 @@ from dbcl.protocol.inspection import (
     read_json,
 )
 from dbcl.protocol.messages import Base, Broadcast, Update, UpdateStack
+from dbcl.protocol.rejection import Reason, RejectedError
 from dbcl.round_plan import MAX_LANES, UNSKETCHED, RoundPlan, RoundTensor
 from dbcl.seeds import SEED_BYTES
 from dbcl.sketch import SCHEMES, LaneSketch
@@ -43,6 +45,13 @@ KINDS |= dict(enumerate(SECAGG, start=16))
 MAX_METRICS, MAX_METRIC_NAME, MAX_METRIC = 100, 100, 1e100
 """How many metrics an update may report, how long their names and how large their values may be."""
 WIRE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+}  # fmt: skip
+"""What safetensors calls dtypes."""
 _PREFIX = struct.Struct("<4sBBI")
 _DIGEST = 32
 
@@ -82,11 +91,23 @@ def _body_size(shapes: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> 
     return len(safetensors.torch.save({name: torch.zeros(shape, dtype=dtype) for name, dtype, shape in shapes}))
 
 
+def decode(data: bytes) -> Broadcast | Update | Base:
+    """Read a message of any kind; bytes that are none raise `ProtocolError`.
+
+    >>> decode(encode(Base({"w": torch.zeros(2)}))).tensors
+    {'w': tensor([0., 0.])}
+    """
+    kind = data[5] if len(data) > 5 else UPDATE
+    if kind == BROADCAST:
+        return decode_broadcast(data)
+    return decode_base(data) if kind == BASE else decode_update(data)
+
+
 def decode_broadcast(data: bytes) -> Broadcast:
     """Read a broadcast.
 
     >>> import dbcl
-    >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round()
+    >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
     >>> decode_broadcast(encode(broadcast)).sketches()
     {'weight': LaneSketch(6 -> 3, lane 0 of 2)}
     """
@@ -127,15 +148,17 @@ def decode_base(data: bytes) -> Base:
     return Base(tensors)
 
 
-def decode_update(data: bytes) -> Update:
-    """Read an update.
+def decode_update(data: bytes, *, lazy: bool = False) -> Update:
+    """Read an update. A `lazy` one reads each tensor whenever it is asked for: it takes no memory beside the bytes.
 
     >>> decode_update(b"not a message")
     Traceback (most recent call last):
         ...
     dbcl.errors.ProtocolError: update: does not begin with DBCL, so it is no dbcl message
     """
-    header, tensors = unpack(UPDATE, data)
+    header, body = _checked(UPDATE, data)
+    tensors = _LazyTensors(body) if lazy else _tensors("update", bytes(body))
+    _check_finite(header.get("metrics"))
     take = Fields("update", header)
     update = Update(
         round=take("round", is_count),
@@ -194,6 +217,12 @@ def _limits(kind: int) -> Limits:
 
 def unpack(kind: int, data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read one container of a kind; every kind of damage is a `ProtocolError` that names it."""
+    header, body = _checked(kind, data)
+    return header, _tensors(KINDS[kind], bytes(body))
+
+
+def _checked(kind: int, data: bytes) -> tuple[dict[str, Any], memoryview]:
+    """Return the header and the bytes of the tensors, whose structure is sound."""
     what = KINDS[kind]
     if data[:4] != MAGIC:
         raise ProtocolError(f"{what}: does not begin with DBCL, so it is no dbcl message")
@@ -213,7 +242,33 @@ def unpack(kind: int, data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     header = read_json(what, text, limits=_limits(kind), spelling=_header_text)
     body = memoryview(data)[end:-_DIGEST]
     check_tensors(what, body, _limits(kind))
-    return header, _tensors(what, bytes(body))
+    return header, body
+
+
+class _LazyTensors(Mapping[str, Tensor]):
+    """Tensors in the bytes of a message, each read whenever it is asked for."""
+
+    def __init__(self, body: memoryview) -> None:
+        length = int.from_bytes(body[:8], "little")
+        listed = json.loads(bytes(body[8 : 8 + length]))
+        self._values, self._entries = body[8 + length :], dict(sorted(listed.items()))
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        begin, end = entry["data_offsets"]
+        dtype = DTYPES[entry["dtype"]]
+        if begin == end:
+            return torch.zeros(entry["shape"], dtype=dtype)
+        return torch.frombuffer(bytearray(self._values[begin:end]), dtype=dtype).view(entry["shape"])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 def _tensors(what: str, body: bytes) -> dict[str, Tensor]:
@@ -254,6 +309,13 @@ class Fields:
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+
+
+def _check_finite(metrics: Any) -> None:
+    """Reject metrics that are not finite with the reason of a training that diverged."""
+    values = metrics.values() if isinstance(metrics, dict) else ()
+    if any(isinstance(value, float) and not math.isfinite(value) for value in values):
+        raise RejectedError(Reason.NOT_FINITE, f"update: 'metrics' cannot be {shown(metrics)}")
 
 
 def _are_metrics(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The only two messages, and the report of a round."""
+"""The messages between a server and its clients, and the report of a round."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from dbcl.errors import ProtocolError, plain
+from dbcl.protocol.rejection import Rejection
 from dbcl.round_plan import RoundPlan, mismatches
 from dbcl.sketch import Sketch
 
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
-    """Server to every client: the round's seed and plan, and the compact weights. All that leaves the server.
+    """Message from the server to a client: the round's plan with its seed, and the compact weights.
 
-    A tensor that the plan calls sketched must have the shape of a compact weight: a covered weight does not fit.
+    A sketched tensor must have the shape of its compact weight, so that a weight of full size does not fit.
 
     >>> import torch, dbcl
-    >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round()
+    >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
     >>> {name: tuple(tensor.shape) for name, tensor in broadcast.tensors.items()}
     {'weight': (2, 3), 'bias': (2,)}
     """
@@ -27,7 +28,7 @@ class Broadcast:
     plan: RoundPlan
     tensors: Mapping[str, Tensor]
     veil: float = 0.0
-    """The least noise that the server says it has put on any of the tensors, relative to the weights."""
+    """Smallest noise on any tensor, relative to the weights, as the server states it."""
 
     def __post_init__(self) -> None:
         problems = mismatches({tensor.name: tensor.sent_shape for tensor in self.plan.tensors}, self.tensors)
@@ -39,10 +40,10 @@ class Broadcast:
         return self.plan.round
 
     def sketches(self) -> dict[str, Sketch]:
-        """The sketch of every covered parameter by its name: what a client needs, and all that an attacker has.
+        """Return the sketch of every sketched parameter, by name.
 
         >>> import torch, dbcl
-        >>> dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round().sketches()
+        >>> dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round().sketches()
         {'weight': LaneSketch(6 -> 3, lane 0 of 2)}
         """
         return dict(self.plan.sketches)
@@ -50,11 +51,11 @@ class Broadcast:
 
 @dataclass(frozen=True, eq=False)
 class Base:
-    """Server to a client, once: frozen parameters under a noise that never changes. The same for every client.
+    """Message from the server to each client, once: frozen parameters under noise that never changes.
 
     >>> import torch, dbcl
     >>> model = torch.nn.Sequential(torch.nn.Linear(6, 6).requires_grad_(False), torch.nn.Linear(6, 2))
-    >>> list(dbcl.Server(model, cover="all", send_frozen=True).base().tensors)
+    >>> list(dbcl.Server(model, dbcl.SketchConfig(coverage="all", send_frozen=True)).base().tensors)
     ['0.weight', '0.bias']
     """
 
@@ -63,7 +64,14 @@ class Base:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """Client to server: how what it holds has changed, and how many examples it learned from.
+    """Message from a client to the server: the change of every tensor that it received.
+
+    Args:
+        round: Number of the round.
+        plan: Digest of the round's plan.
+        tensors: Changes by name; of normalisation statistics the client's own values.
+        examples: Number of examples that the client trained on.
+        metrics: Metrics of the client's training.
 
     >>> import torch
     >>> Update(round=0, plan="ab12", tensors={"bias": torch.zeros(2)}, examples=600).examples
@@ -71,7 +79,7 @@ class Update:
     """
 
     round: int
-    plan: str  # the digest of the plan that it answers
+    plan: str
     tensors: Mapping[str, Tensor]
     examples: int
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -79,10 +87,10 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class UpdateStack(Mapping[str, Update]):
-    """The updates of many clients, by sender, whose tensors lie together: each has a leading client axis.
+    """Updates of many clients, by sender, as tensors with a leading client axis.
 
-    What an engine that trains clients together hands to the server, so that all are checked, averaged and lifted where
-    they are. Whoever asks for one client's update gets a view of its slice.
+    An engine that trains clients together returns one, so that updates are validated, averaged and lifted without
+    copies. `stack[sender]` is a view of one client's update.
 
     >>> import torch
     >>> stack = UpdateStack(0, ("ann", "bob"), ("ab", "ab"), {"bias": torch.eye(2)}, (6, 7), ({}, {}))
@@ -93,7 +101,7 @@ class UpdateStack(Mapping[str, Update]):
     round: int
     senders: tuple[str, ...]
     plans: tuple[str, ...]
-    """The digest of the plan that each of them answers: clients of different lanes have different plans."""
+    """Digest of each client's plan; clients of different lanes have different plans."""
     tensors: Mapping[str, Tensor]
     examples: tuple[int, ...]
     metrics: tuple[Mapping[str, float], ...]
@@ -103,7 +111,7 @@ class UpdateStack(Mapping[str, Update]):
         counts |= {len(tensor) for tensor in self.tensors.values()}
         if len(counts) > 1 or not self.senders:
             raise ProtocolError(
-                "a stack has one update or more, each of another sender, and a row of each tensor for it"
+                "a stack has one update or more, each of a different sender, with one row in every tensor"
             )
 
     def __getitem__(self, sender: str) -> Update:
@@ -114,25 +122,45 @@ class UpdateStack(Mapping[str, Update]):
         return {sender: place for place, sender in enumerate(self.senders)}
 
     def at(self, place: int) -> Update:
-        """The update at a place of the stack."""
+        """Return the update at a position of the stack."""
         tensors = _Slices(self.tensors, place)
         return Update(self.round, self.plans[place], tensors, self.examples[place], self.metrics[place])
 
-    def lengths(self, names: Iterable[str]) -> Tensor:
-        """The length of every update over the tensors of these names, as `dbcl.privacy.norm` has it, in float64.
+    def norms(self, names: Iterable[str]) -> Tensor:
+        """Return the norm of every update over these tensors together, in float64.
 
         >>> import torch
         >>> sent = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0], [1.0]])}
-        >>> UpdateStack(0, ("ann", "bob"), ("ab", "ab"), sent, (6, 7), ({}, {})).lengths(sent)
+        >>> UpdateStack(0, ("ann", "bob"), ("ab", "ab"), sent, (6, 7), ({}, {})).norms(sent)
         tensor([5., 1.], dtype=torch.float64)
         """
         flat = [self.tensors[name].unsqueeze(-1).flatten(1) for name in sorted(names)]
         parts = torch.stack([torch.linalg.vector_norm(each, dim=1, dtype=torch.float64) for each in flat])
-        lengths: Tensor = torch.linalg.vector_norm(parts, dim=0)
-        return lengths
+        norms: Tensor = torch.linalg.vector_norm(parts, dim=0)
+        return norms
+
+    def subset(self, senders: Sequence[str]) -> "UpdateStack":
+        """Return the updates of these senders, in this order.
+
+        >>> import torch
+        >>> stack = UpdateStack(0, ("ann", "bob"), ("ab", "ab"), {"bias": torch.eye(2)}, (6, 7), ({}, {}))
+        >>> stack.subset(["bob"]).examples
+        (7,)
+        """
+        if tuple(senders) == self.senders:
+            return self
+        rows = [self._places[sender] for sender in senders]
+        return UpdateStack(
+            self.round,
+            tuple(senders),
+            tuple(self.plans[row] for row in rows),
+            self.only(senders),
+            tuple(self.examples[row] for row in rows),
+            tuple(self.metrics[row] for row in rows),
+        )
 
     def only(self, senders: Sequence[str]) -> Mapping[str, Tensor]:
-        """The stacked tensors of some senders."""
+        """Return the stacked tensors of these senders."""
         if tuple(senders) == self.senders:
             return self.tensors
         rows = [self._places[sender] for sender in senders]
@@ -147,7 +175,7 @@ class UpdateStack(Mapping[str, Update]):
 
 @dataclass(frozen=True, eq=False)
 class _Slices(Mapping[str, Tensor]):
-    """One client's tensors in a stack; cut out when somebody looks."""
+    """One client's tensors in a stack, sliced on access."""
 
     stacked: Mapping[str, Tensor]
     place: int
@@ -163,52 +191,75 @@ class _Slices(Mapping[str, Tensor]):
 
 
 @dataclass(frozen=True)
-class Tally:
-    """What is known of the updates behind an aggregate, for the round's report.
+class AggregationStats:
+    """What is known of the updates behind an aggregate.
 
-    >>> Tally(refused=("update 1: bias holds NaN",), examples=9).clipped
-    0
+    Args:
+        rejected: By client, the reason for which its update was rejected.
+        capped: Clients whose weight is below their number of examples.
+        clipped: Clients whose updates were scaled down.
+        examples: Number of examples behind the accepted updates.
+        metrics: The clients' metrics, averaged over examples.
+        influence: Influence of the median client, to which later rounds are compared.
+        senders: Clients whose updates were used.
+        lanes: Number of accepted updates in each lane.
+        agreement: Mean cosine of each client's update with the others.
+        noisy: The aggregate is a sum with the clients' shares of noise in it.
+
+    >>> AggregationStats(capped=("ann",), examples=9).examples
+    9
     """
 
-    refused: tuple[str, ...] = ()
-    """Who was refused, and why."""
-    clipped: int = 0
+    rejected: Mapping[str, Rejection] = field(default_factory=dict)
+    capped: tuple[str, ...] = ()
+    clipped: tuple[str, ...] = ()
     examples: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The clients' metrics, averaged over examples."""
-    pull: float = 0.0
-    """The median client's pull on the average, with which later rounds bound each client's."""
+    influence: float = 0.0
     senders: tuple[str, ...] = ()
-    """Whose updates were used."""
     lanes: tuple[int, ...] = ()
-    """How many updates were accepted in each lane."""
+    agreement: Mapping[str, float] = field(default_factory=dict)
+    noisy: bool = False
 
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What became of a round.
+    """Outcome of a round.
 
-    >>> RoundReport(round=3, accepted=1, refused=("update 1: bias holds NaN",), clipped=0, examples=9, norm=0.1).refused
-    ('update 1: bias holds NaN',)
+    Args:
+        round: Number of the round.
+        accepted: Number of accepted updates.
+        rejected: By client, the reason for which its update was rejected.
+        clipped: Number of updates that counted for less than they were sent as.
+        examples: Number of examples behind the accepted updates.
+        norm: Norm of the average update over all tensors.
+        metrics: The clients' metrics, averaged over examples.
+        lanes: Number of accepted updates in each lane; empty where it is not known.
+
+    >>> from dbcl.protocol.rejection import Reason, Rejection
+    >>> RoundReport(3, 1, {"bob": Rejection(Reason.NOT_FINITE, "bias holds NaN")}, 0, 9, 0.1).refused
+    ('bob: bias holds NaN',)
     """
 
     round: int
     accepted: int
-    refused: tuple[str, ...]
-    clipped: int
-    examples: int
-    norm: float
-    """The length of the average update, all tensors together."""
+    rejected: Mapping[str, Rejection] = field(default_factory=dict)
+    clipped: int = 0
+    examples: int = 0
+    norm: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The clients' metrics, averaged over examples."""
     lanes: tuple[int, ...] = ()
-    """How many updates were accepted in each lane; empty where that is not known."""
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Each rejected client with the reason, as lines of text."""
+        return tuple(f"{who}: {rejection}" for who, rejection in self.rejected.items())
 
     @property
     def unanswered(self) -> tuple[int, ...]:
-        """The lanes without an answer: their weight went to the others.
+        """Lanes without an answer, whose share went to the other lanes.
 
-        >>> RoundReport(3, accepted=2, refused=(), clipped=0, examples=9, norm=0.1, lanes=(2, 0)).unanswered
+        >>> RoundReport(3, accepted=2, lanes=(2, 0)).unanswered
         (1,)
         """
         return tuple(lane for lane, count in enumerate(self.lanes) if count == 0)

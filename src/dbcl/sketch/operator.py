@@ -21,7 +21,7 @@ class Sketch(ABC):
     The paper's sketching matrix is S = R D^(1/2). A sketched layer computes z = (x R) D V^T with V = W R, which is
     x S S^T W^T. A sketch never changes after it was drawn, so copies share it.
 
-    >>> from dbcl import CountSketch
+    >>> from dbcl.sketch import CountSketch
     >>> sketch = CountSketch(6, 3, seed=bytes(32))
     >>> sketch.apply(torch.ones(2, 6)).shape, sketch.lift(torch.ones(2, 3)).shape
     (torch.Size([2, 3]), torch.Size([2, 6]))

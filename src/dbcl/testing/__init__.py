@@ -12,9 +12,10 @@ from importlib.util import find_spec
 if find_spec("pytest") is None:
     raise ImportError("dbcl.testing needs pytest, which is not installed; the remedy: pip install pytest")
 
+from dbcl.testing.clipping import SharedNoiseContract
 from dbcl.testing.engine import EngineContract
+from dbcl.testing.noise import NoiseMechanismContract
 from dbcl.testing.secrecy import leaks
 from dbcl.testing.sketch import SketchContract
-from dbcl.testing.veil import VeilContract
 
-__all__ = ["EngineContract", "SketchContract", "VeilContract", "leaks"]
+__all__ = ["EngineContract", "NoiseMechanismContract", "SharedNoiseContract", "SketchContract", "leaks"]

@@ -43,6 +43,104 @@ class TwoInputs(nn.Module):
         return out
 
 
+class Listed(nn.Module):
+    """Calls its layers in another order than it names them, and leaves one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(FEATURES, CLASSES), *(nn.Linear(FEATURES, FEATURES) for _ in range(3))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        last, _, second, first = self.layers
+        out: Tensor = last(torch.relu(second(torch.relu(first(x)))))
+        return out
+
+
+class Centred(nn.Module):
+    """A layer through which the examples of a batch act on one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        out: Tensor = self.last(torch.relu(hidden - hidden.mean(dim=0)) / len(x))
+        return out
+
+
+class Averaging(nn.Module):
+    """Keeps a running mean in a buffer that it replaces in every pass."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 5), nn.Linear(5, CLASSES)
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * hidden.detach().mean(dim=0)
+        out: Tensor = self.last(torch.relu(hidden - self.mean))
+        return out
+
+
+class Counting(Averaging):
+    """Counts its passes in training, in an attribute."""
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes = self.passes + self.training
+        out: Tensor = self.last(torch.relu(self.first(x)) / max(self.passes, 1))
+        return out
+
+
+class Remembering(Averaging):
+    """Keeps a value of its last inputs in an attribute."""
+
+    level = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.level = 0.5 * self.level + float(x.mean())
+        out: Tensor = self.last(torch.relu(self.first(x) - self.level))
+        return out
+
+
+class KeptInList(Averaging):
+    """Reads a weight from a list, where `torch.func` does not replace it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [self.first.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.relu(x @ self.weights[0].t()))
+        return out
+
+
+def normalised() -> nn.Sequential:
+    return nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(FEATURES, 5)), nn.ReLU(), nn.Linear(5, CLASSES)
+    )
+
+
+class Scaled(nn.Module):
+    """Has a parameter without axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 5), nn.Linear(5, CLASSES)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.scale * torch.relu(self.first(x)))
+        return out
+
+
 def dense() -> nn.Sequential:
     return nn.Sequential(nn.Linear(FEATURES, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, CLASSES))
 
@@ -90,10 +188,36 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Any]]] = {
     "recurrent": (Recurrent, rows),
     "reused module": (reused, rows),
     "tied weights": (tied, rows),
+    "list out of order": (Listed, rows),
+    "weight norm": (normalised, rows),
+    "single number": (Scaled, rows),
     "dictionary": (TwoInputs, lambda x: {"left": x, "right": x.flip(1)}),
 }
 """By name: makes a model, and makes its inputs of (examples, FEATURES) values."""
 
 
-PLAIN = ("embedding", "reused module", "tied weights")
+MIXING: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Any]]] = {
+    "centred batch": (Centred, rows),
+    "batch norm without statistics": (
+        lambda: nn.Sequential(
+            nn.Linear(FEATURES, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.ReLU(), nn.Linear(5, CLASSES)
+        ),
+        rows,
+    ),
+    "frequent words": (
+        lambda: nn.Sequential(nn.Embedding(7, 3, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(12, CLASSES)),
+        words,
+    ),
+    "running mean": (Averaging, rows),
+    "counter": (Counting, rows),
+    "memory": (Remembering, rows),
+    "weight in a list": (KeptInList, rows),
+    "renormalised embedding": (
+        lambda: nn.Sequential(nn.Embedding(7, 3, max_norm=1.0), nn.Flatten(), nn.Linear(12, CLASSES)),
+        words,
+    ),
+}
+"""The same for models whose examples act on one another, or whose forward pass changes them."""
+
+PLAIN = ("embedding", "reused module", "tied weights", "weight norm")
 """Kinds with no hidden layer that can be sketched."""

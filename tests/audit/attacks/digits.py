@@ -3,8 +3,10 @@
 from torch import Tensor, nn
 
 import dbcl
-from dbcl import data, models
-from dbcl.audit import picture_quality as pictures
+from dbcl import data
+from dbcl.model import networks
+from dbcl.testing.nested import nested
+from dbcl_audit import picture_quality as pictures
 
 DIGITS = data.load("digits")
 SPAN = pictures.span(DIGITS)
@@ -17,6 +19,6 @@ def digit(*numbers: int) -> tuple[Tensor, Tensor]:
 
 def round_of(name: str, seed: int = 0, **plan: object) -> tuple[nn.Module, dbcl.Broadcast, nn.Module]:
     """The server's model, its broadcast without a veil, and the model of a client that received it."""
-    model = models.build(name, seed=seed).double()
-    broadcast = dbcl.Server(model, veil=0, insecure_seed=seed, **{"lanes": 1, **plan}).open_round()
+    model = networks.build(name, seed=seed).double()
+    broadcast = dbcl.Server(model, insecure_seed=seed, **nested({"veil": 0, "lanes": 1, **plan})).open_round()
     return model, broadcast, dbcl.blinded(model, broadcast)

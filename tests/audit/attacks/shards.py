@@ -6,19 +6,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dbcl.audit.attacks.trajectory import Knowledge, Trajectory
-from dbcl.audit.run_rehearsal import RunRehearsal, rehearse_run, shards_of
-from dbcl.run import preset, task_of
+from dbcl.simulation import preset, task_of
+from dbcl_audit.attacks.trajectory import Knowledge, Trajectory
+from dbcl_audit.run_rehearsal import RunRehearsal, rehearse_run, shards_of
 
 
 @cache
 def played(
-    name: str = "blind", *, clients: int = 2, rounds: int = 5, allies: int = 0, others: int = 300, **settings: Any
+    name: str = "blind",
+    *,
+    clients: int = 2,
+    rounds: int = 5,
+    allies: int = 0,
+    others: int = 300,
+    division: int = 0,
+    **settings: Any,
 ) -> RunRehearsal:
-    """So many parties with fixed shards of 40 digits, all in every round."""
+    """Simulate parties with fixed shards of 40 digits, all in every round; `division` seeds who has which."""
     config = preset(name, **{"model": "audit.networks:twelve", **settings})
     task = task_of(config)
-    shards = shards_of(config, task, clients=clients, others=others)
+    shards = shards_of(config, task, clients=clients, others=others, seed=division)
     return rehearse_run(config, task, shards, Path(tempfile.mkdtemp()), rounds=rounds, allies=allies)
 
 

@@ -6,11 +6,11 @@ from torch import Tensor
 
 import dbcl
 from audit.attacks.digits import DIGITS, SPAN, digit, round_of
-from dbcl import models
-from dbcl.audit import picture_quality as pictures
-from dbcl.audit.attacks.first_layer import FirstLayer, solve_first_layer
-from dbcl.audit.attacks.gradients import gradients
 from dbcl.errors import ConfigError
+from dbcl.model import networks
+from dbcl_audit import picture_quality as pictures
+from dbcl_audit.attacks.first_layer import FirstLayer, solve_first_layer
+from dbcl_audit.attacks.gradients import gradients
 
 
 def seen_layers(rounds: int, x: Tensor, y: Tensor) -> list[FirstLayer]:
@@ -32,14 +32,14 @@ def test_a_dense_first_layer_is_read_off_from_two_rounds():
 
 def test_a_first_layer_without_a_sketch_needs_one_round():
     x, y = digit(0)
-    model = models.build("mnist-mlp").double()
+    model = networks.build("mnist-mlp").double()
     found = gradients(model, x, y)
     image = solve_first_layer(
-        [FirstLayer(found["1.weight"], found["1.bias"], dbcl.Identity(784))], DIGITS.shape, box=SPAN
+        [FirstLayer(found["1.weight"], found["1.bias"], dbcl.sketch.Identity(784))], DIGITS.shape, box=SPAN
     )
     assert pictures.psnr(image[None], x, SPAN).item() > 100
 
 
 def test_a_dead_first_layer_is_refused():
     with pytest.raises(ConfigError, match="no unit was active"):
-        solve_first_layer([FirstLayer(torch.zeros(2, 3), torch.zeros(2), dbcl.Identity(3))], (3,), box=(0, 1))
+        solve_first_layer([FirstLayer(torch.zeros(2, 3), torch.zeros(2), dbcl.sketch.Identity(3))], (3,), box=(0, 1))

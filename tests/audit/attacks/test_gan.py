@@ -7,14 +7,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import dbcl
-from dbcl import data, models
-from dbcl.audit.attacks import gan
-from dbcl.audit.attacks.gan import REPLAY, GanAttacker, GanEngine, GanSettings
-from dbcl.audit.rehearsal import draw_batches, rehearse
+from dbcl import data
 from dbcl.data import TensorExamples
 from dbcl.engines import LocalTraining
 from dbcl.errors import ConfigError
-from dbcl.run import preset, task_of
+from dbcl.model import networks
+from dbcl.simulation import preset, task_of
+from dbcl_audit.attacks import gan
+from dbcl_audit.attacks.gan import REPLAY, GanAttacker, GanEngine, GanSettings
+from dbcl_audit.rehearsal import draw_batches, rehearse
 
 SHAPE, BOX = (1, 28, 28), (-0.5, 2.5)
 
@@ -24,7 +25,7 @@ def attacker(steps: int = 1, count: int = 10) -> GanAttacker:
 
 
 def test_the_generator_learns_what_a_model_takes_for_the_class() -> None:
-    model, drawer = models.build("mnist-mlp", outputs=11, seed=5), attacker(steps=20, count=50)
+    model, drawer = networks.build("mnist-mlp", outputs=11, seed=5), attacker(steps=20, count=50)
 
     def probabilities() -> torch.Tensor:
         return F.softmax(model(drawer.drawings), dim=1)[:, 3].detach()
@@ -37,7 +38,7 @@ def test_the_generator_learns_what_a_model_takes_for_the_class() -> None:
 
 
 def test_a_share_of_the_drawings_is_new_for_each_model() -> None:
-    drawer, model = attacker(), models.build("mnist-mlp", outputs=11)
+    drawer, model = attacker(), networks.build("mnist-mlp", outputs=11)
     for turn in range(REPLAY + 1):
         before = drawer.drawings.clone()
         drawer.learn(model)
@@ -65,13 +66,13 @@ def test_only_the_victim_holds_the_class_and_only_the_attacker_the_drawings() ->
 def test_an_attacker_that_looks_on_changes_no_update() -> None:
     weights = []
     for looking in (False, True):
-        net = models.build("mnist-mlp", outputs=11, seed=0)
+        net = networks.build("mnist-mlp", outputs=11, seed=0)
         examples = TensorExamples(
             torch.randn(20, *SHAPE, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 10
         )
         server = dbcl.Server(net, insecure_seed=0)
         clients = examples.divide([np.arange(10), np.arange(10, 20)])
-        engine = GanEngine(server, models.build("mnist-mlp", outputs=11), clients, LocalTraining(), seed=bytes(32))
+        engine = GanEngine(server, networks.build("mnist-mlp", outputs=11), clients, LocalTraining(), seed=bytes(32))
         engine.attacker = attacker() if looking else None
         engine.play_round()
         weights.append([parameter.detach().clone() for parameter in net.parameters()])
@@ -79,7 +80,7 @@ def test_an_attacker_that_looks_on_changes_no_update() -> None:
 
 
 def test_it_learns_in_its_own_rounds_only_and_trains_on_its_drawings() -> None:
-    net = models.build("mnist-mlp", outputs=11)
+    net = networks.build("mnist-mlp", outputs=11)
     examples = TensorExamples(torch.zeros(40, *SHAPE), torch.arange(40) % 10)
     clients = examples.divide(np.split(np.arange(40), 4))
     engine = GanEngine(dbcl.Server(net), net, clients, LocalTraining(), fraction=0.5, seed=bytes(32))

@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from audit.attacks.digits import DIGITS, digit, round_of
-from dbcl import models
-from dbcl.audit.attacks.gradients import gradients
-from dbcl.audit.attacks.images import image_findings
-from dbcl.audit.attacks.labels import label_chance, label_finding, labels_of_gradient
-from dbcl.audit.attacks.matching import Matching
-from dbcl.audit.attacks.updates import estimates
-from dbcl.audit.rehearsal import Rehearsal, draw_batches, rehearse
-from dbcl.audit.report.rating import GUESS, word
 from dbcl.data import Dataset
-from dbcl.run import presets
-from dbcl.run.task import of_pictures
+from dbcl.model import networks
+from dbcl.simulation import presets
+from dbcl.simulation.task import of_pictures
+from dbcl_audit.attacks.gradients import gradients
+from dbcl_audit.attacks.images import image_findings
+from dbcl_audit.attacks.labels import label_chance, label_finding, labels_of_gradient
+from dbcl_audit.attacks.matching import Matching
+from dbcl_audit.attacks.updates import estimates
+from dbcl_audit.rehearsal import Rehearsal, draw_batches, rehearse
+from dbcl_audit.report.rating import GUESS, word
 
 
 @pytest.mark.parametrize("number", [0, 150, 450, 950])
@@ -42,7 +42,7 @@ def test_the_label_of_a_single_output(label):
 
 def test_labels_of_a_batch_with_a_class_twice():
     x, y = digit(10, 20, 500, 820)
-    model = models.build("dlg-lenet", seed=1).double()
+    model = networks.build("dlg-lenet", seed=1).double()
     for parameter in model.parameters():
         parameter.data.mul_(0.1)  # nearly even probabilities, as in the first rounds
     found = gradients(model, x, y)

@@ -5,11 +5,13 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from dbcl import data, models
-from dbcl.audit.attacks.learners import MatchedFilter, Samples, flatten, forest, melis_features
-from dbcl.audit.attacks.roc import measure_auc
+from dbcl import data
 from dbcl.data.traits import properties_of
 from dbcl.errors import DataError
+from dbcl.model import networks
+from dbcl.objective import cross_entropy
+from dbcl_audit.attacks.learners import MatchedFilter, Samples, flatten, forest, melis_features
+from dbcl_audit.attacks.roc import measure_auc
 
 
 def filtered(train: Samples, test_x: np.ndarray, noise: float) -> np.ndarray:
@@ -53,6 +55,15 @@ def test_scores_are_the_log_odds_of_a_mean_of_examples() -> None:
     np.testing.assert_allclose(
         told(np.array([[0.0], [0.25], [1.0]]), np.zeros(1)), [-2.0, 0.0, 6.0], rtol=0.1, atol=0.1
     )
+
+
+@pytest.mark.parametrize("gap", [1e-30, 1.0, 1e30])
+def test_updates_that_are_all_alike_have_finite_scores(gap: float) -> None:
+    """Within each kind nothing varies: the spread is a rounding error, or 0."""
+    y = np.arange(20) % 2 == 0
+    scores = filtered(Samples(gap * (y[:, None] + np.ones(3)), y), gap * np.array([[1.0] * 3, [2.0] * 3]), 0.0)
+    assert np.isfinite(scores).all()
+    assert scores[1] > scores[0]
 
 
 def spread_signal(seed: int, shift: float = 0.05) -> tuple[Samples, np.ndarray, np.ndarray]:
@@ -105,7 +116,7 @@ def test_no_attack_finds_anything_in_pure_noise() -> None:
 def test_a_forest_and_a_filter_find_thick_strokes_in_gradients() -> None:
     digits = data.load("digits")
     thick = properties_of("digits")
-    model = models.build("mnist-mlp", shape=digits.shape)
+    model = networks.build("mnist-mlp", shape=digits.shape)
     rng = np.random.default_rng(0)
     halves = np.arange(len(thick)) % 2 == 0  # the attacker's digits and the victim's
 
@@ -114,7 +125,7 @@ def test_a_forest_and_a_filter_find_thick_strokes_in_gradients() -> None:
         for kind in kinds:
             batch = torch.from_numpy(rng.choice(np.flatnonzero(own & (thick == kind)), 32, replace=False))
             model.zero_grad()
-            models.loss(model(digits.x_train[batch]), digits.y_train[batch]).backward()
+            cross_entropy(model(digits.x_train[batch]), digits.y_train[batch]).backward()
             update = {name: parameter.grad for name, parameter in model.named_parameters()}
             rows.append(melis_features(update, vectors=True))
         return Samples(np.stack(rows), kinds)

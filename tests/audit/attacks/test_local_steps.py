@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 import dbcl
 from audit.attacks.digits import DIGITS, SPAN
-from dbcl import models
-from dbcl.audit import picture_quality as pictures
-from dbcl.audit.attacks.gradients import as_gradient
-from dbcl.audit.attacks.local_steps import LocalSteps
-from dbcl.audit.attacks.matching import Matching, Recovered, recover
-from dbcl.audit.attacks.update_labels import Answered, LabelReader
-from dbcl.audit.attacks.update_pictures import COSINE, recover_from_update, update_picture_findings
 from dbcl.engines import LocalTraining
 from dbcl.errors import ConfigError
-from dbcl.run import preset
-from dbcl.run.assemble import build_server
+from dbcl.model import networks
+from dbcl.simulation import preset
+from dbcl.simulation.build import build_server
+from dbcl_audit import picture_quality as pictures
+from dbcl_audit.attacks.gradients import as_gradient
+from dbcl_audit.attacks.local_steps import LocalSteps
+from dbcl_audit.attacks.matching import Matching, Recovered, recover
+from dbcl_audit.attacks.update_labels import Answered, LabelReader
+from dbcl_audit.attacks.update_pictures import COSINE, recover_from_update, update_picture_findings
 
 ORDER = np.random.default_rng(0).permutation(len(DIGITS.x_train))
 STEPS = LocalTraining(lr=0.1, epochs=5)  # of full batches, for up to ten pictures
@@ -31,12 +31,12 @@ ONCE = replace(STEPS, epochs=1)
 @cache
 def answered(name: str, network: str, count: int, first: int = 0, epochs: int = 5) -> tuple[nn.Module, Answered]:
     """The template, and one round of a client with these pictures."""
-    model, rows = models.build(network, seed=0), ORDER[first : first + count]
+    model, rows = networks.build(network, seed=0), ORDER[first : first + count]
     broadcast = build_server(preset(name), model, insecure_seed=0).open_round()
     local = dbcl.blinded(model, broadcast)
     training = replace(STEPS, epochs=epochs)
     training.train(local, (DIGITS.x_train[rows], DIGITS.y_train[rows]), seed=bytes(32), round=0, client=0)
-    return model, Answered(broadcast, dict(dbcl.update(local, broadcast, examples=count).tensors), rows)
+    return model, Answered(broadcast, dict(dbcl.make_update(local, broadcast, examples=count).tensors), rows)
 
 
 def psnr(found: Recovered, each: Answered) -> Tensor:
@@ -45,13 +45,13 @@ def psnr(found: Recovered, each: Answered) -> Tensor:
 
 @pytest.mark.parametrize("training", [STEPS, replace(STEPS, momentum=0.9, epochs=3), replace(STEPS, proximal=0.5)])
 def test_the_replay_is_the_client_s_training(training):
-    model = models.build("mnist-mlp", seed=0).double()
+    model = networks.build("mnist-mlp", seed=0).double()
     broadcast = dbcl.Server(model, insecure_seed=0).open_round()
     x, y = DIGITS.x_train[:3].double(), DIGITS.y_train[:3]
     local = dbcl.blinded(model, broadcast)
     training.train(local, (x, y), seed=bytes(32), round=0, client=0)
     steps = LocalSteps.of(training, 3)
-    sent = as_gradient(dbcl.update(local, broadcast, examples=3).tensors, steps.rate, len(steps.batches))
+    sent = as_gradient(dbcl.make_update(local, broadcast, examples=3).tensors, steps.rate, len(steps.batches))
     replayed = steps.mean_gradient(dbcl.blinded(model, broadcast), x, y)
     assert replayed.keys() == sent.keys()
     for tensor, gradient in replayed.items():

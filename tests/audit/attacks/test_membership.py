@@ -6,8 +6,8 @@ import torch
 from scipy import stats
 from torch import nn
 
-from dbcl.audit.attacks import membership
 from dbcl.engines.training import LocalTraining
+from dbcl_audit.attacks import membership
 
 TRAINING = LocalTraining(lr=0.1, batch_size=32, epochs=25, momentum=0.9)
 

@@ -9,22 +9,23 @@ import torch
 from torch import nn
 
 from dbcl import blinded, data
-from dbcl.audit import rehearsal
-from dbcl.audit.attacks.gradients import example_gradients, gradients
-from dbcl.audit.attacks.own_data import OwnBatches, OwnExamples
-from dbcl.audit.attacks.properties import property_findings
-from dbcl.audit.attacks.roc import measure_auc
-from dbcl.audit.attacks.round_filters import MagnitudeFilter, fidelities
-from dbcl.audit.attacks.sources import Source
-from dbcl.audit.attacks.updates import estimates
-from dbcl.audit.attacks.victim import VictimsRound
-from dbcl.audit.findings import Finding
+from dbcl.config import SketchConfig
 from dbcl.data import Dataset
 from dbcl.data.traits import properties_of
 from dbcl.errors import AuditError
 from dbcl.protocol import Server
-from dbcl.run import RunConfig, presets
-from dbcl.run.task import of_pictures
+from dbcl.simulation import RunConfig, presets
+from dbcl.simulation.task import of_pictures
+from dbcl_audit import rehearsal
+from dbcl_audit.attacks.gradients import example_gradients, gradients
+from dbcl_audit.attacks.own_data import OwnBatches, OwnExamples
+from dbcl_audit.attacks.properties import property_findings
+from dbcl_audit.attacks.roc import measure_auc
+from dbcl_audit.attacks.round_filters import MagnitudeFilter, fidelities
+from dbcl_audit.attacks.sources import Source
+from dbcl_audit.attacks.updates import estimates
+from dbcl_audit.attacks.victim import VictimsRound
+from dbcl_audit.findings import Finding
 
 DIGITS = data.load("digits")
 ORDER = np.random.default_rng(5).permutation(4000)  # the embedded digits are sorted by class
@@ -127,7 +128,7 @@ def test_an_estimate_that_was_shrunk_is_known_to_be() -> None:
     own = OwnExamples(of_pictures(RunConfig(), DIGITS), np.arange(len(DIGITS.y_train)) % 2 == 0, OWN)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 20), nn.ReLU(), nn.Linear(20, 10))
-    sent = [Server(net, veil=0, lanes=1, insecure_seed=seed).open_round() for seed in range(12)]
+    sent = [Server(net, SketchConfig(veil=0, lanes=1), insecure_seed=seed).open_round() for seed in range(12)]
     models = [blinded(net, broadcast) for broadcast in sent]
     rows, batches = [], []
     for number, model in enumerate(models):
@@ -147,7 +148,7 @@ def test_an_estimate_that_was_shrunk_is_known_to_be() -> None:
 def test_gradients_of_single_examples_make_up_that_of_the_batch() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 2)).double()
-    client = blinded(net, Server(net, cover="all", insecure_seed=0).open_round())
+    client = blinded(net, Server(net, SketchConfig(coverage="all"), insecure_seed=0).open_round())
     x, y = torch.randn(7, 1, 8, 8, dtype=torch.float64), torch.arange(7) % 2
     each, together = example_gradients(client, x, y, together=3), gradients(client, x, y)
     assert list(each) == list(together)

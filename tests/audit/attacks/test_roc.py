@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import auc, roc_auc_score
 
-from dbcl.audit.attacks.roc import measure_auc
+from dbcl_audit.attacks.roc import measure_auc
 
 
 def test_auc_agrees_with_sklearn_ties_included() -> None:

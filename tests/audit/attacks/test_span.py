@@ -9,21 +9,21 @@ from torch import Tensor, nn
 
 import dbcl
 from audit.attacks.digits import DIGITS, SPAN
-from dbcl import models
-from dbcl.audit import picture_quality as pictures
-from dbcl.audit.attacks.first_layer import FirstLayer
-from dbcl.audit.attacks.membership import judge
-from dbcl.audit.attacks.span import (
+from dbcl.engines import LocalTraining
+from dbcl.errors import ConfigError
+from dbcl.model import networks
+from dbcl.simulation import preset
+from dbcl.simulation.build import build_server
+from dbcl_audit import picture_quality as pictures
+from dbcl_audit.attacks.first_layer import FirstLayer
+from dbcl_audit.attacks.membership import judge
+from dbcl_audit.attacks.span import (
     first_layer_change,
     span_membership_findings,
     span_scores,
     unmix,
     unmixed_findings,
 )
-from dbcl.engines import LocalTraining
-from dbcl.errors import ConfigError
-from dbcl.run import preset
-from dbcl.run.assemble import build_server
 
 SHAPE = DIGITS.shape
 ORDER = np.random.default_rng(0).permutation(len(DIGITS.x_train))
@@ -34,12 +34,12 @@ FOUR_DEVIATIONS = 0.08  # of an AUC that is 0.5: 4 sqrt(1301 / (12 * 300 * 1000)
 @cache
 def played(name: str, count: int, first: int = 0) -> tuple[dbcl.Broadcast, dict[str, Tensor], Tensor]:
     """A round of a preset: the broadcast, the update of a client that takes one epoch of FedAvg, and its pictures."""
-    model = models.build("mnist-mlp", seed=0)
+    model = networks.build("mnist-mlp", seed=0)
     broadcast = build_server(preset(name), model, insecure_seed=0).open_round()
     local, rows = dbcl.blinded(model, broadcast), ORDER[first : first + count]
     training = LocalTraining(lr=0.1, batch_size=10, epochs=1)
     training.train(local, (DIGITS.x_train[rows], DIGITS.y_train[rows]), seed=bytes(32), round=0, client=0)
-    return broadcast, dict(dbcl.update(local, broadcast, examples=count).tensors), DIGITS.x_train[rows]
+    return broadcast, dict(dbcl.make_update(local, broadcast, examples=count).tensors), DIGITS.x_train[rows]
 
 
 def change_of(name: str, count: int) -> tuple[FirstLayer, Tensor]:
@@ -124,7 +124,7 @@ def test_a_sum_over_many_clients_hides_pictures_and_most_members():
 
 @pytest.mark.parametrize(("name", "count", "least"), [("blind", 10, 7), ("paper", 20, 10), ("plain", 20, 14)])
 def test_pictures_are_found_exactly_in_the_mixtures(name, count, least, monkeypatch):
-    monkeypatch.setattr("dbcl.audit.attacks.span.solve_inputs", lambda seen, shape, **_: torch.zeros(shape))
+    monkeypatch.setattr("dbcl_audit.attacks.span.solve_inputs", lambda seen, shape, **_: torch.zeros(shape))
     change, x = change_of(name, count)
     calls = []
     found = unmix(change, SHAPE, SPAN, limit=80, step=lambda *at: calls.append(at))
@@ -135,7 +135,7 @@ def test_pictures_are_found_exactly_in_the_mixtures(name, count, least, monkeypa
 
 
 def test_forty_pictures_take_few_programmes_and_none_is_wrong(monkeypatch):
-    monkeypatch.setattr("dbcl.audit.attacks.span.solve_inputs", lambda seen, shape, **_: torch.zeros(shape))
+    monkeypatch.setattr("dbcl_audit.attacks.span.solve_inputs", lambda seen, shape, **_: torch.zeros(shape))
     change, x = change_of("blind", 40)
     found = unmix(change, SHAPE, SPAN, limit=120)
     right, wrong = right_and_wrong(change, found.sketched, x)
@@ -168,14 +168,14 @@ def test_one_example_is_found_at_once():
 def test_examples_that_always_come_together_are_not_separated():
     x = DIGITS.x_train[ORDER[:3]].flatten(1).double()
     delta = torch.tensor([[1.0, 1.0, 2.0], [2.0, 2.0, 1.0], [1.0, 1.0, 0.0]], dtype=torch.float64)
-    found = unmix(FirstLayer(delta @ x, delta.sum(1), dbcl.Identity(784)), SHAPE, SPAN, limit=20)
+    found = unmix(FirstLayer(delta @ x, delta.sum(1), dbcl.sketch.Identity(784)), SHAPE, SPAN, limit=20)
     assert found.rank == 2
-    right, _ = right_and_wrong(FirstLayer(delta, delta, dbcl.Identity(784)), found.sketched, x)
+    right, _ = right_and_wrong(FirstLayer(delta, delta, dbcl.sketch.Identity(784)), found.sketched, x)
     assert right <= 1
 
 
 def test_what_cannot_be_read_is_refused():
-    sketch = dbcl.Identity(784)
+    sketch = dbcl.sketch.Identity(784)
     for weight, bias in ((torch.zeros(5, 784), torch.zeros(5)), (torch.ones(5, 784), torch.zeros(5))):
         change = FirstLayer(weight, bias, sketch)
         with pytest.raises(ConfigError, match="the first layer's bias did not change"):
@@ -203,7 +203,7 @@ def test_an_update_of_nothing_is_reported_as_a_failure():
     [nn.Sequential(nn.Conv2d(1, 2, 5), nn.Flatten()), nn.Sequential(nn.Flatten(), nn.Linear(784, 8, bias=False))],
 )
 def test_networks_without_a_dense_first_layer_with_a_bias_have_no_findings(first):
-    broadcast = dbcl.Server(first, veil=0, cover="all").open_round()
+    broadcast = dbcl.Server(first, dbcl.SketchConfig(veil=0, coverage="all")).open_round()
     x = OTHERS[:4]
     assert span_membership_findings(broadcast, broadcast.tensors, x, OTHERS) == []
     assert unmixed_findings(broadcast, broadcast.tensors, x, SPAN) == []

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dbcl.audit.attacks.first_layer import FirstLayer
-from dbcl.audit.attacks.membership import judge
-from dbcl.audit.attacks.span_rounds import (
+from dbcl.simulation import preset, task_of
+from dbcl.sketch import Identity
+from dbcl_audit.attacks.first_layer import FirstLayer
+from dbcl_audit.attacks.membership import judge
+from dbcl_audit.attacks.span_rounds import (
     ROUNDS,
     rewound_changes,
     round_span_findings,
     round_span_scores,
     sent_changes,
 )
-from dbcl.audit.run_rehearsal import RunRehearsal, rehearse_run, shards_of
-from dbcl.run import preset, task_of
-from dbcl.sketch import Identity
+from dbcl_audit.run_rehearsal import RunRehearsal, rehearse_run, shards_of
 
 FOUR_DEVIATIONS = 0.06  # of an AUC that is 0.5: 4 sqrt(1361 / (12 * 360 * 1000)), for 360 against 1,000, with some room
 

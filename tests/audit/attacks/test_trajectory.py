@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from audit.attacks.shards import played, trajectory_of
-from dbcl.audit.attacks import trajectory as module
-from dbcl.audit.attacks.gradients import example_gradients, gradients
-from dbcl.audit.attacks.layer_gradients import layer_gradients
-from dbcl.audit.attacks.trajectory import Lane, Own, Trajectory, each_loss, effective, example_losses, loaded
-from dbcl.audit.attacks.trajectory_updates import trajectory_update_findings
-from dbcl.blind import lift
+from dbcl.blinding import lift
 from dbcl.data import Examples, examples_of
 from dbcl.objective import CLASSIFICATION, Objective
 from dbcl.protocol import Broadcast, blinded
+from dbcl_audit.attacks import trajectory as module
+from dbcl_audit.attacks.gradients import example_gradients, gradients
+from dbcl_audit.attacks.layer_gradients import layer_gradients
+from dbcl_audit.attacks.trajectory import Lane, Own, Trajectory, each_loss, effective, example_losses, loaded
+from dbcl_audit.attacks.trajectory_updates import trajectory_update_findings
 
 
 def some(found: Trajectory, count: int = 12) -> Examples:
@@ -238,7 +238,7 @@ def test_losses_of_single_examples() -> None:
     outputs, classes = torch.randn(7, 4, generator=rng), torch.arange(7) % 4
     each = each_loss(outputs, classes, CLASSIFICATION)
     assert float(each.mean()) == pytest.approx(float(CLASSIFICATION.loss(outputs, classes)))
-    squared = Objective.of(nn.functional.mse_loss)
+    squared = Objective.from_loss(nn.functional.mse_loss)
     targets = torch.randn(7, 4, generator=rng)
     torch.testing.assert_close(each_loss(outputs, targets, squared), (outputs - targets).square().mean(dim=1))
     two, flags = torch.randn(7, 1, generator=rng), torch.arange(7) % 2  # one output for two classes
@@ -283,7 +283,7 @@ def test_of_convolutions_the_positions_are_summed_and_shapes_stand() -> None:
     each = example_gradients(net, *examples.take(np.arange(5)))
     torch.testing.assert_close(convolution.deltas, each["0.bias"], atol=1e-6, rtol=1e-3)
     torch.testing.assert_close(torch.einsum("ni,nj->nij", dense.deltas, dense.inputs), each["2.weight"])
-    assert layer_gradients(nn.Flatten(), examples, Objective.of(lambda out, target: out.mean())) == []
+    assert layer_gradients(nn.Flatten(), examples, Objective.from_loss(lambda out, target: out.mean())) == []
 
 
 # --- the others' updates --------------------------------------------------------------------------------------------
@@ -316,6 +316,6 @@ def test_strong_veils_leave_nothing_but_the_drift() -> None:
 def test_of_somebody_elses_run_nothing_is_found() -> None:
     """The truth of another rehearsal: the same settings, other shards."""
     found = trajectory_of(played(model="audit.networks:thirty_two", rounds=25))
-    other = played(model="audit.networks:thirty_two", rounds=25, name="veil")
+    other = played(model="audit.networks:thirty_two", rounds=25, division=1)
     _, beyond, *_ = trajectory_update_findings(found, other.recorded.truth, "client")
     assert abs(beyond.value) < 0.1

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dbcl.audit.attacks.roc import measure_auc
-from dbcl.audit.attacks.trajectory import Knowledge, Trajectory
-from dbcl.audit.attacks.trajectory_properties import group_direction, trajectory_property_findings, unmixed_scores
-from dbcl.audit.budget import QUICK
-from dbcl.audit.rehearsal import VICTIM, Rehearsal, rehearse
-from dbcl.audit.suite import PROPERTY_LEEWAY, property_script
 from dbcl.data import Examples
 from dbcl.errors import AuditError
-from dbcl.run import preset, task_of
+from dbcl.simulation import preset, task_of
+from dbcl_audit.attacks.roc import measure_auc
+from dbcl_audit.attacks.trajectory import Knowledge, Trajectory
+from dbcl_audit.attacks.trajectory_properties import group_direction, trajectory_property_findings, unmixed_scores
+from dbcl_audit.budget import QUICK
+from dbcl_audit.rehearsal import VICTIM, Rehearsal, rehearse
+from dbcl_audit.suite import PROPERTY_LEEWAY, property_script
 
 
 @dataclass

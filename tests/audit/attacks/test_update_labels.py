@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 import dbcl
 from audit.attacks.digits import DIGITS
-from dbcl import models
-from dbcl.audit.attacks.labels import labels_of_gradient
-from dbcl.audit.attacks.update_labels import Answered, LabelReader, named_correctly, update_label_findings
 from dbcl.engines import LocalTraining
 from dbcl.errors import ConfigError
-from dbcl.run import preset
-from dbcl.run.assemble import build_server
+from dbcl.model import networks
+from dbcl.simulation import preset
+from dbcl.simulation.build import build_server
+from dbcl_audit.attacks.labels import labels_of_gradient
+from dbcl_audit.attacks.update_labels import Answered, LabelReader, named_correctly, update_label_findings
 
 TRAINING = LocalTraining(lr=0.05, batch_size=10, epochs=1)
 OWN = DIGITS.x_test, DIGITS.y_test
@@ -32,15 +32,15 @@ def shard(seed: int, examples: int = 40) -> NDArray[np.int64]:
 
 @cache
 def answered(name: str, seed: int, network: str = "mnist-mlp") -> Answered:
-    model, rows = models.build(network, seed=0), shard(seed)
+    model, rows = networks.build(network, seed=0), shard(seed)
     broadcast = build_server(preset(name), model, insecure_seed=0).open_round()
     local = dbcl.blinded(model, broadcast)
     TRAINING.train(local, (DIGITS.x_train[rows], DIGITS.y_train[rows]), seed=bytes([seed] * 32), round=0, client=0)
-    return Answered(broadcast, dict(dbcl.update(local, broadcast, examples=len(rows)).tensors), rows)
+    return Answered(broadcast, dict(dbcl.make_update(local, broadcast, examples=len(rows)).tensors), rows)
 
 
 def reader(network: str = "mnist-mlp", simulations: int = 100) -> LabelReader:
-    return LabelReader(models.build(network, seed=0), TRAINING, OWN, simulations=simulations)
+    return LabelReader(networks.build(network, seed=0), TRAINING, OWN, simulations=simulations)
 
 
 @pytest.mark.parametrize("name", ["blind", "paper", "plain"])
@@ -93,7 +93,7 @@ def test_a_label_that_the_server_has_no_example_of_is_never_named():
     few = DIGITS.y_test < 8
     own = DIGITS.x_test[few], DIGITS.y_test[few]
     each = answered("blind", 1)
-    small = LabelReader(models.build("mnist-mlp", seed=0), TRAINING, own, simulations=20)
+    small = LabelReader(networks.build("mnist-mlp", seed=0), TRAINING, own, simulations=20)
     assert len(small.counts(each.broadcast, each.tensors, 40)) == 8
     (found,) = update_label_findings([each], DIGITS.y_train, small)
     assert 0 <= found.value < 1
@@ -106,7 +106,7 @@ def test_an_update_of_nothing_is_read_as_something():
 
 
 def test_what_cannot_be_used_is_refused():
-    model = models.build("mnist-mlp", seed=0)
+    model = networks.build("mnist-mlp", seed=0)
     with pytest.raises(ConfigError, match="simulations must be 4 or more, got 3"):
         LabelReader(model, TRAINING, OWN, simulations=3)
     with pytest.raises(ConfigError, match="got 3 examples and 2 labels"):

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dbcl.audit.estimators.pooled import Part, pool
-from dbcl.audit.estimators.view import View
 from dbcl.sketch import LaneSketch, draw
+from dbcl_audit.estimators.pooled import Part, pool
+from dbcl_audit.estimators.view import View
 
 
 @dataclass(frozen=True)

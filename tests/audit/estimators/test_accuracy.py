@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from audit.estimators.systems import cosine, every, lane_system, median_cosine, system
-from dbcl.audit.estimators.kalman import Scales
-from dbcl.audit.estimators.options import option_1, option_2
-from dbcl.audit.estimators.rewind import rewind
-from dbcl.audit.estimators.smoother import known_scales, smoother
-from dbcl.audit.theory import veil_cosine
+from dbcl_audit.estimators.kalman import Scales
+from dbcl_audit.estimators.options import option_1, option_2
+from dbcl_audit.estimators.rewind import rewind
+from dbcl_audit.estimators.smoother import known_scales, smoother
+from dbcl_audit.theory import veil_cosine
 
 LONG: dict[str, dict[str, Any]] = {
     "even": {},

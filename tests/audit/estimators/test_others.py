@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dbcl.audit.estimators.others import expected_others, lanes_of_others
-from dbcl.audit.estimators.pooled import DenseSketch, Part, is_complete, pool
 from dbcl.round_plan import RoundPlan, RoundTensor
 from dbcl.sketch import Identity, LaneSketch
+from dbcl_audit.estimators.others import expected_others, lanes_of_others
+from dbcl_audit.estimators.pooled import DenseSketch, Part, is_complete, pool
 
 TENSORS = (RoundTensor("w", (3, 8), "lanes-v1", 4, 4), RoundTensor("b", (3,), "identity-v1", 3, 3))
 
@@ -17,9 +17,9 @@ def plan(lane: int = 0, lanes: int = 2, seed: int = 0) -> RoundPlan:
     return RoundPlan(5, bytes([seed] * 32), TENSORS, lane=lane, lanes=lanes)
 
 
-def shares(*plans: RoundPlan, cohort: int, grouped: bool = False) -> list[tuple[int | None, float]]:
+def shares(*plans: RoundPlan, cohort: int) -> list[tuple[int | None, float]]:
     """The lane of each sketch (None: anywhere) and its share."""
-    found = lanes_of_others(plans, ["w", "b"], cohort, grouped=grouped)
+    found = lanes_of_others(plans, ["w", "b"], cohort)
     assert list(found) == ["w"]
     return [(getattr(sketch, "lane", None), pytest.approx(share)) for sketch, share in found["w"]]
 
@@ -27,7 +27,7 @@ def shares(*plans: RoundPlan, cohort: int, grouped: bool = False) -> list[tuple[
 def test_with_one_lane_all_others_are_in_it() -> None:
     one = RoundPlan(5, bytes(32), (RoundTensor("w", (3, 8), "count-v1", 4, 4),))
     for cohort in (1, 2, 10):
-        ((sketch, share),) = lanes_of_others([one], ["w"], cohort, grouped=False)["w"]
+        ((sketch, share),) = lanes_of_others([one], ["w"], cohort)["w"]
         assert sketch is one.sketches["w"]
         assert share == 1
 
@@ -38,7 +38,7 @@ def test_lanes_are_drawn_from_the_seed_with_what_is_expected_in_each() -> None:
     assert shares(plan(0), plan(1), cohort=10) == [(0, 1 / 2), (1, 1 / 2)]
     assert shares(plan(0), plan(0), cohort=3) == [(1, 1.0)]
     assert shares(plan(2, lanes=4), cohort=2) == [(lane, 1 / 3) for lane in (0, 1, 3)]
-    drawn = lanes_of_others([plan(1)], ["w"], 10, grouped=False)["w"][0][0]
+    drawn = lanes_of_others([plan(1)], ["w"], 10)["w"][0][0]
     assert drawn.fingerprint() == plan(0).sketches["w"].fingerprint()
 
 
@@ -46,15 +46,6 @@ def test_lanes_are_drawn_from_the_seed_with_what_is_expected_in_each() -> None:
 @pytest.mark.parametrize("taken", [[1, 0, 0], [1, 1, 0], [1, 1, 1]])
 def test_nobody_is_counted_twice(cohort: int, taken: list[int]) -> None:
     assert sum(expected_others(taken, cohort)) == pytest.approx(cohort - sum(taken))
-
-
-def test_the_buckets_of_other_groups_are_unknown() -> None:
-    """Eight others are somewhere: their updates are as long as any, so spread over 8 inputs they are half as large."""
-    assert shares(plan(0), cohort=10, grouped=True) == [(1, 1 / 9), (None, 8 / 9 / 2)]
-    assert shares(plan(0), cohort=2, grouped=True) == [(1, 1.0)]
-    two = plan(0), plan(1, seed=1)
-    assert shares(*two, cohort=6, grouped=True) == [(1, 1 / 4), (0, 1 / 4), (None, 2 / 4 / 2)]
-    assert shares(plan(0), plan(1), cohort=4, grouped=True) == [(None, 1 / 2)]
 
 
 def parts(*plans: RoundPlan, W: torch.Tensor) -> list[Part]:

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from audit.estimators.systems import every, lane_system, median_cosine, system
-from dbcl.audit.estimators.covariance import ShapedUpdates, WhiteUpdates
-from dbcl.audit.estimators.kalman import KalmanSmoother, Scales
-from dbcl.audit.estimators.smoother import fitted_scales, known_scales, shaped_smoother, smoother
-from dbcl.audit.estimators.view import View
 from dbcl.errors import AuditError
+from dbcl_audit.estimators.covariance import ShapedUpdates, WhiteUpdates
+from dbcl_audit.estimators.kalman import KalmanSmoother, Scales
+from dbcl_audit.estimators.smoother import fitted_scales, known_scales, shaped_smoother, smoother
+from dbcl_audit.estimators.view import View
 
 Array = NDArray[np.float64]
 

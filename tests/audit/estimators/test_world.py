@@ -12,11 +12,11 @@ from scipy.stats import multivariate_normal
 from torch import Tensor
 
 from audit.estimators.systems import every, lane_system, median_cosine, system
-from dbcl.audit.estimators.kalman import Scales
-from dbcl.audit.estimators.smoother import known_scales, smoother
-from dbcl.audit.estimators.view import View
-from dbcl.audit.estimators.world import Posterior, Seen, World
 from dbcl.errors import AuditError
+from dbcl_audit.estimators.kalman import Scales
+from dbcl_audit.estimators.smoother import known_scales, smoother
+from dbcl_audit.estimators.view import View
+from dbcl_audit.estimators.world import Posterior, Seen, World
 
 Array = NDArray[np.float64]
 
@@ -344,7 +344,7 @@ def test_rows_are_solved_in_parts_where_there_are_many_numbers(monkeypatch: pyte
     view = system(dim=6, width=3, rows=7, seen=every(6), update=0.3, veil=0.1, momentum=0.5).view
     world = World(view, veil=0.25, update=0.4, weight=0.9)
     whole = world.solve(tolerance=1e-12).changes()
-    monkeypatch.setattr("dbcl.audit.estimators.world.NUMBERS", 6 * 6 * 3)  # three rows
+    monkeypatch.setattr("dbcl_audit.estimators.world.NUMBERS", 6 * 6 * 3)  # three rows
     calls = []
     conjugate = World._conjugate
     monkeypatch.setattr(World, "_conjugate", lambda *given: calls.append(1) or conjugate(*given))

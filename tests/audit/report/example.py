@@ -2,7 +2,7 @@
 
 import math
 
-from dbcl.audit.findings import Audit, Curve, Finding
+from dbcl_audit.findings import Audit, Curve, Finding
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" https://example.org"
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="  # one pixel

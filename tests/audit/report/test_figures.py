@@ -3,8 +3,8 @@
 import math
 from itertools import pairwise
 
-from dbcl.audit.findings import Curve
-from dbcl.audit.report import figures
+from dbcl_audit.findings import Curve
+from dbcl_audit.report import figures
 
 
 def test_thinned_curves_keep_the_low_rates():

@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 
 from audit.report.example import HOSTILE, made_up
-from dbcl.audit.findings import Audit, Finding
-from dbcl.audit.report import page as report
-from dbcl.audit.report import wording
-from dbcl.audit.report.measures import cases_text, measure_text, number_text, range_text
-from dbcl.audit.report.rating import risks, word
-from dbcl.audit.report.style import STYLE
+from dbcl_audit.findings import Audit, Finding
+from dbcl_audit.report import comparison, rating, wording
+from dbcl_audit.report import page as report
+from dbcl_audit.report.measures import cases_text, measure_text, number_text, range_text
+from dbcl_audit.report.rating import risks, word
+from dbcl_audit.report.style import STYLE
 
 VOID = {"meta", "img", "br"}
 
@@ -49,7 +49,7 @@ def page() -> str:
 @pytest.fixture(scope="module")
 def compared() -> str:
     quiet = replace(made_up(), name="veiled", findings=made_up().findings[:1], run={"accuracy": 0.91, "rounds": 500})
-    return report.comparison([made_up(), quiet, Audit("empty", {}, {}, (), (), 0.0)])
+    return comparison.comparison([made_up(), quiet, Audit("empty", {}, {}, (), (), 0.0)])
 
 
 @pytest.mark.parametrize("which", ["page", "compared"])
@@ -75,10 +75,10 @@ def test_hostile_text_is_shown_as_text(page):
     assert Reader(page).text.count(HOSTILE) >= 8
 
 
-@pytest.mark.parametrize(("which", "count"), [("page", 3), ("compared", 2)])
+@pytest.mark.parametrize(("which", "count"), [("page", 3), ("compared", 3)])
 def test_figures_take_the_pages_colours_so_that_they_follow_dark_mode(which, count, request):
     figures = re.findall(r"<svg.*?</svg>", request.getfixturevalue(which), flags=re.DOTALL)
-    assert len(figures) == count  # update by round, property ROC, membership ROC; or one for each seat
+    assert len(figures) == count  # update by round, property ROC, membership ROC; or clients, server, anyone
     used = set()
     for figure in figures:
         assert re.findall(r"#[0-9a-f]{3,8}\b(?=[;\"'])", figure.split(">", 1)[1].replace('href="#', "")) == []
@@ -230,7 +230,7 @@ def test_comparison_says_what_guessing_gives_and_which_way_is_worse(compared):
     for head in ("client: cosine (higher is worse)", "server: AUC (higher is worse)", "accuracy (higher is better)"):
         assert head in text
     row = re.search(r"<td>guessing</td>(.*?)</tr>", compared)[1]
-    assert re.findall(r"<td>([^<]*)", row) == ["", "", "", "0.000", "12.8 dB", "0.500", "12.8 dB", "—"]
+    assert re.findall(r"<td>([^<]*)", row) == ["", "", "", "", "0.000", "12.8 dB", "0.500", "12.8 dB", "—", "0.500"]
     assert compared.index("<td>guessing</td>") < compared.index("<td>veiled</td>")
 
 
@@ -240,15 +240,36 @@ def test_comparison_keeps_the_seats_apart():
         for seat, value in (("client", 9.5), ("server", 41.5))
     )
     audit = Audit("veiled", {}, {"accuracy": 0.9}, (), found, 0.0)
-    assert (audit.worst("psnr", "client"), audit.worst("psnr", "server"), audit.worst("psnr")) == (9.5, 41.5, 41.5)
-    assert audit.worst("psnr", "anyone") is None
-    text = Reader(report.comparison([audit])).text
+    assert [rating.worst(audit, "psnr", [seat]) for seat in ("client", "server", "anyone")] == [9.5, 41.5, None]
+    assert rating.worst(audit, "psnr") == 41.5
+    text = Reader(comparison.comparison([audit])).text
     assert text.index("client: PSNR") < text.index("server: PSNR")
     assert text.index("9.5 dB") < text.index("41.5 dB")
 
 
+@pytest.mark.parametrize("seat", ["client", "colluders", "server", "anyone"])
+@pytest.mark.parametrize("target", ["membership", "property"])
+def test_comparison_shows_the_worst_of_an_audit_whatever_it_is_called(seat, target):
+    """Membership and properties are measured by AUC both; an AUC below 0.5 is as good as its mirror image."""
+    mild = Finding("mild", seat, "naive", "property", "auc", 0.7)
+    for value in (0.962, 0.038):
+        strong = Finding(
+            "strong", seat, "adaptive", target, "membership auc" if target == "membership" else "auc", value
+        )
+        audit = Audit("a", {}, {"accuracy": 0.9}, (), (mild, strong), 0.0)
+        shown = dict(zip(comparison.LEAKS, comparison.leaks(audit), strict=True))
+        assert [text for leak, text in shown.items() if seat in leak.adversaries and leak.family == "auc"] == ["0.962"]
+        assert "0.962" in Reader(comparison.comparison([audit])).text
+
+
+def test_comparison_says_what_a_private_run_promises():
+    measured = Finding("canaries", "client", "adaptive", "guarantee", "epsilon", 7.52)
+    audit = Audit("private", {"epsilon": 8.0}, {"accuracy": 0.9}, (), (measured,), 0.0)
+    assert "8 (7.5)" in Reader(comparison.comparison([audit])).text
+
+
 def test_comparison_without_a_measure_has_no_picture():
-    assert "<svg" not in report.comparison([Audit("empty", {}, {}, (), (), 0.0)])
+    assert "<svg" not in comparison.comparison([Audit("empty", {}, {}, (), (), 0.0)])
 
 
 def test_the_risk_table_sets_naive_and_adaptive_side_by_side_with_the_rating_last(page):

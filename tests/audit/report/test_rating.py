@@ -5,9 +5,10 @@ import math
 import pytest
 
 from audit.report.example import made_up
-from dbcl.audit.findings import Audit, Finding, with_interval
-from dbcl.audit.report.measures import range_text
-from dbcl.audit.report.rating import (
+from dbcl.errors import ConfigError
+from dbcl_audit.findings import Audit, Finding, with_interval
+from dbcl_audit.report.measures import range_text
+from dbcl_audit.report.rating import (
     BAD,
     FAILED,
     GUESS,
@@ -22,8 +23,7 @@ from dbcl.audit.report.rating import (
     word,
     worst_by_seat,
 )
-from dbcl.audit.report.wording import sentence
-from dbcl.errors import ConfigError
+from dbcl_audit.report.wording import sentence
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """Advice follows from the settings of a run and from what was found."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 from audit.report.example import made_up
-from dbcl.audit.findings import Audit, Finding
-from dbcl.audit.report.wording import advice, sentence, verdicts
-from dbcl.run import RunConfig
+from dbcl.simulation import RunConfig
+from dbcl_audit.findings import Audit, Finding
+from dbcl_audit.report.wording import advice, sentence, verdicts
 
 
 def test_advice_follows_from_settings_and_findings():
@@ -69,4 +68,4 @@ def test_advice_asks_only_for_settings_that_exist() -> None:
     advice(Audit("a", settings, {}, (), (), 0.0))
     added_by_the_audit = {"clear"}
     assert settings.asked >= {"veil", "sketch", "clients", "seed"}
-    assert settings.asked - added_by_the_audit <= {field.name for field in fields(RunConfig)}
+    assert settings.asked - added_by_the_audit <= RunConfig().options().keys()

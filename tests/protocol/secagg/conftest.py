@@ -1,4 +1,4 @@
-"""A group of clients and its server, whose messages travel as bytes, with updates that are whole steps of the ring."""
+"""A group of clients and its server, over encoded messages, with updates that are whole steps of the quantizer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dbcl.protocol.secagg import ClientRound, GroupRound, Identity, Registry, Terms, Total
-from dbcl.protocol.secagg.client import pairwise
+from dbcl.protocol.secagg import ClientRound, GroupRound, Registry, SecAggConfig, SigningKey, Total
 from dbcl.protocol.secagg.keys import KeyPair, derive
 from dbcl.protocol.secagg.masks import add_masks
 from dbcl.protocol.secagg.messages import (
@@ -21,11 +20,12 @@ from dbcl.protocol.secagg.messages import (
     decode_message,
     encode_message,
 )
-from dbcl.protocol.secagg.ring import LEVELS, Ring
+from dbcl.protocol.secagg.quantizer import LEVELS, Quantizer
+from dbcl.protocol.secagg.statements import pairwise
 
 ROUND, BROADCAST, PLAN = 7, bytes([1]) * 32, bytes([2]) * 32
 BOUND = LEVELS / 4096
-"""A step of the ring is 2^-12, so that whole numbers of steps are exact in floating point and are not rounded."""
+"""A step of the quantizer is 2^-12, so that whole numbers of steps are exact in floating point and are not rounded."""
 LENGTH = 5
 
 
@@ -33,12 +33,12 @@ def names(count: int) -> list[str]:
     return [f"client-{number:02d}" for number in range(count)]
 
 
-def easy_terms(**changes: Any) -> Terms:
-    return Terms(**{"bound": BOUND, "most": 1, "min_cohort": 3, "colluding": 0.0, **changes})
+def easy_config(**changes: Any) -> SecAggConfig:
+    return SecAggConfig(**{"clip": BOUND, "weight_cap": 1, "min_cohort": 3, "colluding": 0.0, **changes})
 
 
 def whole_numbers(count: int, length: int = LENGTH) -> NDArray[np.int64]:
-    """Updates of `count` clients in steps of the ring, another one for each."""
+    """Updates of `count` clients in steps of the quantizer, another one for each."""
     return np.random.default_rng(count).integers(-3000, 3001, size=(count, length))
 
 
@@ -61,23 +61,23 @@ class Fleet:
     def of(
         cls,
         count: int = 6,
-        terms: Terms | None = None,
+        config: SecAggConfig | None = None,
         *,
         registry: bool = False,
         round: int = ROUND,
         broadcasts: Mapping[str, bytes] = {},
-        identities: Mapping[str, Identity] | None = None,
+        identities: Mapping[str, SigningKey] | None = None,
         kind: type[ClientRound] = ClientRound,
     ) -> "Fleet":
-        terms = terms or easy_terms()
-        own = identities or {name: Identity() for name in names(count)}
+        config = config or easy_config()
+        own = identities or {name: SigningKey() for name in names(count)}
         known = Registry({name: identity.public for name, identity in own.items()}) if registry else None
         clients = {
-            name: kind(name, identity, round, broadcasts.get(name, BROADCAST), PLAN, terms, known)
+            name: kind(name, identity, round, broadcasts.get(name, BROADCAST), PLAN, config, known)
             for name, identity in own.items()
         }
         numbers = dict(zip(own, whole_numbers(len(own)), strict=True))
-        return cls(clients, GroupRound(round, BROADCAST, PLAN, LENGTH, terms, registry=known), numbers)
+        return cls(clients, GroupRound(round, BROADCAST, PLAN, LENGTH, config, registry=known), numbers)
 
     def values(self, name: str) -> NDArray[np.float64]:
         return self.numbers[name] / 4096
@@ -153,4 +153,4 @@ def unmasked(
             pair = derive(keys.agree(member.mask_key), *pairwise(roster, sharers, name, member.name))
             (minus if member.name > name else plus).append(pair)
     add_masks(words, plus, minus)
-    return Ring(BOUND, len(roster.members)).values(words[:-1])
+    return Quantizer(BOUND, len(roster.members)).values(words[:-1])

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from dbcl.errors import ProtocolError
-from dbcl.protocol.secagg import ClientRound, Identity, Terms
-from dbcl.protocol.secagg.client import advertised, pairwise
+from dbcl.protocol.secagg import ClientRound, SecAggConfig, SigningKey
 from dbcl.protocol.secagg.keys import SEED, KeyPair, derive
 from dbcl.protocol.secagg.masks import add_masks
 from dbcl.protocol.secagg.messages import (
@@ -23,14 +22,15 @@ from dbcl.protocol.secagg.messages import (
     Survivors,
     decode_message,
 )
-from dbcl.protocol.secagg.ring import Ring, unpacked
+from dbcl.protocol.secagg.quantizer import Quantizer, unpacked
 from dbcl.protocol.secagg.shares import combined
-from protocol.secagg.conftest import BOUND, BROADCAST, LENGTH, ROUND, Fleet, easy_terms, names, unmasked
+from dbcl.protocol.secagg.statements import advertised, pairwise
+from protocol.secagg.conftest import BOUND, BROADCAST, LENGTH, ROUND, Fleet, easy_config, names, unmasked
 
 VICTIM, *OTHERS = names(6)
 
 
-def signed(name: str, identity: Identity, share_key: bytes, mask_key: bytes, round: int = ROUND) -> Member:
+def signed(name: str, identity: SigningKey, share_key: bytes, mask_key: bytes, round: int = ROUND) -> Member:
     signature = identity.sign(*advertised(round, BROADCAST, name, share_key, mask_key))
     return Member(name, identity.public, share_key, mask_key, signature)
 
@@ -44,7 +44,7 @@ def with_member(roster: Roster, number: int, **changes: bytes) -> Roster:
 # The roster
 
 
-def test_changed_terms_are_refused_and_all_reasons_are_given() -> None:
+def test_a_changed_config_is_refused_and_all_reasons_are_given() -> None:
     fleet = Fleet.of()
     roster = fleet.roster()
     client = fleet.clients[VICTIM]
@@ -83,7 +83,7 @@ def test_rosters_that_are_no_lists_of_clients() -> None:
         (roster.members[1:], "does not have this client with its own keys"),
         (roster.members[::-1], "not in order"),
         ((roster.members[0], *roster.members), "stands twice"),
-        (roster.members[:2], "2 clients, and there must be 3 to 64"),
+        (roster.members[:2], "2 clients, and there must be 3 to 128"),
     ):
         forged = replace(roster, members=members, threshold=len(members) // 2 + 1)
         with pytest.raises(ProtocolError, match=reason):
@@ -106,7 +106,7 @@ def test_keys_signed_by_somebody_else() -> None:
     for registry in (True, False):
         fleet = Fleet.of(registry=registry)
         roster = fleet.roster()
-        mine = signed(OTHERS[0], Identity(), KeyPair().public, KeyPair().public)
+        mine = signed(OTHERS[0], SigningKey(), KeyPair().public, KeyPair().public)
         forged = replace(roster, members=(roster.members[0], mine, *roster.members[2:]))
         if registry:
             with pytest.raises(ProtocolError, match="'client-01' is known by another key"):
@@ -118,7 +118,7 @@ def test_keys_signed_by_somebody_else() -> None:
 def invented(fleet: Fleet) -> tuple[Roster, dict[str, ClientRound]]:
     """One honest client among clients that the server plays itself."""
     roster = fleet.roster()
-    own = {name: ClientRound(name, Identity(), ROUND, BROADCAST, roster.plan, fleet.server.terms) for name in OTHERS}
+    own = {name: ClientRound(name, SigningKey(), ROUND, BROADCAST, roster.plan, fleet.server.config) for name in OTHERS}
     made = tuple(client.advertise().member for client in own.values())
     return replace(roster, members=(roster.members[0], *made)), own
 
@@ -143,6 +143,7 @@ def test_invented_clients_learn_everything_without_one() -> None:
             roster.binding,
             {other: shares.sealed[name] for other, shares in made.items() if other != name},
             {other: shares.digests[name] for other, shares in made.items() if other != name},
+            {other: shares.signature for other, shares in made.items() if other != name},
         )
         sent[name] = client.mask(delivery, fleet.values(name) if client is victim else np.zeros(LENGTH), 1)
     survivors = Survivors(ROUND, roster.binding, roster.names, roster.names)
@@ -152,7 +153,7 @@ def test_invented_clients_learn_everything_without_one() -> None:
     reveals = {name: client.reveal(agreed) for name, client in clients.items()}
     shares = {number: reveals[name].shares[VICTIM] for number, name in enumerate(roster.names, start=1)}
     mask = combined([shares], roster.threshold)[0]
-    words = unpacked(sent[VICTIM].packed, Ring(BOUND, 6).bits, LENGTH + 1)
+    words = unpacked(sent[VICTIM].packed, Quantizer(BOUND, 6).bits, LENGTH + 1)
     keys = {name: own[name]._mask_keys for name in own}
     minus = [derive(mask, b"own mask", roster.binding, VICTIM.encode())]
     minus += [
@@ -160,7 +161,7 @@ def test_invented_clients_learn_everything_without_one() -> None:
         for name in OTHERS
     ]  # the victim's name comes first
     add_masks(words, minus=minus)
-    assert np.array_equal(Ring(BOUND, 6).values(words[:-1]), fleet.values(VICTIM))
+    assert np.array_equal(Quantizer(BOUND, 6).values(words[:-1]), fleet.values(VICTIM))
 
 
 def test_a_reflected_key() -> None:
@@ -168,7 +169,7 @@ def test_a_reflected_key() -> None:
     fleet = Fleet.of()
     roster = fleet.roster()
     own = roster.members[0]
-    mirror = signed(OTHERS[0], Identity(), own.share_key, own.mask_key)
+    mirror = signed(OTHERS[0], SigningKey(), own.share_key, own.mask_key)
     with pytest.raises(ProtocolError, match="a key stands in it twice"):
         fleet.clients[VICTIM].share(replace(roster, members=(own, mirror, *roster.members[2:])))
 
@@ -178,13 +179,13 @@ def test_a_key_of_small_order() -> None:
     fleet = Fleet.of()
     roster = fleet.roster()
     for point in (bytes(32), (1).to_bytes(32, "little")):
-        weak = signed(OTHERS[0], Identity(), KeyPair().public, point)
+        weak = signed(OTHERS[0], SigningKey(), KeyPair().public, point)
         with pytest.raises(ProtocolError, match="'client-01' has a public key that no honest client has"):
             fleet.clients[VICTIM].share(replace(roster, members=(roster.members[0], weak, *roster.members[2:])))
 
 
 def test_a_replayed_round() -> None:
-    identities = {name: Identity() for name in names(6)}
+    identities = {name: SigningKey() for name in names(6)}
     old, new = Fleet.of(identities=identities), Fleet.of(identities=identities, round=ROUND + 1)
     before, now = old.roster(), new.roster()
     with pytest.raises(ProtocolError, match="round 8: a message of round 7"):
@@ -228,17 +229,18 @@ def test_two_rosters_in_parallel() -> None:
     mixed = {name: shares for name, shares in made.items() if name in less.names}
     for name in half:
         with pytest.raises(ProtocolError, match="a message for another roster"):
-            fleet.clients[name].mask(Delivery(ROUND, whole.binding, {}, {}), fleet.values(name), 1)
-        fleet.clients[name].mask(  # the server says that all shares are for this roster
-            Delivery(
-                ROUND,
-                less.binding,
-                {other: shares.sealed[name] for other, shares in mixed.items() if other != name},
-                {other: shares.digests[name] for other, shares in mixed.items() if other != name},
-            ),
-            fleet.values(name),
-            1,
+            fleet.clients[name].mask(Delivery(ROUND, whole.binding, {}, {}, {}), fleet.values(name), 1)
+        told = Delivery(  # the server says that all shares are for this roster
+            ROUND,
+            less.binding,
+            {other: shares.sealed[name] for other, shares in mixed.items() if other != name},
+            {other: shares.digests[name] for other, shares in mixed.items() if other != name},
+            {other: shares.signature for other, shares in mixed.items() if other != name},
         )
+        with pytest.raises(ProtocolError, match="has not signed this roster"):
+            fleet.clients[name].mask(told, fleet.values(name), 1)
+        fleet.clients[name]._check_joined = lambda roster, delivery: None  # and a client that does not look
+        fleet.clients[name].mask(told, fleet.values(name), 1)
         assert set(fleet.clients[name]._held) == set(half)
 
 
@@ -267,7 +269,7 @@ def test_a_share_that_was_changed_on_its_way_is_not_used(change: object) -> None
 
 def test_shares_of_another_round() -> None:
     """The same people a round before: other keys, so nothing opens; swapped within a round nothing opens either."""
-    identities = {name: Identity() for name in names(6)}
+    identities = {name: SigningKey() for name in names(6)}
     old = Fleet.of(identities=identities).deliveries()
     new = Fleet.of(identities=identities, round=ROUND + 1)
     deliveries = new.deliveries()
@@ -290,8 +292,9 @@ def test_shares_of_strangers_or_without_digests() -> None:
     own = replace(delivery, sealed={**delivery.sealed, VICTIM: bytes(48)})
     with pytest.raises(ProtocolError, match="shares of 'client-00', who is not in the roster"):
         fleet.clients[VICTIM].mask(own, fleet.values(VICTIM), 1)
-    with pytest.raises(ProtocolError, match="shares without their digests"):
-        fleet.clients[VICTIM].mask(replace(delivery, digests={}), fleet.values(VICTIM), 1)
+    for missing in ("digests", "signatures"):
+        with pytest.raises(ProtocolError, match="shares without their digests or signatures"):
+            fleet.clients[VICTIM].mask(replace(delivery, **{missing: {}}), fleet.values(VICTIM), 1)
 
 
 def test_different_sharers_for_different_clients() -> None:
@@ -305,6 +308,7 @@ def test_different_sharers_for_different_clients() -> None:
             told,
             sealed={other: each for other, each in told.sealed.items() if other != last},
             digests={other: each for other, each in told.digests.items() if other != last},
+            signatures={other: each for other, each in told.signatures.items() if other != last},
         )
     fleet.mask(deliveries)
     everybody = Survivors(ROUND, deliveries[VICTIM].binding, tuple(names(6)), tuple(names(6)))
@@ -327,12 +331,12 @@ def _signs(fleet: Fleet, name: str, survivors: Survivors) -> bool:
 
 
 def _without_own_masks(fleet: Fleet, some: list[str], own: dict[str, bytes]) -> np.ndarray:
-    ring, total = Ring(BOUND, len(fleet.clients)), np.zeros(LENGTH + 1, dtype=np.uint32)
+    quantizer, total = Quantizer(BOUND, len(fleet.clients)), np.zeros(LENGTH + 1, dtype=np.uint32)
     for name in some:
-        total += unpacked(fleet.masked[name].packed, ring.bits, LENGTH + 1)
+        total += unpacked(fleet.masked[name].packed, quantizer.bits, LENGTH + 1)
     bindings = {name: fleet.masked[name].binding for name in some}
     add_masks(total, minus=[derive(own[name], b"own mask", bindings[name], name.encode()) for name in some])
-    return ring.values(total[:-1])
+    return quantizer.values(total[:-1])
 
 
 def test_without_own_masks_is_the_sum_where_all_is_honest() -> None:
@@ -347,7 +351,7 @@ def test_without_own_masks_is_the_sum_where_all_is_honest() -> None:
 
 
 def test_lists_of_survivors_that_cannot_be() -> None:
-    fleet = Fleet.of(terms=easy_terms(min_cohort=5))
+    fleet = Fleet.of(config=easy_config(min_cohort=5))
     survivors = fleet.survivors()
     client = fleet.clients[VICTIM]
     for listed, reason in (
@@ -371,6 +375,7 @@ def test_too_few_sharers() -> None:
         delivery,
         sealed={name: delivery.sealed[name] for name in OTHERS[:2]},
         digests={name: delivery.digests[name] for name in OTHERS[:2]},
+        signatures={name: delivery.signatures[name] for name in OTHERS[:2]},
     )
     with pytest.raises(ProtocolError, match="only 3 clients have sent shares"):
         fleet.clients[VICTIM].mask(few, fleet.values(VICTIM), 1)
@@ -417,16 +422,16 @@ def test_one_client_never_gives_both_shares_of_anybody() -> None:
 def test_two_lists_never_both_have_enough_signatures() -> None:
     """Honest clients sign one list, colluders sign both: n - c + 2 c signatures are fewer than 2 t."""
     for colluding in [Fraction(part, 12) for part in range(12)]:
-        terms = Terms(bound=1.0, min_cohort=3, colluding=float(colluding))
+        config = SecAggConfig(clip=1.0, min_cohort=3, colluding=float(colluding))
         for count in range(3, 65):
-            colluders, threshold = terms.colluders(count), terms.threshold(count)
+            colluders, threshold = config.colluders(count), config.threshold(count)
             assert colluders == int(colluding * count)
             assert count + colluders < 2 * threshold
             assert colluders < threshold <= count
             assert 2 * (threshold - 1) <= count + colluders  # and no higher than it must be
 
 
-class Lowered(Terms):
+class Lowered(SecAggConfig):
     """A mutant that signs away the rule 2 t > n + c."""
 
     def threshold(self, count: int) -> int:
@@ -457,19 +462,19 @@ def split(fleet: Fleet, colluders: list[str]) -> list[tuple[int, dict[str, Revea
 
 
 def test_split_over_the_clients_with_colluders() -> None:
-    fleet = Fleet.of(terms=easy_terms(colluding=1 / 3))
-    assert (fleet.server.terms.threshold(6), fleet.server.terms.colluders(6)) == (5, 2)
+    fleet = Fleet.of(config=easy_config(colluding=1 / 3))
+    assert (fleet.server.config.threshold(6), fleet.server.config.colluders(6)) == (5, 2)
     assert [(count, len(reveals)) for count, reveals in split(fleet, OTHERS[-2:])] == [(4, 0), (4, 0)]
 
 
 def test_split_over_the_clients_breaks_a_lower_threshold() -> None:
     """The mutant: with t = n / 2 the same server has both secrets of the victim, and reads its update."""
-    fleet = Fleet.of(terms=Lowered(bound=BOUND, min_cohort=3, colluding=1 / 3))
+    fleet = Fleet.of(config=Lowered(clip=BOUND, min_cohort=3, colluding=1 / 3))
     colluders = OTHERS[-2:]
     fleet_secrets: dict[str, dict[int, bytes]] = {"own": {}, "key": {}}
     number = {name: place for place, name in enumerate(names(6), start=1)}
     (first, own), (second, key) = split(fleet, colluders)
-    assert first == second == 4 >= fleet.server.terms.threshold(6)
+    assert first == second == 4 >= fleet.server.config.threshold(6)
     for kind, reveals in (("own", own), ("key", key)):
         assert len(reveals) == 2
         for name, reveal in reveals.items():
@@ -479,7 +484,7 @@ def test_split_over_the_clients_breaks_a_lower_threshold() -> None:
         fleet_secrets["own"][number[name]], fleet_secrets["key"][number[name]] = pair[SEED:], pair[:SEED]
     roster = fleet.server._given()
     found = {kind: combined([shares], 3)[0] for kind, shares in fleet_secrets.items()}
-    words = unpacked(fleet.masked[VICTIM].packed, Ring(BOUND, 6).bits, LENGTH + 1)
+    words = unpacked(fleet.masked[VICTIM].packed, Quantizer(BOUND, 6).bits, LENGTH + 1)
     seen = unmasked(words, roster, tuple(names(6)), VICTIM, found["own"], found["key"])
     assert np.array_equal(seen, fleet.values(VICTIM))
 
@@ -488,7 +493,9 @@ def test_split_over_the_clients_breaks_a_lower_threshold() -> None:
 
 
 class Careless(ClientRound):
-    """A mutant that takes any roster."""
+    """A mutant that takes any roster, whoever has signed it."""
+
+    def _check_joined(self, roster: Roster, delivery: Delivery) -> None: ...
 
     def _problems(self, roster: Roster) -> list[str]:
         super()._problems(roster)
@@ -541,6 +548,7 @@ def test_different_models_give_noise_even_where_nobody_checks(one_roster: bool) 
             made[name].binding,
             {other: shares.sealed[name] for other, shares in made.items() if other != name},
             {other: shares.digests[name] for other, shares in made.items() if other != name},
+            {other: shares.signature for other, shares in made.items() if other != name},
         )
         fleet.masked[name] = client.mask(delivery, fleet.values(name), 1)
         half = set(HALF) if name in HALF else set(names(6)) - set(HALF)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from dbcl.errors import ProtocolError
-from dbcl.protocol.secagg import Total, client
-from dbcl.protocol.secagg.ring import LEVELS, Ring
-from protocol.secagg.conftest import Fleet, easy_terms, names
+from dbcl.protocol.secagg import Total, WeightedMean
+from dbcl.protocol.secagg.quantizer import LEVELS, Quantizer
+from protocol.secagg.conftest import Fleet, easy_config, names
 
 STAYS = 6
 
@@ -73,14 +73,14 @@ def test_drops_before_the_last_step(count: int) -> None:
 def test_weights_are_inside_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any numbers of examples and values that must be rounded: the sum is that of the words that clients made."""
     made: list[np.ndarray] = []
-    honest = client.weighted
+    honest = WeightedMean.words
 
     def watched(*arguments: object) -> np.ndarray:
         made.append(honest(*arguments))  # type: ignore[arg-type]
         return made[-1].copy()
 
-    monkeypatch.setattr(client, "weighted", watched)
-    fleet = Fleet.of(7, easy_terms(most=600))
+    monkeypatch.setattr(WeightedMean, "words", watched)
+    fleet = Fleet.of(7, easy_config(weight_cap=600))
     rng = np.random.default_rng(0)
     values = {name: rng.standard_normal(5) for name in fleet.clients}
     examples = dict(zip(fleet.clients, (1, 7, 150, 599, 600, 601, 10**6), strict=True))
@@ -90,20 +90,20 @@ def test_weights_are_inside_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     agreed = fleet.server.agreed(fleet.agree(survivors))
     total = fleet.server.total(fleet.reveal(agreed))
     words = sum(each.astype(np.int64) for each in made).astype(np.uint32)
-    ring = Ring(fleet.server.terms.bound, 7)
-    assert np.array_equal(total.values, ring.values(words[:-1]))
+    quantizer = Quantizer(fleet.server.config.clip, 7)
+    assert np.array_equal(total.values, quantizer.values(words[:-1]))
     assert total.weight == int(words[-1]) / LEVELS
     weights = {name: min(1, each / 600) for name, each in examples.items()}
     assert total.weight == pytest.approx(sum(weights.values()), abs=7 / LEVELS)
     mean = sum(weights[name] * values[name] for name in values) / sum(weights.values())
-    assert np.abs(total.values / total.weight - mean).max() < 7 * ring.step  # 7 roundings, and those of 7 weights
+    assert np.abs(total.values / total.weight - mean).max() < 7 * quantizer.step  # 7 roundings, and those of 7 weights
 
 
 @pytest.mark.parametrize("count", [3, 8, 24, pytest.param(64, marks=pytest.mark.slow)])
 def test_groups_of_every_size(count: int) -> None:
-    fleet = Fleet.of(count, easy_terms(colluding=1 / 3))
-    terms = fleet.server.terms
-    drops = dict.fromkeys(names(count)[::3][: count - terms.threshold(count)], 3)
+    fleet = Fleet.of(count, easy_config(colluding=1 / 3))
+    config = fleet.server.config
+    drops = dict.fromkeys(names(count)[::3][: count - config.threshold(count)], 3)
     total = fleet.play(drops)
     assert isinstance(total, Total)
     assert set(total.members) == set(names(count)) - set(drops)

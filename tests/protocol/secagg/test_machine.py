@@ -17,14 +17,14 @@ from hypothesis.stateful import (
 )
 
 from dbcl.errors import ProtocolError
-from dbcl.protocol.secagg import ClientRound, Identity, encode_message
+from dbcl.protocol.secagg import ClientRound, SigningKey, encode_message
 from dbcl.protocol.secagg.keys import SEED
 from dbcl.protocol.secagg.messages import Advert, Agreed, Agreement, Delivery, Masked, Reveal, Roster, Shares, Survivors
-from dbcl.protocol.secagg.ring import Ring, packed
-from protocol.secagg.conftest import BOUND, BROADCAST, LENGTH, PLAN, ROUND, Fleet, carried, easy_terms, names
+from dbcl.protocol.secagg.quantizer import Quantizer, packed
+from protocol.secagg.conftest import BOUND, BROADCAST, LENGTH, PLAN, ROUND, Fleet, carried, easy_config, names
 
 NAMES = names(4)
-TERMS = easy_terms()
+CONFIG = easy_config()
 REACHED: Counter[str] = Counter()
 """How often the machines got somewhere."""
 
@@ -53,7 +53,7 @@ class HostileServer(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.identities = {name: Identity() for name in NAMES}
+        self.identities = {name: SigningKey() for name in NAMES}
         self.values = {name: np.arange(1, LENGTH + 1) * (100 + place) / 4096 for place, name in enumerate(NAMES)}
         self.attempts: dict[str, list[Attempt]] = {name: [] for name in NAMES}
         self.rosters: list[Roster] = []
@@ -63,7 +63,7 @@ class HostileServer(RuleBasedStateMachine):
         self.add_roster([self.current(name).advert for name in NAMES])
 
     def join(self, name: str) -> None:
-        client = self.kind(name, self.identities[name], ROUND, BROADCAST, PLAN, TERMS)
+        client = self.kind(name, self.identities[name], ROUND, BROADCAST, PLAN, CONFIG)
         self.attempts[name].append(Attempt(client, client.advertise()))
 
     def current(self, name: str) -> Attempt:
@@ -73,10 +73,10 @@ class HostileServer(RuleBasedStateMachine):
         self.received.append(encode_message(message))  # type: ignore[arg-type]
 
     def add_roster(self, adverts: list[Advert]) -> None:
-        members, threshold = tuple(each.member for each in adverts), TERMS.threshold(len(adverts))
+        members, threshold = tuple(each.member for each in adverts), CONFIG.threshold(len(adverts))
         self.rosters.append(Roster(ROUND, BROADCAST, PLAN, threshold, 0, BOUND, 1, LENGTH, members))
 
-    @rule(name=st.sampled_from(NAMES), really=st.integers(0, 2))
+    @rule(name=st.sampled_from(NAMES), really=st.integers(0, 4))
     def begin_anew(self, name: str, really: int) -> None:
         if really == 0 and len(self.attempts[name]) < 3:
             self.join(name)
@@ -104,19 +104,23 @@ class HostileServer(RuleBasedStateMachine):
     @precondition(lambda self: getattr(self, "rosters", None))
     @rule(data=st.data())
     def send_shares(self, data: st.DataObject) -> None:
+        mixed = not data.draw(st.integers(0, 9))  # of other rosters, too, which clients refuse
         for name in data.draw(st.permutations(NAMES)):
             own = self.current(name)
+            binding = own.roster.binding if own.roster else bytes(32)
             made = {
                 other: attempt.shares
                 for other in data.draw(st.sampled_from([*(9 * [NAMES]), NAMES[:3]]))
                 for attempt in self.attempts[other]
                 if other != name and attempt.shares is not None and name in attempt.shares.sealed
+                if mixed or attempt.shares.binding == binding
             }
             delivery = Delivery(
                 ROUND,
-                own.roster.binding if own.roster else bytes(32),
+                binding,
                 {other: shares.sealed[name] for other, shares in made.items()},
                 {other: shares.digests[name] for other, shares in made.items()},
+                {other: shares.signature for other, shares in made.items()},
             )
             try:
                 masked = own.client.mask(delivery, self.values[name], 1)
@@ -201,9 +205,9 @@ def needles(values: dict[str, np.ndarray]) -> list[bytes]:
     found = []
     for own in values.values():
         for clients in (3, 4):
-            ring = Ring(BOUND, clients)
-            words = ring.quantized(own)
-            found += [packed(words, ring.bits)[:-1], packed(words, ring.bits)[1:-1]]
+            quantizer = Quantizer(BOUND, clients)
+            words = quantizer.quantized(own)
+            found += [packed(words, quantizer.bits)[:-1], packed(words, quantizer.bits)[1:-1]]
             found += [words[start : start + 2].tobytes() for start in range(LENGTH - 1)]
     return found
 
@@ -211,8 +215,10 @@ def needles(values: dict[str, np.ndarray]) -> list[bytes]:
 def test_the_search_finds_an_update_that_is_not_masked() -> None:
     fleet = Fleet.of(4)
     values = {name: fleet.values(name) for name in NAMES}
-    ring = Ring(BOUND, 4)
-    clear = Masked(ROUND, bytes(32), packed(np.append(ring.quantized(values[NAMES[0]]), np.uint32(1)), ring.bits))
+    quantizer = Quantizer(BOUND, 4)
+    clear = Masked(
+        ROUND, bytes(32), packed(np.append(quantizer.quantized(values[NAMES[0]]), np.uint32(1)), quantizer.bits)
+    )
     assert any(needle in encode_message(clear) for needle in needles(values))
     fleet.play()
     assert len(fleet.received) == 5 * 4

@@ -3,7 +3,6 @@
 from torch import nn
 
 from dbcl._torch import has_global_hooks, has_hooks
-from dbcl.cover import named_tensors
 from dbcl.engines.stacked.layers import (
     Apply,
     BatchNorm,
@@ -18,6 +17,7 @@ from dbcl.engines.stacked.layers import (
     ToRows,
 )
 from dbcl.engines.stacked.linear import Linear
+from dbcl.model.tensors import named_tensors
 from dbcl.round_plan import RoundPlan
 from dbcl.sketch.buckets import BucketSketch
 

@@ -22,7 +22,9 @@ def client_masks(counts: Tensor, width: int, dropout_seeds: list[int], like: Ten
             out = torch.ones(len(generators), width, *shape, dtype=like.dtype)
             for client, generator in enumerate(generators):
                 count = int(counts[step, client])
-                if count:
+                if p == 1:  # nothing is kept, and nothing is drawn
+                    out[client] = 0
+                elif count:
                     drawn = torch.empty(count, *shape, dtype=like.dtype).bernoulli_(1 - p, generator=generator)
                     out[client, :count] = drawn / (1 - p)
             return out.to(like.device)

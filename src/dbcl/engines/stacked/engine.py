@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,14 @@ class StackedEngine(Engine):
     "stages" for a plain sequence of known layers, "vmap" for anything that `torch.func` can batch, and "loop", one
     client after another, for the rest. `why` says what ruled out the faster ones.
 
+    Args:
+        arguments: Those of `Engine`.
+        precision: Arithmetic of float32 products on a GPU: "float32", "tf32" (inputs rounded to 10 bits) or "bf16" (to
+            7 bits).
+        chunk: Number of clients that are trained together; chosen from the sizes of the model and its activations
+            where it is None.
+        settings: Keyword arguments of `Engine`.
+
     >>> import copy, dbcl
     >>> from dbcl.engines import LocalTraining
     >>> clients = [(torch.randn(10, 8), torch.arange(10) % 2) for _ in range(4)]
@@ -53,10 +61,6 @@ class StackedEngine(Engine):
 
     path: str = "not chosen yet"
     why: str = "the first round decides"
-    chunk: int | None = None
-    """How many clients are trained together; chosen from the size of the model and its activations if not set."""
-    precision: str = "float32"
-    """What a GPU may do to float32 products: "float32" nothing, "tf32" round their inputs to 10 bits, "bf16" to 7."""
     shards: Sequence[NDArray[np.int64]] = ()
     """Which rows of `x` and `y`, the examples of all clients, each client holds; set with the first round."""
     x: Tensor
@@ -64,6 +68,10 @@ class StackedEngine(Engine):
     _stack: Stack | None = None
     _cuda_graph: CudaGraphLoop | None = None
     _ahead: "dict[tuple[int, ...], _Layout]" = {}  # noqa: RUF012  replaced, never changed in place
+
+    def __init__(self, *arguments: Any, precision: str = "float32", chunk: int | None = None, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.precision, self.chunk = precision, chunk
 
     def play_round(self) -> RoundResult:
         with one_thread(isinstance(self._stack, StageStack) and self._stack.small):
@@ -99,7 +107,9 @@ class StackedEngine(Engine):
         reason = self._pool_examples()
         if reason:
             return None, "loop", reason
-        clips = self.training.example_clip is not None
+        clips, privacy = self.training.example_clip is not None, self.server.privacy
+        if clips and privacy is not None and privacy.shared:
+            return None, "loop", "sums of clipped gradients in float64 are made for one client after another"
         try:
             stages = StageStack(self.template, broadcast, self.x[:1], bf16=self.precision == "bf16")
             if not clips or stages.clips_examples(self.training):
@@ -137,6 +147,8 @@ class StackedEngine(Engine):
             starts[key], start = start, start + len(base.inputs)
         self.x = join([base.inputs for base in bases.values()]) if len(bases) > 1 else sets[0].inputs
         self.y = join([base.targets for base in bases.values()]) if len(bases) > 1 else sets[0].targets
+        if not self.y.is_floating_point() and bool((self.y < 0).any()):
+            return "the loss leaves out examples whose class is below 0"
         self.shards = [np.asarray(each.rows + starts[_base(each)]) for each in sets]
         return ""
 
@@ -147,6 +159,7 @@ class StackedEngine(Engine):
         schedule, rows = layout.schedule, layout.rows
         x, y = stack.examples(self.x, rows, layout.whose), self.y.index_select(0, rows)
         params, losses = self._take_steps(stack, round, clients, x, y, schedule)
+        stack.check(schedule.counts)
         steps = (schedule.counts > 0).sum(dim=0).to(losses.device)
         changes = stack.changes(params, steps)
         if self.x.is_cuda:  # which takes its steps by itself, so there is time
@@ -175,7 +188,7 @@ class StackedEngine(Engine):
         """Lay out the next round and draw its secrets, which takes longest of all that a GPU would wait for."""
         if any(laid_out[0] == round for laid_out in self._ahead):
             return
-        self.session.prepare()
+        self.server.prepare()
         clients = self._by_size(self.cohort(round))
         self._ahead = {(round, *clients): self._lay_out(round, clients)}
 
@@ -203,7 +216,7 @@ class StackedEngine(Engine):
         broadcast = sent[clients[0]]
         counted = [self.training.counted(len(self.shards[client])) for client in clients]
         losses = [loss for chunk in trained for loss in chunk.losses]
-        told = [reported(n, {"loss": loss}, self.session.privacy) for n, loss in zip(counted, losses, strict=True)]
+        told = [reported(n, {"loss": loss}, self.server.privacy) for n, loss in zip(counted, losses, strict=True)]
         stack = UpdateStack(
             broadcast.round,
             tuple(map(client_name, clients)),
@@ -242,7 +255,7 @@ class _Trained(NamedTuple):
 def clipped(stack: UpdateStack, clip: float, broadcast: Broadcast) -> UpdateStack:
     """A stack whose updates were each shortened to a length, and without statistics, as `UpdateNoise` does it."""
     names = [tensor.name for tensor in broadcast.plan.tensors if not tensor.measured]
-    factor = (clip / stack.lengths(names)).clamp(max=1.0)  # NaN stays: the door refuses it
+    factor = (clip / stack.norms(names)).clamp(max=1.0)  # NaN stays: the validator refuses it
     shortened = {
         name: stack.tensors[name] * factor.to(stack.tensors[name]).view(-1, *(1,) * (stack.tensors[name].ndim - 1))
         for name in names

@@ -144,6 +144,7 @@ class BatchNorm(Stage):
         if layer.momentum is None:
             raise NotStackable(f"{prefix[:-1]}: a cumulative average")
         self.layer, self.prefix, self.images = layer, prefix, images
+        self.places: int | None = None  # of one channel in one example; the first pass says
         names = ["weight", "bias"] if layer.affine else []
         names += ["running_mean", "running_var"] if layer.track_running_stats else []
         self.names = tuple(prefix + name for name in names)
@@ -152,7 +153,7 @@ class BatchNorm(Stage):
         layer, c = self.layer, batch.clients
         x = clients_first(h, c) if self.images else h  # (c, b, ch) or (c, b, ch, H, W)
         wide = (c, 1, -1) + (1,) * (x.ndim - 3)
-        places = x[0, 0, 0].numel()
+        places = self.places = x[0, 0, 0].numel()
         weight = batch.weight.reshape(c, -1, *(1,) * (x.ndim - 2)) / places
         axes = [1, *range(3, x.ndim)]
         mean = (x * weight).sum(axes)  # (c, ch)

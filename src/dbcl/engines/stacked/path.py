@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from dbcl import models
 from dbcl.engines.stacked.batch import Batch, Params
 from dbcl.engines.training import LocalTraining
+from dbcl.objective import cross_entropies
 from dbcl.protocol import Broadcast
 
 MAX_CHUNK = 10
@@ -52,6 +52,9 @@ class Stack:
         """The loss of every client, and `batch.rate` times the gradients of the `trained_names`, in their order."""
         raise NotImplementedError
 
+    def check(self, counts: Tensor) -> None:
+        """Refuse steps that plain PyTorch refuses; `counts`, (steps, clients): how many examples each batch had."""
+
     def changes(self, params: Params, steps: Tensor) -> Params:
         """How every tensor of the plan has changed, in the dtype that it was sent in; of statistics their own values.
 
@@ -65,6 +68,6 @@ class Stack:
 
 
 def weighted_losses(logits: Tensor, y: Tensor, weight: Tensor) -> Tensor:  # (c, b, k), (c, b), (c, b) -> (c,)
-    """`models.loss` of every client: the mean over the examples of its batch that count."""
-    each = models.losses(logits.flatten(0, 1), y.flatten())
+    """`cross_entropy` of every client: the mean over the examples of its batch that count."""
+    each = cross_entropies(logits.flatten(0, 1), y.flatten())
     return (each.view(weight.shape) * weight).sum(dim=1)

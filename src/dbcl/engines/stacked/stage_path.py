@@ -6,10 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dbcl import models
-from dbcl.blind import check_module
-from dbcl.cover import named_tensors
-from dbcl.engines.clipping import clip_factors
+from dbcl.blinding import check_module
 from dbcl.engines.stacked.batch import Batch, Params
 from dbcl.engines.stacked.build import build_stages, where_hooked
 from dbcl.engines.stacked.dropout import all_kept
@@ -17,8 +14,12 @@ from dbcl.engines.stacked.layers import Apply, BatchNorm, Conv2d, Flatten, Lanes
 from dbcl.engines.stacked.linear import Linear
 from dbcl.engines.stacked.path import MAX_CHUNK, Stack, weighted_losses
 from dbcl.engines.training import LocalTraining
+from dbcl.errors import ConfigError
+from dbcl.model.norm_stats import is_statistic, own_part
+from dbcl.model.tensors import named_tensors
+from dbcl.objective import cross_entropies_and_gradients
+from dbcl.privacy import clip_factors
 from dbcl.protocol import Broadcast
-from dbcl.statistics import is_statistic, own_part
 
 CACHE_BYTES = 16 << 20
 """On a CPU, a chunk of clients may touch about this much memory in a step: more, and memory sets the pace."""
@@ -34,7 +35,7 @@ class StageStack(Stack):
         check_module(template, broadcast.plan)
         self.stages: list[Stage] = build_stages(template, broadcast.plan, example.ndim - 1)
         self.buffers = {name for name, _ in template.named_buffers()}
-        self.at_home = {name: tensor.detach() for name, tensor in named_tensors(template).items()}
+        self.not_sent = {name: tensor.detach() for name, tensor in named_tensors(template).items()}
         asked = {part.name for part in broadcast.plan.tensors}
         self.frozen = {n for n, p in template.named_parameters() if not p.requires_grad or n not in asked}
         self.stage_of = {name: stage for stage in self.stages for name in stage.names}
@@ -97,7 +98,7 @@ class StageStack(Stack):
         for stage in self.stages:
             stage.load(sketches, self.like)
         # After all tables are there: a layer's outputs may follow the order of the next one's sketch.
-        tensors = [{**self.at_home, **broadcast.tensors} for broadcast in lanes]
+        tensors = [{**self.not_sent, **broadcast.tensors} for broadcast in lanes]
         self.sent = {
             name: torch.stack([stage.pack(name, each[name].to(self.like)) for each in tensors])
             for name, stage in self.stage_of.items()
@@ -162,7 +163,7 @@ class StageStack(Stack):
                     out = h.relu_()
                 tape.append((stage, h, out))
                 h = out
-        each, grad = models.losses_and_gradients(h, y)
+        each, grad = cross_entropies_and_gradients(h, y)
         factor = batch.weight
         if batch.example_clip is not None:
             factor = self._clipped(grad, tape, params, batch)
@@ -188,6 +189,14 @@ class StageStack(Stack):
             grad = stage.input_gradient(grad, out, params)
         assert batch.example_clip is not None
         return clip_factors(squares, batch.example_clip) * (batch.weight > 0)
+
+    def check(self, counts: Tensor) -> None:
+        for stage in self.stages:
+            if isinstance(stage, BatchNorm) and stage.places == 1 and bool((counts == 1).any()):
+                raise ConfigError(
+                    f"{stage.prefix[:-1]}: a batch of one example has no variance to normalise by; choose a batch size "
+                    "that leaves no single example, or another normalisation"
+                )
 
     def changes(self, params: Params, steps: Tensor) -> Params:
         changed, sent = {}, self.start()

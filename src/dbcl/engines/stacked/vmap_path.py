@@ -1,19 +1,25 @@
 """The general path: `torch.func` batches the client's own model over the client axis."""
 
-import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dbcl._torch import BATCH_NORMS, DROPOUTS
-from dbcl.data.trees import call_with
+from dbcl._torch import BATCH_NORMS, DROPOUTS, quiet_vmap
+from dbcl.blinding import copied
+from dbcl.data.trees import call, call_with
 from dbcl.engines.stacked.batch import Batch, Params
 from dbcl.engines.stacked.dropout import all_kept
-from dbcl.engines.stacked.path import MAX_CHUNK, Stack, weighted_losses
+from dbcl.engines.stacked.path import MAX_CHUNK, Stack
 from dbcl.engines.training import LocalTraining
-from dbcl.nn import inner_name
+from dbcl.model.parametrization import inner_name
+from dbcl.model.tensors import fingerprint, named_tensors
+from dbcl.objective import cross_entropies, cross_entropy
 from dbcl.protocol import Broadcast, blinded
+
+UNEQUAL = 0.01
+"""Gradients that differ by more than this share of their norm differ by more than rounding."""
 
 
 class VmapStack(Stack):
@@ -54,16 +60,37 @@ class VmapStack(Stack):
         return [name for name, inner in self.inner.items() if inner in trained]
 
     def gradients(self, params: Params, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """The losses and gradients of all clients; those with batches of one size together.
+
+        So no batch is padded: in a model whose examples act on one another, padding would act on them, too.
+        """
+        counts = (batch.weight > 0).sum(dim=1)
+        sizes = sorted(set(counts.tolist()) - {0})
+        if bool((counts == y.shape[1]).all()):
+            losses, grads = self._of_one_size(params, x, y)
+            return losses, [grads[name] * batch.rate for name in grads]
+        losses = batch.weight.new_zeros(len(counts))
+        total = {name: torch.zeros_like(params[name]) for name in self.trained_names(step_in_backward=False)}
+        for size in sizes:
+            who = (counts == size).nonzero().flatten()
+            own = {name: tensor[who] for name, tensor in params.items()}
+            losses[who], grads = self._of_one_size(own, x[who, :size], y[who, :size])
+            for name, grad in grads.items():
+                total[name][who] = grad * batch.rate
+        return losses, list(total.values())
+
+    def _of_one_size(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Params]:
+        """The loss of every client, and its gradients by the `trained_names`, in their order."""
         names = self.trained_names(step_in_backward=False)
         trained = {self.inner[name]: params[name] for name in names}
         fixed = {self.inner[name]: tensor for name, tensor in params.items() if name not in names}
 
-        def loss(trained: Params, fixed: Params, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-            logits = call_with(self.local, {**trained, **fixed}, x)
-            return weighted_losses(logits.unsqueeze(0), y.unsqueeze(0), weight.unsqueeze(0))[0]
+        def loss(trained: Params, fixed: Params, x: Tensor, y: Tensor) -> Tensor:
+            return cross_entropies(call_with(self.local, {**trained, **fixed}, x), y).mean()
 
-        grads, losses = torch.func.vmap(torch.func.grad_and_value(loss))(trained, fixed, x, y, batch.weight)
-        return losses, [grads[self.inner[name]] * batch.rate for name in names]
+        with quiet_vmap():
+            grads, losses = torch.func.vmap(torch.func.grad_and_value(loss))(trained, fixed, x, y)
+        return losses, {name: grads[self.inner[name]] for name in names}
 
     def changes(self, params: Params, steps: Tensor) -> Params:
         assert self.sent is not None
@@ -74,18 +101,66 @@ class VmapStack(Stack):
         return len(sent) if next(iter(self.template.parameters())).is_cuda else min(len(sent), MAX_CHUNK)
 
     def problem(self, broadcast: Broadcast, x: Tensor, y: Tensor) -> str | None:
-        """Why this model cannot go through `torch.func`, found by trying a step of two clients; None where it can."""
+        """Why this model cannot go through `torch.func`, found by trying a step of two clients; None where it can.
+
+        What `torch.func` makes of the step is compared with plain PyTorch, which alone says what a model computes.
+        """
         for name, module in self.template.named_modules():
             if isinstance(module, (*DROPOUTS, *BATCH_NORMS)):
                 return f"{name} ({type(module).__name__}) draws or counts for each client by itself"
+        buffers = {name for name, _ in self.template.named_buffers()}
+        for part in broadcast.plan.tensors:
+            if part.name in buffers:
+                return f"{part.name} is a buffer, which each client changes by itself"
         self.load([broadcast] * 2)
+        plain = copied(self.local)
+        before = state_of(plain)
+        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+            cross_entropy(call(plain, x), y).backward()  # type: ignore[no-untyped-call]
+        moved = changed(before, state_of(plain))
+        if moved:
+            return f"{moved[0]} changes with every forward pass"
         like = next(iter(self.local.parameters())).detach()
         weight = like.new_full((2, len(x)), 1 / len(x))
         batch = Batch(2, weight, all_kept(weight), like.new_ones(()))
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self.gradients(self.start(), torch.stack([x, x]), torch.stack([y, y]), batch)
-        except (RuntimeError, NotImplementedError, ValueError) as error:
+            losses, grads = self.gradients(self.start(), torch.stack([x, x]), torch.stack([y, y]), batch)
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             return str(error).split("\n")[0]
+        if losses.requires_grad:
+            return "it uses a parameter that is not where PyTorch would look for it"
+        own = {name: plain.get_parameter(self.inner[name]) for name in self.trained_names(step_in_backward=False)}
+        expected = [torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in own.values()]
+        rounding = torch.finfo(like.dtype).eps ** 0.5 * max((float(grad.norm()) for grad in expected), default=0.0)
+        for name, found, grad in zip(own, grads, expected, strict=True):
+            if float((found - grad).reshape(2, -1).norm(dim=1).max()) > UNEQUAL * float(grad.norm()) + rounding:
+                return f"its gradient of {name} is not that of plain PyTorch"
         return None
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Return what a forward pass may change: copies of parameters and buffers, and plain values in attributes."""
+    state: dict[str, Any] = {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
+    state |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for path, module in model.named_modules():
+        plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | tuple)}
+        state |= {f"{path}.{name}".lstrip("."): value for name, value in plain.items()}
+    return state
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return the names of what differs between two results of `state_of`.
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> before = state_of(model)
+    >>> _ = model(torch.ones(3, 2))
+    >>> changed(before, state_of(model))
+    ['running_mean', 'running_var', 'num_batches_tracked']
+    """
+    return [name for name, value in after.items() if name not in before or not _same(before[name], value)]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and fingerprint(one) == fingerprint(other)
+    return repr(one) == repr(other)

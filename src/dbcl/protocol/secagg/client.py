@@ -4,14 +4,16 @@ Everything that a server could do with a second answer is refused: keys, shares,
 the shares that take masks off are given out once in a round, and only for the roster that the client has agreed to.
 """
 
-import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
+from dbcl.config import SecAggConfig
 from dbcl.errors import ProtocolError, shown
-from dbcl.protocol.secagg.keys import SEED, Identity, KeyPair, Registry, derive, digest, opened, seal
+from dbcl.protocol.secagg.encoding import Encoding, Vector, WeightedMean
+from dbcl.protocol.secagg.keys import SEED, KeyPair, Registry, SigningKey, derive, opened, seal
 from dbcl.protocol.secagg.masks import add_masks
 from dbcl.protocol.secagg.messages import (
     MAX_GROUP,
@@ -21,15 +23,18 @@ from dbcl.protocol.secagg.messages import (
     Delivery,
     Masked,
     Member,
+    Message,
     Reveal,
     Roster,
     Shares,
     Survivors,
-    names_digest,
+    decode_message,
+    encode_message,
 )
-from dbcl.protocol.secagg.ring import LEVELS, Ring, packed
+from dbcl.protocol.secagg.quantizer import packed
 from dbcl.protocol.secagg.shares import split
-from dbcl.protocol.secagg.terms import Terms
+from dbcl.protocol.secagg.statements import advertised, committed, joined, pairwise, share_digests
+from dbcl.state import State
 
 STEPS = ("advertise", "share", "mask", "agree", "reveal", "nothing more")
 
@@ -39,10 +44,10 @@ class ClientRound:
     """One client in one round: make a new one for every round, and for every round that begins anew.
 
     `broadcast` and `plan` are the digests of what the client itself received: clients that were sent something else
-    have other masks, which do not cancel. `terms` is what it insists on. `registry` holds the others' identities;
+    have other masks, which do not cancel. `config` is what it insists on. `registry` holds the others' identities;
     without it a server can invent as many clients as it likes, and then nothing is promised.
 
-    >>> own = ClientRound("ann", Identity(bytes(32)), 3, bytes(32), bytes(32), Terms(bound=4.0))
+    >>> own = ClientRound("ann", SigningKey(bytes(32)), 3, bytes(32), bytes(32), SecAggConfig(clip=4.0))
     >>> own.advertise().name, own.next_step
     ('ann', 'share')
     >>> own.advertise()
@@ -52,12 +57,14 @@ class ClientRound:
     """
 
     name: str
-    identity: Identity
+    identity: SigningKey
     round: int
     broadcast: bytes
     plan: bytes
-    terms: Terms
+    config: SecAggConfig
     registry: Registry | None = None
+    encoding: Encoding | None = None
+    """How the update becomes integers; `WeightedMean` where it is None."""
     rounding: np.random.Generator | None = None
     """Fixes how values are rounded, for experiments that are to be repeated."""
     _step: int = 0
@@ -71,9 +78,18 @@ class ClientRound:
     _survivors: Survivors | None = field(default=None, repr=False)
 
     @property
+    def _encoding(self) -> Encoding:
+        return self.encoding or WeightedMean(self.config)
+
+    @property
     def next_step(self) -> str:
         """What the client would do next."""
         return STEPS[self._step]
+
+    @property
+    def roster_names(self) -> tuple[str, ...]:
+        """The clients of the roster that the client has agreed to; none before."""
+        return () if self._roster is None else self._roster.names
 
     def advertise(self) -> Advert:
         """Two new keys, signed: the first step."""
@@ -102,9 +118,10 @@ class ClientRound:
             else:
                 sealed[name] = seal(self._channel(name, self.name, name), pair)
         commitment = committed(roster.binding, self.name, self._own_mask)
-        return Shares(self.round, roster.binding, commitment, sealed, digests)
+        signature = self.identity.sign(*joined(roster.binding))
+        return Shares(self.round, roster.binding, commitment, signature, sealed, digests)
 
-    def mask(self, delivery: Delivery, values: NDArray[np.float64], examples: int) -> Masked:
+    def mask(self, delivery: Delivery, values: Vector, examples: int) -> Masked:
         """The rounded update under the masks of all who sent shares, and one of its own: the third step.
 
         A share that cannot be opened, or is not the one that its owner has told the server of, is as good as none.
@@ -113,15 +130,16 @@ class ClientRound:
         strangers = set(delivery.sealed) - (set(roster.names) - {self.name})
         if strangers:
             raise ProtocolError(f"round {self.round}: shares of {shown(min(strangers))}, who is not in the roster")
-        if set(delivery.digests) != set(delivery.sealed):
-            raise ProtocolError(f"round {self.round}: shares without their digests")
+        if not set(delivery.digests) == set(delivery.signatures) == set(delivery.sealed):
+            raise ProtocolError(f"round {self.round}: shares without their digests or signatures")
+        self._check_joined(roster, delivery)
         sharers = tuple(name for name in roster.names if name == self.name or name in delivery.sealed)
-        if len(sharers) < max(roster.threshold, self.terms.min_cohort):
+        if len(sharers) < max(roster.threshold, self.config.min_cohort):
             raise ProtocolError(f"round {self.round}: only {len(sharers)} clients have sent shares")
         if values.shape != (roster.length,):
             raise ProtocolError(f"round {self.round}: values {values.shape}, and the roster says {roster.length}")
-        ring = Ring(roster.bound, len(roster.members))
-        words = weighted(ring, values, examples, roster.most, self.rounding)
+        count = len(roster.members)
+        words = self._encoding.words(values, examples, count, self.rounding)
         self._take("mask")
         self._sharers = sharers
         for name, sealed in delivery.sealed.items():
@@ -139,7 +157,18 @@ class ClientRound:
             plus=[own, *(key for name, key in pairs.items() if name > self.name)],
             minus=[key for name, key in pairs.items() if name < self.name],
         )
-        return Masked(self.round, roster.binding, packed(words & ring.mask, ring.bits))
+        bits = self._encoding.bits(count)
+        return Masked(self.round, roster.binding, packed(words & np.uint32((1 << bits) - 1), bits))
+
+    def _check_joined(self, roster: Roster, delivery: Delivery) -> None:
+        """Refuse a delivery in which one of the sharers has not signed the roster of this attempt."""
+        for member in roster.members:
+            signature = delivery.signatures.get(member.name)
+            if signature is not None and not SigningKey.signed_by(member.identity, signature, *joined(roster.binding)):
+                raise ProtocolError(
+                    f"round {self.round}: {shown(member.name)} has not signed this roster: its keys are of another "
+                    "attempt, or somebody speaks for it"
+                )
 
     def agree(self, survivors: Survivors) -> Agreement:
         """Sign the list of those whose updates arrived: the fourth step."""
@@ -148,10 +177,10 @@ class ClientRound:
         inside = set(listed) <= set(self._sharers) and len(set(listed)) == len(listed)
         if survivors.sharers != self._sharers or not inside or self.name not in listed:
             raise ProtocolError(f"round {self.round}: a list of survivors that cannot be")
-        if len(listed) < max(roster.threshold, self.terms.min_cohort):
+        if len(listed) < max(roster.threshold, self.config.min_cohort):
             raise ProtocolError(
                 f"round {self.round}: a sum of {len(listed)} clients would be shown, and "
-                f"{max(roster.threshold, self.terms.min_cohort)} are the fewest"
+                f"{max(roster.threshold, self.config.min_cohort)} are the fewest"
             )
         self._take("agree")
         self._survivors = survivors
@@ -166,7 +195,7 @@ class ClientRound:
             name
             for name, signature in agreed.signatures.items()
             if name in self._survivors.survivors
-            and Identity.signed_by(identities[name], signature, *self._survivors.statement)
+            and SigningKey.signed_by(identities[name], signature, *self._survivors.statement)
         ]
         if len(signed) < roster.threshold:
             raise ProtocolError(
@@ -204,13 +233,13 @@ class ClientRound:
 
     def _problems(self, roster: Roster) -> list[str]:
         """Everything for which a roster is refused."""
-        count, terms, members = len(roster.members), self.terms, roster.members
+        count, config, members = len(roster.members), self.config, roster.members
         problems = []
-        if not terms.min_cohort <= count <= MAX_GROUP:
-            problems.append(f"{count} clients, and there must be {terms.min_cohort} to {MAX_GROUP}")
+        if not config.min_cohort <= count <= MAX_GROUP:
+            problems.append(f"{count} clients, and there must be {config.min_cohort} to {MAX_GROUP}")
         if list(roster.names) != sorted(set(roster.names)):
             problems.append("its members are not in order, or one of them stands twice")
-        expected = (terms.threshold(count), terms.colluders(count), terms.bound, terms.most)
+        expected = (config.threshold(count), config.colluders(count), config.clip, config.weight_cap)
         found = (roster.threshold, roster.colluders, roster.bound, roster.most)
         for what, own, theirs in zip(("threshold", "colluders", "bound", "most"), expected, found, strict=True):
             if own != theirs:
@@ -226,7 +255,7 @@ class ClientRound:
         if len(set(keys)) < len(keys):
             problems.append("a key stands in it twice")
         for member in members:
-            if not Identity.signed_by(
+            if not SigningKey.signed_by(
                 member.identity, member.signature, *advertised(self.round, self.broadcast, *_signed(member))
             ):
                 problems.append(f"{shown(member.name)} has not signed its keys for this round")
@@ -240,50 +269,65 @@ class ClientRound:
                     problems.append(f"{shown(member.name)} has {error}")
         return problems
 
+    def state(self) -> State:
+        """Return all that another process needs for the next step, the secrets included; not the generator of rounding.
+
+        What is written after a step says that it is taken, so whoever reads it takes the next one.
+
+        >>> own = ClientRound("ann", SigningKey(bytes(32)), 3, bytes(32), bytes(32), SecAggConfig(clip=4.0))
+        >>> advert = own.advertise()
+        >>> ClientRound.resumed(own.state(), SigningKey(bytes(32)), SecAggConfig(clip=4.0)).next_step
+        'share'
+        """
+        values: dict[str, Any] = {
+            "name": self.name,
+            "round": self.round,
+            "broadcast": self.broadcast.hex(),
+            "plan": self.plan.hex(),
+            "step": self._step,
+            "seeds": [self._share_keys.seed.hex(), self._mask_keys.seed.hex(), self._own_mask.hex()],
+            "held": {name: pair.hex() for name, pair in self._held.items()},
+            "sharers": list(self._sharers),
+        }
+        seen: dict[str, Message | None] = {"roster": self._roster, "survivors": self._survivors}
+        tensors = {
+            name: torch.from_numpy(np.frombuffer(encode_message(each), dtype=np.uint8).copy())
+            for name, each in seen.items()
+            if each is not None
+        }
+        return State(values, tensors)
+
+    @classmethod
+    def resumed(
+        cls,
+        state: State,
+        identity: SigningKey,
+        config: SecAggConfig,
+        registry: Registry | None = None,
+        encoding: Encoding | None = None,
+    ) -> "ClientRound":
+        """Return the round that `state` was taken of."""
+        values, tensors = state
+        try:
+            share_seed, mask_seed, own_mask = (bytes.fromhex(seed) for seed in values["seeds"])
+            digests = bytes.fromhex(values["broadcast"]), bytes.fromhex(values["plan"])
+            own = cls(values["name"], identity, values["round"], *digests, config, registry, encoding)
+            own._step = STEPS.index(STEPS[values["step"]])
+            own._share_keys, own._mask_keys, own._own_mask = KeyPair(share_seed), KeyPair(mask_seed), own_mask
+            own._held = {name: bytes.fromhex(pair) for name, pair in values["held"].items()}
+            own._sharers = tuple(values["sharers"])
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ProtocolError(f"the state of a client in a round cannot be read ({type(error).__name__})") from error
+        if "roster" in tensors:
+            own._roster = decode_message(Roster, tensors["roster"].numpy().tobytes())
+            for member in own._roster.members:
+                if member.name != own.name:
+                    keys = own._share_keys.agree(member.share_key), own._mask_keys.agree(member.mask_key)
+                    own._secrets[member.name] = keys
+        if "survivors" in tensors:
+            own._survivors = decode_message(Survivors, tensors["survivors"].numpy().tobytes())
+        return own
+
 
 def _signed(member: Member) -> tuple[str, bytes, bytes]:
     return member.name, member.share_key, member.mask_key
-
-
-def advertised(round: int, broadcast: bytes, name: str, share_key: bytes, mask_key: bytes) -> tuple[bytes, ...]:
-    """What a client signs when it gives out its keys."""
-    return b"keys", round.to_bytes(8, "big"), broadcast, name.encode(), share_key, mask_key
-
-
-def pairwise(roster: Roster, sharers: tuple[str, ...], one: str, other: str) -> tuple[bytes, ...]:
-    """What the mask of two clients is derived for: the same for both, and another for any other list of sharers."""
-    low, high = sorted((one, other))
-    return b"pair mask", roster.binding, names_digest(sharers), low.encode(), high.encode()
-
-
-def committed(binding: bytes, name: str, own_mask: bytes) -> bytes:
-    """What shows later that the secret of a client's own mask was put together rightly, and tells nothing before."""
-    return digest(b"own mask", binding, name.encode(), own_mask)
-
-
-def share_digests(binding: bytes, owner: str, holder: str, pair: bytes) -> bytes:
-    """What shows later that a client gives out the shares that another one made for it, and tells nothing before.
-
-    >>> len(share_digests(bytes(32), "ann", "bob", bytes(32)))
-    64
-    """
-    about = binding, owner.encode(), holder.encode()
-    return digest(b"key share", *about, pair[:SEED]) + digest(b"mask share", *about, pair[SEED:])
-
-
-def weighted(
-    ring: Ring, values: NDArray[np.float64], examples: int, most: int, rng: np.random.Generator | None = None
-) -> NDArray[np.uint32]:
-    """The update times its weight, rounded, and the weight itself as one more number.
-
-    The weight is `examples` / `most` in 2^15 - 1 steps, at most 1 and never 0; the update is multiplied by what it was
-    rounded to, so that the mean is that of the weights that were sent.
-
-    >>> weighted(Ring(bound=1.0, clients=2), np.zeros(3), examples=5, most=10)
-    array([    0,     0,     0, 16384], dtype=uint32)
-    """
-    if not examples >= 1:
-        raise ProtocolError(f"an update of {examples} examples: nothing is sent")
-    steps = max(1, math.ceil(LEVELS * min(1.0, examples / most)))
-    words = ring.quantized(values * (steps / LEVELS), rng)
-    return np.append(words, np.uint32(steps))

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from dbcl.errors import ProtocolError, shown
 
-SCHEME = b"dbcl secagg-v1"
+SCHEME = b"dbcl secagg-v2"
 SEED, KEY, DIGEST, SIGNATURE = 16, 32, 32, 64
 """Bytes of a shared secret, of a key, of a digest and of a signature."""
 
@@ -42,17 +42,17 @@ def derive(secret: bytes, *info: bytes) -> bytes:
     return HKDF(SHA256(), KEY, salt=None, info=digest(*info)).derive(secret)
 
 
-class Identity:
+class SigningKey:
     """What a client signs with, for as long as others know it by that key.
 
-    >>> alice = Identity(bytes(32))
-    >>> Identity.signed_by(alice.public, alice.sign(b"hello"), b"hello"), len(alice.public)
+    >>> alice = SigningKey(bytes(32))
+    >>> SigningKey.signed_by(alice.public, alice.sign(b"hello"), b"hello"), len(alice.public)
     (True, 32)
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
-        self._secret = secrets.token_bytes(KEY) if secret is None else secret
-        self._key = Ed25519PrivateKey.from_private_bytes(self._secret)
+        self.secret = secrets.token_bytes(KEY) if secret is None else secret
+        self._key = Ed25519PrivateKey.from_private_bytes(self.secret)
         self.public = self._key.public_key().public_bytes_raw()
 
     def sign(self, *parts: bytes) -> bytes:
@@ -73,8 +73,8 @@ class Identity:
 class Registry:
     """The public keys of all clients, known to each of them from elsewhere: what a server cannot invent.
 
-    >>> alice = Identity(bytes(32))
-    >>> Registry({"alice": alice.public}).problem("alice", Identity().public)
+    >>> alice = SigningKey(bytes(32))
+    >>> Registry({"alice": alice.public}).problem("alice", SigningKey().public)
     "'alice' is known by another key"
     """
 

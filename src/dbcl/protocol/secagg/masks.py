@@ -9,7 +9,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
-from dbcl.protocol.secagg.ring import Words
+from dbcl.protocol.secagg.quantizer import Words
 
 PIECE = 1 << 15
 """Words that are made and added at a time: they stay in the cache."""

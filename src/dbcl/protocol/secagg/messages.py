@@ -18,8 +18,8 @@ from dbcl.protocol.codec import KINDS, Fields, pack, unpack
 from dbcl.protocol.inspection import is_count, is_name
 from dbcl.protocol.secagg.keys import DIGEST, KEY, SEED, SIGNATURE, digest
 
-MAX_GROUP = 64
-"""Clients that mask their updates with each other: more than these are divided into groups, whose sums are added."""
+MAX_GROUP = 128
+"""Most clients that mask their updates with each other."""
 SEALED = 2 * SEED + 16
 """Bytes of two shares, encrypted: with the tag that shows whether somebody changed them."""
 
@@ -54,7 +54,7 @@ class Advert:
 
 @dataclass(frozen=True)
 class Roster:
-    """Who adds up, and under which terms: all that follows is bound to every word of it.
+    """Who adds up, and under which conditions: all that follows is bound to every word of it.
 
     `broadcast` is the digest of what this group was sent, `plan` that of its round plan, `threshold` how many clients
     must help to take the masks off, `colluders` how many may tell the server all they know. Values and lengths are at
@@ -86,29 +86,32 @@ class Shares:
     """A client's shares of its two secrets, sealed for each other client, and what it commits itself to.
 
     `commitment` is to the secret of its own mask, `digests` to the two shares of every client, its own included: so a
-    wrong share shows, and who is to blame for it.
+    wrong share shows, and who is to blame for it. `signature` is over the binding of the roster: it shows the others
+    that this client takes part in this attempt of the round, and that its keys are not replayed from another one.
     """
 
     round: int
     binding: bytes
     commitment: bytes
+    signature: bytes
     sealed: Mapping[str, bytes]
     digests: Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """The sealed shares that are for one client, by who made them: all who go on; and the digests of these shares."""
+    """The sealed shares for one client by their makers, with the digests of the shares and the makers' signatures."""
 
     round: int
     binding: bytes
     sealed: Mapping[str, bytes]
     digests: Mapping[str, bytes]
+    signatures: Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
 class Masked:
-    """A client's rounded update and its weight, under all masks: packed words of the ring."""
+    """A client's rounded update and its weight, under all masks: packed words of the quantizer."""
 
     round: int
     binding: bytes

@@ -1,30 +1,30 @@
-"""Secure aggregation for a server and its clients, round after round, over any transport.
+"""Secure aggregation on the server, round after round, over any transport.
 
-The server asks through a function that carries bytes to clients and brings back what they answer: `SecureRounds.play`.
-A client answers with `SecureClient`. Lanes are groups, since updates of different lanes cannot be added before they are
-lifted; a lane of more than 64 clients is several.
+The server asks through a function that carries bytes to clients and brings back their answers: `SecureRounds.play`.
+Clients answer with `SecureClient`. Lanes are groups, since updates of different lanes cannot be added before they are
+lifted; a lane of more than 64 clients is several groups. Clients whose sum was revealed once stay together: from then
+on the group adds up with all of them or not at all (`SumHistory`).
 """
 
-import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from dbcl.blind import lift
-from dbcl.errors import ConfigError, ProtocolError, plain
-from dbcl.privacy import clip_factor, norm
+from dbcl.blinding import lift
+from dbcl.config import SecAggConfig
+from dbcl.errors import ConfigError, ProtocolError, listed, plain
+from dbcl.privacy import clip_factor
 from dbcl.protocol.aggregation import Aggregate
 from dbcl.protocol.codec import encode
-from dbcl.protocol.messages import Broadcast, RoundReport, Tally, Update
-from dbcl.protocol.secagg.client import ClientRound
-from dbcl.protocol.secagg.keys import DIGEST, KEY, SEED, SIGNATURE, Identity, Registry
+from dbcl.protocol.messages import AggregationStats, Broadcast, RoundReport
+from dbcl.protocol.rejection import Reason, Rejection
+from dbcl.protocol.secagg.encoding import Encoding, Total, encoding_of, noisy_config
+from dbcl.protocol.secagg.history import SumHistory
+from dbcl.protocol.secagg.keys import DIGEST, KEY, SEED, SIGNATURE, Registry
 from dbcl.protocol.secagg.messages import (
     SEALED,
     Advert,
@@ -38,181 +38,91 @@ from dbcl.protocol.secagg.messages import (
     Roster,
     Shares,
     Survivors,
-    decode_message,
     encode_message,
 )
-from dbcl.protocol.secagg.pins import FirstUse
-from dbcl.protocol.secagg.resume import resumed_round, round_state
-from dbcl.protocol.secagg.ring import Ring
-from dbcl.protocol.secagg.rosters import Rosters
-from dbcl.protocol.secagg.server import GroupRound, Total
-from dbcl.protocol.secagg.terms import Terms, groups
+from dbcl.protocol.secagg.quantizer import Quantizer
+from dbcl.protocol.secagg.server import GroupRound
+from dbcl.protocol.secagg.vectors import broadcast_digest, shaped, vector_length
 from dbcl.protocol.server import Server
 from dbcl.round_plan import RoundPlan
 from dbcl.state import State, join
 
 log = logging.getLogger(__name__)
 
+GROUP = 64
+"""Clients in a group: more are divided, and the groups' sums are added. With shares of noise there is one group."""
 Ask = Callable[[Mapping[str, bytes]], Mapping[str, bytes]]
 """Carries a message to each client, and brings back the answers of those that gave one."""
 
 
-@dataclass
-class SecureClient:
-    """A client that answers a server's five messages: the broadcast with `begin`, all others with `answer`.
-
-    It keeps the keys of one round. `rosters` are the sums that it has been in; it does not help with one that would
-    single anybody out. A client that is another process at every message keeps its `state`, and writes it before an
-    answer leaves: two answers from one state could give the update away.
-
-    >>> client = SecureClient("ann", Identity(), Terms(bound=4.0))
-    >>> client.answer(b"")
-    Traceback (most recent call last):
-        ...
-    dbcl.errors.ProtocolError: ann is in no round: it begins with a broadcast
-    """
-
-    name: str
-    identity: Identity
-    terms: Terms
-    registry: Registry | None = None
-    rosters: Rosters = field(default_factory=Rosters)
-    _round: ClientRound | None = None
-    _values: NDArray[np.float64] | None = None
-    _examples: int = 0
-
-    def begin(self, broadcast: Broadcast, update: Update, rounding: np.random.Generator | None = None) -> bytes:
-        """Take part in a round with an update, clipped to the public bound: gives the client's keys."""
-        if (update.round, update.plan) != (broadcast.round, broadcast.plan.digest):
-            raise ProtocolError(f"the update of {self.name} does not answer this broadcast")
-        self._values, self._examples = bounded(update, broadcast.plan, self.terms.bound), update.examples
-        self._round = ClientRound(
-            self.name,
-            self.identity,
-            broadcast.round,
-            broadcast_digest(broadcast),
-            bytes.fromhex(broadcast.plan.digest),
-            self.terms,
-            self.registry,
-            rounding,
-        )
-        return encode_message(self._round.advertise())
-
-    def answer(self, data: bytes) -> bytes:
-        """Answer the next message of the round; anything else is refused."""
-        if self._round is None or self._values is None:
-            raise ProtocolError(f"{self.name} is in no round: it begins with a broadcast")
-        match self._round.next_step:
-            case "share":
-                roster = decode_message(Roster, data)
-                shares = self._round.share(roster)
-                if isinstance(self.registry, FirstUse):
-                    self.registry.learn((member.name, member.identity) for member in roster.members)
-                return encode_message(shares)
-            case "mask":
-                delivery = decode_message(Delivery, data)
-                masked = self._round.mask(delivery, self._values, self._examples)
-                self._values = self._values[:0]  # it is not needed any more
-                return encode_message(masked)
-            case "agree":
-                survivors = decode_message(Survivors, data)
-                refuse_singling(self.rosters, survivors.survivors)
-                agreement = self._round.agree(survivors)
-                self.rosters.add(survivors.survivors)
-                return encode_message(agreement)
-            case "reveal":
-                reveal = self._round.reveal(decode_message(Agreed, data))
-                self._round = self._values = None
-                return encode_message(reveal)
-        raise ProtocolError(f"{self.name} has nothing more to say in this round")
-
-    def state(self) -> State:
-        """All that another process needs to answer the next message, the secrets too.
-
-        >>> client = SecureClient("ann", Identity(), Terms(bound=4.0))
-        >>> again = SecureClient("ann", Identity(), Terms(bound=4.0))
-        >>> again.load_state(client.state())
-        >>> again.identity.public == client.identity.public
-        True
-        """
-        values = {"name": self.name, "identity": self.identity._secret.hex(), "examples": self._examples}
-        tensors = {} if self._values is None else {"update": torch.from_numpy(self._values)}
-        parts = {"client": State(values, tensors), "rosters": self.rosters.state()}
-        if self._round is not None:
-            parts["round"] = round_state(self._round)
-        if isinstance(self.registry, FirstUse):
-            parts["registry"] = self.registry.state()
-        return join(**parts)
-
-    def load_state(self, state: State) -> None:
-        """Go on from what `state` gave: with its identity, in its round."""
-        try:
-            own = state.part("client")
-            name, identity = own.values["name"], Identity(bytes.fromhex(own.values["identity"]))
-            rosters, self._examples = state.part("rosters"), int(own.values["examples"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"the state of {self.name} cannot be read ({type(error).__name__})") from error
-        if name != self.name:
-            raise ProtocolError(f"the state is of {plain(str(name))}, and this is {self.name}")
-        self.identity = identity
-        self.rosters.load_state(rosters)
-        if isinstance(self.registry, FirstUse):
-            self.registry.load_state(state.part("registry") if "registry" in state.values else FirstUse().state())
-        self._round = self._values = None
-        if "round" in state.values:
-            self._round = resumed_round(state.part("round"), identity, self.terms, self.registry)
-            self._values = own.tensors.get("update", torch.zeros(0, dtype=torch.float64)).numpy()
-
-
 class SecureRounds:
-    """Plays rounds of a server under secure aggregation: it learns a sum for each lane, and who is in it.
+    """Plays the rounds of a server under secure aggregation: it learns a sum for each group, and who is in it.
 
-    The server must be made with `steady_lanes=True`. A group that loses too many clients, or whose sum would single
-    somebody out, is left out of the round and named in the report; where no group is left, that is a `ProtocolError`,
-    and nothing has changed. `registry` is whom the server itself knows: clients that these refuse would refuse all.
+    The server must be made with `steady_lanes=True`. A group that loses a client before its sum is agreed on costs the
+    round nothing but the group: it is left out and named in the report, and takes part again when it is complete. Where
+    no group is left, that is a `ProtocolError`, and nothing has changed. Only a group that has not added up yet may do
+    so without clients that were lost; these are then no part of it.
+
+    `registry` is whom the server itself knows: clients that these would refuse are left out. `persist` is called when a
+    group is new, before it is asked for masked updates, and when a list of survivors is final, before anybody is asked
+    to sign it: whoever keeps checkpoints saves `state` there.
     """
 
-    def __init__(self, server: Server, terms: Terms, registry: Registry | None = None) -> None:
+    def __init__(
+        self,
+        server: Server,
+        config: SecAggConfig,
+        registry: Registry | None = None,
+        *,
+        persist: Callable[[], None] = lambda: None,
+    ) -> None:
         problems = []
         if not server.steady_lanes and server.plan.lanes > 1:
             problems.append("its lanes change from round to round: make it with steady_lanes=True")
-        if server.plan.grouped:
-            problems.append("every group of clients has buckets of its own, so that there is nothing to add")
-        if server.statistics:
-            problems.append(
-                f"{min(server.statistics)} is what clients measure, which has no public bound; use a normalisation "
-                "without running statistics, such as GroupNorm"
-            )
-        if server.privacy is not None:
+        if (problem := unbounded(server.statistics)) is not None:
+            problems.append(problem)
+        self.encoding = encoding_of(config, server.privacy)
+        if server.privacy is not None and server.privacy.shared:
+            if config != noisy_config(server.privacy):
+                problems.append(
+                    f"the guarantee needs {noisy_config(server.privacy)}, got {config}: make it by "
+                    "dbcl.protocol.secagg.noisy_config"
+                )
+        elif server.privacy is not None:
             length = sum(math.prod(tensor.shape) for tensor in server.plan.tensors)
-            stretched = Ring(terms.bound, 2).longest(length)
+            stretched = Quantizer(config.clip, 2).longest(length)
             if server.privacy.unit != "client" or stretched > server.privacy.clip * (1 + 1e-9):
                 problems.append(
-                    f"rounding may stretch an update of length {terms.bound:g} to {stretched:.6g}, and the guarantee "
+                    f"rounding may stretch an update of norm {config.clip:g} to {stretched:.6g}, and the guarantee "
                     f"is for {server.privacy.unit}s clipped to {server.privacy.clip:g}: lower the bound"
                 )
         if problems:
-            raise ConfigError("\n  - ".join(["this server cannot add securely:", *problems]))
-        self.server, self.terms, self.registry, self.rosters = server, terms, registry, Rosters()
-        self.lost: dict[str, str] = {}
-        """Who was lost in the last round by its own doing, and why; others of its group may have been left out."""
+            raise ConfigError(listed("this server cannot add securely:", problems))
+        self.server, self.config, self.registry, self.persist = server, config, registry, persist
+        self.history = SumHistory()
+        self._formed: dict[str, tuple[str, ...]] = {}
+        """Of clients that were asked for a masked update before their group has added up, that group."""
         self.sent_up = self.sent_down = 0
         """Bytes of the last round, without the broadcasts."""
         self.totals: list[tuple[RoundPlan, Total]] = []
         """What the server learned in the last round: the sum of each group, and the plan of its lane."""
 
-    def play(self, clients: Sequence[str], begin: Ask, ask: Ask) -> RoundReport:
-        """Play one round: `begin` carries the broadcasts, and clients that have trained answer with their keys."""
-        self.sent_up, self.sent_down, self.lost = 0, 0, {}
+    def play(self, clients: Sequence[str], begin: Ask, ask: Ask, *, partial: bool = True) -> RoundReport:
+        """Play one round: `begin` carries the broadcasts, and clients that have trained answer with their keys.
+
+        With `partial=False` a group that has not added up yet must be complete, too, like one that has.
+        """
+        self.sent_up, self.sent_down = 0, 0
         sent = {client: self.server.open_round(client) for client in clients}
-        playing, refused = self.grouped(sent), dict[str, str]()
+        playing, refused = self.grouped(sent, partial=partial)
         alive = list(playing)
-        answers = begin({client: encode(broadcast) for client, broadcast in sent.items()})
+        asked = [client for group in playing for client in group.clients]
+        answers = begin({client: encode(sent[client]) for client in asked})
         self.sent_up += sum(map(len, answers.values()))
         steps: list[Callable[[Group, Mapping[str, bytes]], Mapping[str, bytes]]] = [
             Group.roster,
             Group.deliver,
-            lambda group, own: group.survivors(own, self.rosters),  # clients count a sum that they have signed
+            lambda group, own: group.survivors(own, None if self.encoding.noisy else self.history),
             Group.agreed,
         ]
         for step in steps:
@@ -223,6 +133,9 @@ class SecureRounds:
                 except ProtocolError as error:
                     refused |= group.failed(error)
                     alive.remove(group)
+            formed = step is Group.deliver and self._form(alive)
+            if formed or step is steps[2]:
+                self.persist()
             self.sent_down += sum(map(len, down.values()))
             answers = ask(down) if down else {}
             self.sent_up += sum(map(len, answers.values()))
@@ -235,60 +148,108 @@ class SecureRounds:
                 continue
             totals.append((group.plan, total))
             refused |= group.round.refused
-        self.lost = {name: reason for group in playing for name, reason in group.round.refused.items()}
         return self.close(totals, refused)
 
-    def harmless(self, clients: Sequence[str]) -> list[str]:
-        """Of clients that could take part, those whose sums are large enough and would single nobody out.
+    def ready(self, clients: Iterable[str]) -> list[str]:
+        """Of clients that are there, return those that can add up: complete groups, and enough new clients of a lane.
 
-        Where one of a group that was together before is missing, one more than may collude are left out with it: then
-        the difference of the sums shows the missing one together with an honest other one, or more.
+        >>> import torch, dbcl
+        >>> server = dbcl.Server(torch.nn.Linear(4, 2), dbcl.SketchConfig(coverage="all", lanes=1))
+        >>> rounds = SecureRounds(server, SecAggConfig(clip=1.0, min_cohort=3))
+        >>> rounds.history.add(["ann", "bob", "cleo"])
+        >>> rounds.ready(["ann", "bob", "dan", "eve", "fay"])
+        ['dan', 'eve', 'fay']
         """
-        lanes: dict[str, list[str]] = {}
-        for client in clients:
-            lanes.setdefault(self.server.open_round(client).plan.digest, []).append(client)
-        chosen: list[str] = []
-        for members in lanes.values():
-            out = self.terms.colluders(len(members) + 1) + 1
-            turned = (members[start:] + members[:start] for start in range(len(members)))
-            for each in chain([members], (names[:-out] for names in turned)):
-                if len(each) >= self.terms.min_cohort and not self.rosters.singled_out(each):
-                    chosen += each
-                    break
-        return [client for client in clients if client in chosen]
+        sent = {client: self.server.open_round(client) for client in clients}
+        try:
+            playing, _ = self.grouped(sent)
+        except ProtocolError:
+            return []
+        chosen = {client for group in playing for client in group.clients}
+        return [client for client in sent if client in chosen]
 
-    def grouped(self, sent: Mapping[str, Broadcast]) -> list["Group"]:
-        """The clients of each lane, in groups that are large enough."""
+    def grouped(self, sent: Mapping[str, Broadcast], *, partial: bool = True) -> "tuple[list[Group], dict[str, str]]":
+        """Divide the clients of each lane into groups; return also who is in none, and why."""
         lanes: dict[str, list[str]] = {}
         for client, broadcast in sent.items():
             lanes.setdefault(broadcast.plan.digest, []).append(client)
-        made = []
+        made: list[Group] = []
+        refused: dict[str, str] = {}
+        least = self.config.min_cohort
         for members in lanes.values():
-            broadcast = sent[members[0]]
-            own = broadcast_digest(broadcast), bytes.fromhex(broadcast.plan.digest), length_of(broadcast.plan)
-            for clients in groups(members):
-                if len(clients) < self.terms.min_cohort:
-                    raise ProtocolError(
-                        f"round {broadcast.round}: a lane has {len(clients)} clients, and {self.terms.min_cohort} are "
-                        "the fewest whose sum may be shown: the remedy is a larger cohort or fewer lanes"
-                    )
-                side = GroupRound(broadcast.round, *own, self.terms, registry=self.registry)
-                made.append(Group(clients, broadcast.plan, side))
-        return made
+            if self.encoding.noisy:
+                made += self._noisy_group(sent[members[0]], tuple(members), refused)
+                continue
+            known = dict.fromkeys(own for client in members if (own := self.history.group_of(client)) is not None)
+            for own in known:
+                missing = sorted(set(own) - set(members))
+                if missing:
+                    here = set(own) & set(members)
+                    reason = f"adds up with {plain(', '.join(missing), 300)} only, and not all of them are here"
+                    refused |= dict.fromkeys(here, reason)
+                else:
+                    made.append(self._group(sent[members[0]], own, whole=True))
+            new = [client for client in members if self.history.group_of(client) is None]
+            formed = dict.fromkeys(self._formed[client] for client in new if client in self._formed)
+            rest = [client for client in new if client not in self._formed]
+            divided = [tuple(client for client in own if client in new) for own in formed]
+            for clients in [*divided, *(groups(rest) if rest else [])]:
+                if len(clients) >= least:
+                    made.append(self._group(sent[members[0]], clients, whole=not partial))
+                    continue
+                refused |= dict.fromkeys(
+                    clients,
+                    f"a lane has {len(clients)} clients that were in no sum before, and {least} are the fewest whose "
+                    "sum may be shown: the remedy is a larger cohort or fewer lanes",
+                )
+        if not made:
+            self._fail(refused)
+        return made, refused
+
+    def _noisy_group(self, broadcast: Broadcast, clients: tuple[str, ...], refused: dict[str, str]) -> list["Group"]:
+        """Return the one group of a round with shares of noise: each sum needs all of the noise."""
+        privacy, count = self.server.privacy, len(clients)
+        assert privacy is not None
+        if privacy.least <= count <= privacy.cohort:
+            return [self._group(broadcast, clients, whole=privacy.least == privacy.cohort)]
+        reason = f"{count} clients are there, and the guarantee is planned for {privacy.least} to {privacy.cohort}"
+        refused |= dict.fromkeys(clients, reason)
+        return []
+
+    def _form(self, groups: Iterable["Group"]) -> bool:
+        """Remember the groups that are asked for masked updates: from then on clients take no others into theirs.
+
+        Return whether there is anything new to remember.
+        """
+        if self.encoding.noisy:
+            return False
+        before = self._formed
+        for names in (group.round.names for group in groups):
+            if self.history.group_of(names[0]) is None:
+                self._formed = {client: own for client, own in self._formed.items() if not set(own) & set(names)}
+                self._formed |= dict.fromkeys(names, names)
+        return self._formed != before
+
+    def _group(self, broadcast: Broadcast, clients: tuple[str, ...], *, whole: bool) -> "Group":
+        plan = broadcast.plan
+        own = broadcast_digest(broadcast), self.encoding.binding(bytes.fromhex(plan.digest)), vector_length(plan)
+        side = GroupRound(broadcast.round, *own, self.config, registry=self.registry, encoding=self.encoding)
+        return Group(clients, plan, side, whole)
 
     def close(self, totals: Sequence[tuple[RoundPlan, Total]], refused: Mapping[str, str]) -> RoundReport:
         """Step on the sums of the groups, each with the plan of its lane."""
-        reasons = tuple(f"{name}: {reason}" for name, reason in sorted(refused.items()))
         if not totals:
-            head = f"round {self.server.round}: no sum could be made, and nothing has changed"
-            raise ProtocolError("\n  - ".join([head, *reasons]))
+            self._fail(refused)
         self.totals = list(totals)
         privacy = self.server.privacy
         whole = sum(total.weight for _, total in totals) if privacy is None else float(privacy.per_round)
         sums: dict[str, Tensor] = {}
         like = self.server.weights()
         for plan, total in totals:
-            part = {name: tensor.to(like[name]) for name, tensor in shaped(plan, total.values / whole).items()}
+            # The mean of honest updates is no longer than the bound; a bad client could lower the sum of the weights.
+            bound = self.config.clip * (total.weight if privacy is None else math.inf)
+            factor = clip_factor(float(np.linalg.norm(total.values)), bound)
+            part = {name: each.to(like[name]) for name, each in shaped(plan, total.values * (factor / whole)).items()}
             for name, change in lift(plan, part).items():
                 sums[name] = sums[name] + change if name in sums else change
         senders = tuple(name for _, total in totals for name in total.members)
@@ -296,25 +257,51 @@ class SecureRounds:
             sum(len(total.members) for plan, total in totals if plan.lane == lane)
             for lane in range(self.server.plan.lanes)
         )
-        tally = Tally(refused=reasons, senders=senders, lanes=lanes)
-        return self.server.close(Aggregate(sums, weight=1.0, count=len(senders), lifted=True), tally)
+        rejected = {who: Rejection(Reason.SECURE_AGGREGATION, why) for who, why in sorted(refused.items())}
+        stats = AggregationStats(rejected, senders=senders, lanes=lanes, noisy=self.encoding.noisy)
+        return self.server.close(Aggregate(sums, weight=1.0, count=len(senders), lifted=True), stats)
+
+    def _fail(self, refused: Mapping[str, str]) -> None:
+        head = f"round {self.server.round}: no sum could be made, and nothing has changed"
+        raise ProtocolError(listed(head, _reasons(refused)))
 
     def state(self) -> State:
-        """What a checkpoint keeps beside the server's state: who was in which sum."""
-        return self.rosters.state()
+        """Return what a checkpoint keeps beside the server's state: the groups that have added up or been formed."""
+        formed = [list(group) for group in dict.fromkeys(self._formed.values())]
+        return join(history=self.history.state(), formed=State({"groups": formed}, {}))
 
     def load_state(self, state: State) -> None:
-        """Go back to what `state` gave."""
-        self.rosters.load_state(state)
+        """Restore what `state` returned."""
+        try:
+            groups = [tuple(map(str, group)) for group in state.part("formed").values["groups"]]
+            history = state.part("history")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ProtocolError("the checkpoint does not say which clients add up together") from error
+        self.history.load_state(history)
+        self._formed = {client: group for group in groups for client in group}
+
+
+def groups(clients: Sequence[str], *, largest: int = GROUP) -> list[tuple[str, ...]]:
+    """Divide clients into as few groups as possible, whose sizes differ by one at most.
+
+    >>> [len(group) for group in groups([str(number) for number in range(100)])]
+    [50, 50]
+    """
+    count = -(-len(clients) // largest) or 1
+    return [tuple(clients[number::count]) for number in range(count)]
 
 
 @dataclass(eq=False)
 class Group:
-    """A group in a round: its clients, the plan of its lane, and the server's side of the protocol."""
+    """A group in a round: its clients, the plan of its lane, and the server's side of the protocol.
+
+    `whole` says that it adds up with all its clients or not at all.
+    """
 
     clients: tuple[str, ...]
     plan: RoundPlan
     round: GroupRound
+    whole: bool
 
     def of(self, answers: Mapping[str, bytes]) -> dict[str, bytes]:
         return {client: answers[client] for client in self.clients if client in answers}
@@ -322,18 +309,24 @@ class Group:
     def roster(self, answers: Mapping[str, bytes]) -> dict[str, bytes]:
         self.round.refused |= {name: "gave no keys" for name in self.clients if name not in answers}
         roster = self.round.roster(answers)
-        if isinstance(self.round.registry, FirstUse):
-            self.round.registry.learn((member.name, member.identity) for member in roster.members)
+        self._require_enough(roster.names)
         return dict.fromkeys(roster.names, encode_message(roster))
 
     def deliver(self, answers: Mapping[str, bytes]) -> dict[str, bytes]:
-        return {name: encode_message(each) for name, each in self.round.deliver(answers).items()}
+        deliveries = self.round.deliver(answers)
+        self._require_enough(deliveries)
+        return {name: encode_message(each) for name, each in deliveries.items()}
 
-    def survivors(self, answers: Mapping[str, bytes], rosters: Rosters) -> dict[str, bytes]:
+    def survivors(self, answers: Mapping[str, bytes], history: SumHistory | None) -> dict[str, bytes]:
         survivors = self.round.survivors(answers)
-        refuse_singling(rosters, survivors.survivors)
-        rosters.add(survivors.survivors)
+        self.settle(survivors.survivors, history)
         return dict.fromkeys(survivors.survivors, encode_message(survivors))
+
+    def settle(self, members: Sequence[str], history: SumHistory | None) -> None:
+        """Decide that the sum over these clients is revealed, or raise `ProtocolError`."""
+        self._require_enough(members)
+        if history is not None:
+            history.add(members)
 
     def agreed(self, answers: Mapping[str, bytes]) -> dict[str, bytes]:
         agreed = self.round.agreed(answers)
@@ -345,63 +338,44 @@ class Group:
         log.warning("a group of %s clients is left out: %s", len(self.clients), reason)
         return {client: self.round.refused.get(client, reason) for client in self.clients}
 
-
-def refuse_singling(rosters: Rosters, names: Sequence[str]) -> None:
-    """Refuse a sum that would show somebody alone, with those before.
-
-    >>> rosters = Rosters()
-    >>> rosters.add(["ann", "bob"])
-    >>> refuse_singling(rosters, ["ann"])
-    Traceback (most recent call last):
-        ...
-    dbcl.errors.ProtocolError: with the sums of earlier rounds this one would show ann alone: who adds up together ...
-    """
-    alone = rosters.singled_out(names)
-    if alone:
-        raise ProtocolError(
-            f"with the sums of earlier rounds this one would show {plain(alone[0])} alone: who adds up together must "
-            "not change by one client"
-        )
+    def _require_enough(self, present: Collection[str]) -> None:
+        fewest = max(self.round.config.min_cohort, self.round.config.threshold(len(self.clients)))
+        if len(present) < fewest:
+            raise ProtocolError(f"{len(present)} clients have answered, and {fewest} are needed: nothing is added")
+        lost = sorted(set(self.clients) - set(present))
+        if self.whole and lost:
+            why = "; ".join(f"{name} {self.round.refused.get(name, 'is missing')}" for name in lost)
+            raise ProtocolError(f"the group adds up with all its {len(self.clients)} clients or not at all: {why}")
 
 
-def bounded(update: Update, plan: RoundPlan, bound: float) -> NDArray[np.float64]:
-    """An update's values in the order of its plan, clipped to the public bound."""
-    tensors = {part.name: update.tensors[part.name] for part in plan.tensors}
-    return flat(tensors) * clip_factor(norm(tensors), bound)
+def _reasons(refused: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(f"{name}: {reason}" for name, reason in sorted(refused.items()))
 
 
-def broadcast_digest(broadcast: Broadcast) -> bytes:
-    """What masks are bound to: of clients that were sent other bytes, they are others.
+def traffic(names: Sequence[str], length: int, config: SecAggConfig, encoding: Encoding) -> tuple[int, int]:
+    """Return the bytes of a group's round down and up, without the broadcasts, counted on one client's messages.
 
-    >>> import dbcl
-    >>> len(broadcast_digest(dbcl.Server(torch.nn.Linear(6, 2), cover="all").open_round()))
-    32
-    """
-    return hashlib.sha256(encode(broadcast)).digest()
-
-
-def traffic(names: Sequence[str], length: int, terms: Terms) -> tuple[int, int]:
-    """Bytes that a group of so many clients sends in a round, down and up, counted on messages for the first of them.
-
-    >>> down, up = traffic(("ann", "bob", "cleo"), 1000, Terms(bound=1.0, min_cohort=3))
+    >>> config = SecAggConfig(clip=1.0, min_cohort=3)
+    >>> down, up = traffic(("ann", "bob", "cleo"), 1000, config, encoding_of(config, None))
     >>> up > 3 * 1000 * 18 // 8
     True
     """
     count, key, seal = len(names), bytes(KEY), bytes(SEALED)
-    ring, others = Ring(terms.bound, count), dict.fromkeys(names[1:], seal)
+    words, others = (length + encoding.more_words) * encoding.bits(count), dict.fromkeys(names[1:], seal)
+    digests, signatures = (dict.fromkeys(names[1:], bytes(size)) for size in (2 * DIGEST, SIGNATURE))
     members = tuple(Member(name, key, key, key, bytes(SIGNATURE)) for name in names)
     up: list[Message] = [
         Advert(0, key, names[0], key, key, key, bytes(SIGNATURE)),
-        Shares(0, key, key, others, dict.fromkeys(names, bytes(2 * DIGEST))),
-        Masked(0, key, bytes(-(-(length + 1) * ring.bits // 8))),
+        Shares(0, key, key, bytes(SIGNATURE), others, dict.fromkeys(names, bytes(2 * DIGEST))),
+        Masked(0, key, bytes(-(-words // 8))),
         Agreement(0, key, bytes(SIGNATURE)),
         Reveal(0, key, dict.fromkeys(names, bytes(SEED))),
     ]
     signed = dict.fromkeys(names, bytes(SIGNATURE))
-    agreed = terms.threshold(count), terms.colluders(count), terms.bound, terms.most, length
+    agreed = config.threshold(count), config.colluders(count), config.clip, config.weight_cap, length
     down: list[Message] = [
         Roster(0, key, key, *agreed, members),
-        Delivery(0, key, others, dict.fromkeys(names[1:], bytes(2 * DIGEST))),
+        Delivery(0, key, others, digests, signatures),
         Survivors(0, key, tuple(names), tuple(names)),
         Agreed(0, key, signed),
     ]
@@ -409,28 +383,16 @@ def traffic(names: Sequence[str], length: int, terms: Terms) -> tuple[int, int]:
     return count * sizes[0], count * sizes[1]
 
 
-def length_of(plan: RoundPlan) -> int:
-    """How many values an update of a plan has."""
-    return sum(int(np.prod(tensor.sent_shape, dtype=np.int64)) for tensor in plan.tensors)
+def unbounded(statistics: Iterable[str]) -> str | None:
+    """Return why running statistics of these names cannot be added up securely; None where there are none.
 
-
-def flat(tensors: Mapping[str, Tensor]) -> NDArray[np.float64]:
-    """Tensors in a row, in their order, as float64.
-
-    >>> flat({"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
-    array([1., 1., 0.])
+    >>> unbounded([]) is None
+    True
     """
-    parts: list[NDArray[np.float64]] = [
-        tensor.detach().cpu().double().reshape(-1).numpy() for tensor in tensors.values()
-    ]
-    return np.concatenate(parts)
-
-
-def shaped(plan: RoundPlan, values: NDArray[np.float64]) -> dict[str, Tensor]:
-    """The tensors of a plan that `flat` put in a row."""
-    tensors, start = {}, 0
-    for part in plan.tensors:
-        count = int(np.prod(part.sent_shape, dtype=np.int64))
-        tensors[part.name] = torch.from_numpy(values[start : start + count].copy()).reshape(part.sent_shape)
-        start += count
-    return tensors
+    first = min(statistics, default=None)
+    if first is None:
+        return None
+    return (
+        f"{first} is what clients measure, which has no public bound; use a normalisation without running statistics, "
+        "such as GroupNorm"
+    )

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dbcl.config import SecAggConfig
 from dbcl.errors import ProtocolError, plain
-from dbcl.protocol.secagg.client import advertised, committed, pairwise, share_digests
-from dbcl.protocol.secagg.keys import DIGEST, Identity, KeyPair, Registry, derive
+from dbcl.protocol.secagg.encoding import Encoding, Total, WeightedMean
+from dbcl.protocol.secagg.keys import DIGEST, KeyPair, Registry, SigningKey, derive
 from dbcl.protocol.secagg.masks import add_masks
 from dbcl.protocol.secagg.messages import (
     MAX_GROUP,
@@ -29,25 +29,11 @@ from dbcl.protocol.secagg.messages import (
     Survivors,
     decode_message,
 )
-from dbcl.protocol.secagg.ring import LEVELS, Ring, Words, unpacked
+from dbcl.protocol.secagg.quantizer import Words, unpacked
 from dbcl.protocol.secagg.shares import combined
-from dbcl.protocol.secagg.terms import Terms
+from dbcl.protocol.secagg.statements import advertised, committed, joined, pairwise, share_digests
 
 M = TypeVar("M", bound=Message)
-
-
-@dataclass(frozen=True)
-class Total:
-    """What a group's server learns: the weighted sum, the sum of the weights, and whose updates are in it.
-
-    >>> total = Total(np.array([1.0, -2.0]), weight=2.0, members=("ann", "bob", "cleo"))
-    >>> total.values / total.weight  # the mean of their updates
-    array([ 0.5, -1. ])
-    """
-
-    values: NDArray[np.float64]
-    weight: float
-    members: tuple[str, ...]
 
 
 @dataclass
@@ -58,10 +44,11 @@ class GroupRound:
     a `registry` it leaves out whom honest clients would refuse; they refuse a whole roster for one such member.
 
     Any one client can make a round of its group fail; `refused` names it wherever that can be told: for bad keys, bad
-    shares, wrong shares of others, silence. It cannot be told who sent words that are no update, which make the sum too
-    long, nor whether a missing share is its maker's fault or its holder's: then the error names both.
+    shares, wrong shares of others, silence. It cannot be told whether a missing share is its maker's fault or its
+    holder's: then the error names both. Nor can it be told who sent words that are no update: the sum is then wrong, by
+    no more than `Encoding.total` allows.
 
-    >>> group = GroupRound(3, bytes(32), bytes(32), 5, Terms(bound=4.0, min_cohort=3))
+    >>> group = GroupRound(3, bytes(32), bytes(32), 5, SecAggConfig(clip=4.0, min_cohort=3))
     >>> group.roster({"ann": b"DBCL", "bob": b"noise"})
     Traceback (most recent call last):
         ...
@@ -74,10 +61,12 @@ class GroupRound:
     broadcast: bytes
     plan: bytes
     length: int
-    terms: Terms
+    config: SecAggConfig
     refused: dict[str, str] = field(default_factory=dict)
     """Who is left out, and why: of a group that failed, whom to leave out when it begins anew."""
     registry: Registry | None = None
+    encoding: Encoding | None = None
+    """How updates become integers; `WeightedMean` where it is None."""
     _adverts: dict[str, Advert] = field(default_factory=dict)
     _roster: Roster | None = None
     _shares: dict[str, Shares] = field(default_factory=dict)
@@ -85,18 +74,27 @@ class GroupRound:
     _survivors: Survivors | None = None
 
     @property
+    def _encoding(self) -> Encoding:
+        return self.encoding or WeightedMean(self.config)
+
+    @property
     def last(self) -> Survivors | None:
         """Who is in the sum, once that is known."""
         return self._survivors
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Who is in the roster."""
+        return self._given().names
+
     def roster(self, answers: Mapping[str, Advert | bytes]) -> Roster:
-        """Who takes part, and under which terms."""
+        """Who takes part, and under which config."""
 
         def check(name: str, advert: Advert) -> None:
             signed = advertised(self.round, self.broadcast, advert.name, advert.share_key, advert.mask_key)
             if advert.broadcast != self.broadcast:
                 raise ProtocolError("answers another broadcast")
-            if advert.name != name or not Identity.signed_by(advert.identity, advert.signature, *signed):
+            if advert.name != name or not SigningKey.signed_by(advert.identity, advert.signature, *signed):
                 raise ProtocolError("has not signed its keys")
             for key in (advert.share_key, advert.mask_key):
                 probe.agree(key)
@@ -106,17 +104,17 @@ class GroupRound:
         probe = KeyPair()  # with a key of small order, every key gives the same
         self._adverts = self._without_doubles(self._read(Advert, answers, check))
         count = len(self._adverts)
-        self._require(count, self.terms.min_cohort, "clients have given their keys")
+        self._require(count, self.config.min_cohort, "clients have given their keys")
         if count > MAX_GROUP:
             raise ProtocolError(f"round {self.round}: {count} clients in a group, and {MAX_GROUP} are the most")
         self._roster = Roster(
             round=self.round,
             broadcast=self.broadcast,
             plan=self.plan,
-            threshold=self.terms.threshold(count),
-            colluders=self.terms.colluders(count),
-            bound=self.terms.bound,
-            most=self.terms.most,
+            threshold=self.config.threshold(count),
+            colluders=self.config.colluders(count),
+            bound=self.config.clip,
+            most=self.config.weight_cap,
             length=self.length,
             members=tuple(self._adverts[name].member for name in sorted(self._adverts)),
         )
@@ -131,27 +129,31 @@ class GroupRound:
                 raise ProtocolError("has not made a share for every other client")
             if set(shares.digests) != set(roster.names):
                 raise ProtocolError("has not told the digests of all its shares")
+            if not SigningKey.signed_by(self._adverts[name].identity, shares.signature, *joined(roster.binding)):
+                raise ProtocolError("has not signed the roster")
 
         self._shares = self._read(Shares, self._of(roster.names, answers), check)
         self._require(len(self._shares), self._fewest, "clients have sent shares")
-        return {
-            name: Delivery(
+        deliveries = {}
+        for name in self._shares:
+            others = {other: shares for other, shares in self._shares.items() if other != name}
+            deliveries[name] = Delivery(
                 self.round,
                 roster.binding,
-                {other: shares.sealed[name] for other, shares in self._shares.items() if other != name},
-                {other: shares.digests[name] for other, shares in self._shares.items() if other != name},
+                {other: shares.sealed[name] for other, shares in others.items()},
+                {other: shares.digests[name] for other, shares in others.items()},
+                {other: shares.signature for other, shares in others.items()},
             )
-            for name in self._shares
-        }
+        return deliveries
 
     def survivors(self, answers: Mapping[str, Masked | bytes]) -> Survivors:
         """Add up the masked updates, and say whose they are."""
         roster = self._given()
-        ring = Ring(roster.bound, len(roster.members))
-        total = np.zeros(roster.length + 1, dtype=np.uint32)
+        bits, length = self._encoding.bits(len(roster.members)), roster.length + self._encoding.more_words
+        total = np.zeros(length, dtype=np.uint32)
 
         def check(name: str, masked: Masked) -> None:
-            total.__iadd__(unpacked(masked.packed, ring.bits, roster.length + 1))
+            total.__iadd__(unpacked(masked.packed, bits, length))
 
         arrived = self._read(Masked, self._of(self._shares, answers), check)
         self._require(len(arrived), self._fewest, "masked updates have arrived")
@@ -166,7 +168,7 @@ class GroupRound:
         identities = {member.name: member.identity for member in roster.members}
 
         def check(name: str, agreement: Agreement) -> None:
-            if not Identity.signed_by(identities[name], agreement.signature, *survivors.statement):
+            if not SigningKey.signed_by(identities[name], agreement.signature, *survivors.statement):
                 raise ProtocolError("has signed something else")
 
         signed = self._read(Agreement, self._of(survivors.survivors, answers), check)
@@ -195,15 +197,8 @@ class GroupRound:
                 # The other one has added it where its partner's name is later, and taken it away where it is earlier.
                 (minus if name > other else plus).append(pair)
         add_masks(self._sum, plus, minus)
-        ring, count = Ring(roster.bound, len(roster.members)), len(survivors.survivors)
-        weight = int(self._sum[-1] & ring.mask) / LEVELS
-        found = Total(ring.values(self._sum[:-1]), weight, survivors.survivors)
-        self._sum = None
-        # Where masks have not cancelled, or somebody has sent random words, the sum is longer than any sum can be.
-        length = float(np.linalg.norm(found.values))
-        if not (0 < found.weight <= count and length <= count * ring.longest(roster.length) * (1 + 1e-9)):
-            raise ProtocolError(f"round {self.round}: the sum is not one of {count} updates: somebody's is no update")
-        return found
+        words, self._sum = self._sum, None
+        return self._encoding.total(words, len(roster.members), survivors.survivors)
 
     def _secrets(self, roster: Roster, survivors: Survivors, reveals: Mapping[str, Reveal]) -> dict[str, bytes]:
         """The secret of each client that takes its masks off the sum; all who cannot be put together are named."""
@@ -267,7 +262,7 @@ class GroupRound:
 
     @property
     def _fewest(self) -> int:
-        return max(self._given().threshold, self.terms.min_cohort)
+        return max(self._given().threshold, self.config.min_cohort)
 
     def _of(
         self, names: Mapping[str, object] | tuple[str, ...], answers: Mapping[str, M | bytes]

@@ -1,0 +1,127 @@
+"""What an experiment is: jobs that are plain settings, a way to play one, and a way to show the rows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dbcl.errors import ConfigError
+
+Job = dict[str, Any]
+"""The settings of one job, its seed among them: whatever JSON can hold. Two jobs with equal settings are the same."""
+Row = dict[str, Any]
+"""A job that was played: `job`, its `result`, and the `seconds`, `device` and `versions` it was played with."""
+Tell = Callable[[str, int, int], None]
+"""Called while a job is played: with what it is doing, how many of its steps are done, and how many there are."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where a job is played: on which device (never "auto"), with which datasets, and who is told of its progress.
+
+    `tell` must be called often: it is where a time limit ends a job.
+
+    >>> Context().device
+    'cpu'
+    """
+
+    device: str = "cpu"
+    data_dir: str | None = None
+    tell: Tell = lambda text, done, total: None
+    scratch: Path | None = None
+    """Where a long job may keep its state when its time is over, so that it goes on from there; removed at its end."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """The jobs of an experiment and the rows of those that were played, for tables and figures.
+
+    >>> row = {"job": {"lr": 0.1, "seed": 0}, "result": {"rounds": 7}}
+    >>> found = Results((row["job"], {"lr": 0.2, "seed": 0}), (row,), quick=True)
+    >>> found.of(lr=0.1), found.jobs_of(lr=0.2)
+    ([{'rounds': 7}], [{'lr': 0.2, 'seed': 0}])
+    """
+
+    jobs: tuple[Job, ...]
+    rows: tuple[Row, ...]
+    quick: bool = False
+
+    def of(self, **settings: Any) -> list[dict[str, Any]]:
+        """The results of the played jobs that have these settings, in the order of the jobs."""
+        return [row["result"] for row in self.rows if _has(row["job"], settings)]
+
+    def jobs_of(self, **settings: Any) -> list[Job]:
+        """The jobs that have these settings, played or not."""
+        return [job for job in self.jobs if _has(job, settings)]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One table or figure. `registry.py` lists them all; each is the `EXPERIMENT` of a file.
+
+    `jobs` is given whether the reduced setting is wanted and the folder of the results, and lists the jobs with the
+    cheap and telling ones first. `play` plays one of them and gives its result, as JSON can hold it. `table` makes
+    Markdown of the results and `draw` figures of matplotlib by name, which need not be installed for `play`.
+
+    >>> from experiments.registry import find
+    >>> find("theory").data
+    ()
+    """
+
+    name: str
+    title: str
+    what: str
+    minutes: str
+    """How long it takes, and on which machine, as `--list` shows it."""
+    jobs: Callable[[bool, Path], Sequence[Job]]
+    play: Callable[[Job, Context], dict[str, Any]]
+    table: Callable[[Results], str]
+    draw: Callable[[Results], Mapping[str, Any]]
+    data: tuple[str, ...] = ()
+    """The datasets that the full setting reads; the reduced one takes `quick_data`."""
+    quick_data: tuple[str, ...] = ()
+    extras: Mapping[str, str] = field(default_factory=dict)
+    """The modules beyond dbcl's own dependencies that `play` imports, each with the extra that installs it."""
+    tuning: "Tuning | None" = None
+
+    def needs(self, quick: bool) -> tuple[str, ...]:
+        """The datasets that it reads."""
+        return self.quick_data if quick else self.data
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How an experiment finds settings of its jobs: jobs over a grid, and what is written of their rows.
+
+    `choose` makes the text of `file`, which the experiment's `jobs` reads from the folder of its results.
+
+    >>> Tuning(lambda folder: [], lambda results: "", "rates.toml").file
+    'rates.toml'
+    """
+
+    jobs: Callable[[Path], Sequence[Job]]
+    choose: Callable[[Results], str]
+    file: str
+
+
+def select(jobs: Sequence[Job], only: Sequence[str]) -> list[Job]:
+    """The jobs that have every one of these settings, as a person writes them.
+
+    >>> select([{"network": "mlp", "percent": 1}, {"network": "cnn", "percent": 1}], ["network=cnn"])
+    [{'network': 'cnn', 'percent': 1}]
+    """
+    wanted = []
+    for text in only:
+        name, sign, value = text.partition("=")
+        known = sorted({str(job[name]) for job in jobs if name in job})
+        if not sign or not known:
+            names = sorted({name for job in jobs for name in job})
+            raise ConfigError(f"--only is NAME=VALUE with a NAME of {', '.join(names)}; got {text!r}")
+        if value not in known:
+            raise ConfigError(f"--only {text}: no job has that; {name} is one of {', '.join(known)}")
+        wanted.append((name, value))
+    return [job for job in jobs if all(str(job.get(name)) == value for name, value in wanted)]
+
+
+def _has(job: Job, settings: Mapping[str, Any]) -> bool:
+    return all(job.get(name) == value for name, value in settings.items())

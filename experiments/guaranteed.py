@@ -1,0 +1,216 @@
+"""`guaranteed`: accuracy of a guarantee for every example or client, against everyone and with a trusted server."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.metrics import roc_auc_score
+from torch import nn
+
+from dbcl.privacy.planning import suggest_server_rate
+from dbcl.simulation import RunConfig, Task, presets
+from dbcl.simulation.build import privacy_plan
+from dbcl.simulation.planning import planned_for, trained_values
+from experiments import figures
+from experiments.experiment import Context, Experiment, Job, Results
+from experiments.tables import NOT_RUN, markdown
+from experiments.training import task_on, train
+
+SILOS = {"mnist": (0.5, 1.0, 2.0, 4.0, 8.0), "digits": (1.0, 2.0, 4.0, 8.0), "cifar10": (3.0, 8.0), "lfw": (8.0,)}
+"""Epsilons by data set, with ten parties of whom two may collude."""
+FLEETS = (1.0, 2.0, 4.0, 8.0)
+"""Epsilons for one of 1,000 clients, 100 in a round."""
+MAX_RATE = 12.0
+"""Largest learning rate of the server for fleets."""
+NO_NOISE = 1e6
+"""An epsilon at which there is practically no noise: the same training, to compare with."""
+TRUST = {"nobody": "guaranteed", "server": "private-example"}
+HEAD = "scatter-linear"
+
+
+def jobs(quick: bool, folder: Path) -> list[Job]:
+    """Silos by data set, then fleets; the reduced setting has the embedded digits alone."""
+    seeds, found = ((0,) if quick else (0, 1, 2)), list[Job]()
+    data = {"digits": (2.0,)} if quick else SILOS
+    for name, epsilons in data.items():
+        for epsilon in (*epsilons, NO_NOISE):
+            for trust in TRUST if epsilon != NO_NOISE else ("server",):
+                found += [
+                    {"unit": "example", "data": name, "model": HEAD, "epsilon": epsilon, "trust": trust, "seed": seed}
+                    for seed in (seeds if name in ("mnist", "digits") else seeds[:1])
+                ]
+    if not quick:
+        found += [
+            {
+                "unit": "example",
+                "data": "cifar10",
+                "model": "scatter-cnn",
+                "epsilon": epsilon,
+                "trust": "nobody",
+                "seed": 0,
+            }
+            for epsilon in SILOS["cifar10"]
+        ]
+        found += [
+            {"unit": "client", "data": "mnist", "model": HEAD, "epsilon": epsilon, "trust": trust, "seed": 0}
+            for epsilon in (*FLEETS, NO_NOISE)
+            for trust in (("server", "nobody") if epsilon not in (1.0, NO_NOISE) else ("server",))
+        ]
+    return found
+
+
+def config_of(job: Job) -> RunConfig:
+    """Return the settings of a job: the preset's own, and for fleets a rate that suits updates of features."""
+    own = {"data": job["data"], "model": job["model"], "epsilon": job["epsilon"], "seed": job["seed"]}
+    if job["unit"] == "example":
+        return presets.preset(TRUST[job["trust"]], **own, **_pace(job))
+    own |= {"clip": 0.03, "lr": 0.01, "batch_size": 20, "rounds": 200}
+    if job["trust"] == "nobody":
+        own |= {"noise_by": "clients", "secure_aggregation": True, "colluders": 10, "rounds": 100}
+    return presets.preset("private", **own)
+
+
+def _pace(job: Job) -> dict[str, Any]:
+    """Return rounds and rate for a run without noise: those of epsilon 8 on MNIST."""
+    return {"rounds": 200, "lr": 40.0} if job["epsilon"] == NO_NOISE else {}
+
+
+def play(job: Job, context: Context) -> dict[str, Any]:
+    """Train, and score the released model on held-out examples."""
+    config = config_of(job)
+    task = task_on(context.device, config.data, config.model, context.data_dir)
+    values = trained_values(task.make_model(0))
+    if config.privacy is not None and config.privacy.unit == "client":
+        plan = privacy_plan(config, values=values)
+        assert plan is not None
+        config = replace(config, server_lr=float(f"{min(MAX_RATE, suggest_server_rate(plan, values)):.2g}"))
+    config = planned_for(config, task)
+    run = train(config, context, title_of(job), every=10, final=_auc if config.data == "lfw" else _nothing)
+    assert config.privacy is not None
+    kept = {name: run[name] for name in ("accuracy", "accuracies", "numbers", "rounds", "bytes", "error", "auc")}
+    pace = {"separation": config.privacy.separation, "step": round(config.lr * config.privacy.clip, 3)}
+    return {**kept, **pace, "server_lr": config.server_lr, "clients": config.clients, "examples": len(task.train)}
+
+
+def _nothing(model: nn.Module, task: Task) -> dict[str, Any]:
+    return {"auc": None}
+
+
+@torch.no_grad()
+def _auc(model: nn.Module, task: Task) -> dict[str, Any]:
+    """Return the area under the ROC curve of a task with one logit."""
+    batch = task.held_out.first(len(task.held_out))
+    return {"auc": round(float(roc_auc_score(batch.targets.numpy(), model(batch.inputs)[:, 0].numpy())), 5)}
+
+
+def title_of(job: Job) -> str:
+    """Name a job.
+
+    >>> title_of({"unit": "example", "data": "mnist", "model": "m", "epsilon": 2.0, "trust": "nobody", "seed": 1})
+    'mnist, m, example, epsilon 2, trusting nobody, seed 1'
+    """
+    return (
+        f"{job['data']}, {job['model']}, {job['unit']}, epsilon {job['epsilon']:g}, trusting {job['trust']}, "
+        f"seed {job['seed']}"
+    )
+
+
+def table(found: Results) -> str:
+    """Accuracy by data set and epsilon, with nobody trusted and with a trusted server."""
+    parts = []
+    for unit, who in (("example", "example of 10 parties, of whom 2 may collude"), ("client", "one of 1,000 clients")):
+        lines = []
+        for data, model, epsilon in _settings(found, unit):
+            cells = [_cell(found, unit=unit, data=data, model=model, epsilon=epsilon, trust=trust) for trust in TRUST]
+            noise = _cell(found, unit=unit, data=data, model=model, epsilon=NO_NOISE, trust="server")
+            lines.append([data, model, f"{epsilon:g}", *cells, noise])
+        if lines:
+            heads = ["data", "network", "epsilon", "trusting nobody", "trusted server", "without noise"]
+            parts += [f"The privacy unit is one {who}; delta is 1e-5.", markdown(heads, lines)]
+    pace = {
+        (row["job"]["data"], row["job"]["epsilon"]): row["result"]
+        for row in found.rows
+        if row["job"]["unit"] == "example" and row["job"]["trust"] == "nobody" and row["job"]["model"] == HEAD
+    }
+    lines = [
+        [data, f"{epsilon:g}", run["rounds"], run["separation"], f"{run['step']:g}", f"{run['bytes'] / 1e6:,.0f}"]
+        for (data, epsilon), run in pace.items()
+    ]
+    if lines:
+        heads = ["data", "epsilon", "rounds", "separation", "rate times clip", "MB of the whole run"]
+        parts += ["What was planned from the number of examples, before any training:", markdown(heads, lines)]
+    return "\n\n".join(parts)
+
+
+def _settings(found: Results, unit: str) -> list[tuple[str, str, float]]:
+    every = [
+        (job["data"], job["model"], job["epsilon"]) for job in found.jobs_of(unit=unit) if job["epsilon"] != NO_NOISE
+    ]
+    return list(dict.fromkeys(every))
+
+
+def _cell(found: Results, **settings: Any) -> str:
+    runs = found.of(**settings)
+    if not runs:
+        return NOT_RUN if found.jobs_of(**settings) else "–"
+    score = "auc" if runs[0].get("auc") is not None else "accuracy"
+    values = [run[score] for run in runs]
+    shown = f"{statistics.fmean(values):.4f} AUC" if score == "auc" else f"{statistics.fmean(values):.1%}"
+    return shown if len(values) == 1 else f"{shown} ({min(values):.1%} to {max(values):.1%})"
+
+
+def draw(found: Results) -> Mapping[str, Any]:
+    """Accuracy against epsilon, a panel for each data set with several epsilons."""
+    names = [
+        (unit, data)
+        for unit, data in dict.fromkeys((job["unit"], job["data"]) for job in found.jobs)
+        if len(_drawn(found, unit, data)) > 1
+    ]
+    if not names:
+        return {}
+    figure, panels = figures.new(4.2 * len(names), 3.6, 1, len(names))
+    for axes, (unit, data) in zip(panels[0], names, strict=True):
+        for (trust, words), colour, style in zip(
+            {"server": "trusted server", "nobody": "trusting nobody"}.items(), figures.MORE, ("--", "-"), strict=False
+        ):
+            points = [
+                (
+                    epsilon,
+                    [
+                        run["accuracy"]
+                        for run in found.of(unit=unit, data=data, model=HEAD, epsilon=epsilon, trust=trust)
+                    ],
+                )
+                for epsilon in _drawn(found, unit, data)
+            ]
+            points = [(epsilon, values) for epsilon, values in points if values]
+            x, y = [epsilon for epsilon, _ in points], [statistics.fmean(values) for _, values in points]
+            axes.plot(x, y, style, marker="o", color=colour, label=words)
+        without = [run["accuracy"] for run in found.of(unit=unit, data=data, model=HEAD, epsilon=NO_NOISE)]
+        if without:
+            axes.axhline(statistics.fmean(without), linestyle=":", color=figures.MORE[-1], label="without noise")
+        figures.log_scale(axes, "x", base=2)
+        figures.label(axes, "epsilon", "test accuracy", f"{data}, one {unit}")
+    return {"guaranteed": figure}
+
+
+def _drawn(found: Results, unit: str, data: str) -> Sequence[float]:
+    return sorted({job["epsilon"] for job in found.jobs_of(unit=unit, data=data, model=HEAD)} - {NO_NOISE})
+
+
+EXPERIMENT = Experiment(
+    name="guaranteed",
+    title="A guarantee against everyone",
+    what="Accuracy of (epsilon, 1e-5) differential privacy for every example of ten parties, trusting nobody or the "
+    "server, with a linear head on scattering features; and for every one of 1,000 clients.",
+    minutes="about 150 on one core",
+    jobs=jobs,
+    play=play,
+    table=table,
+    draw=draw,
+    data=("mnist", "cifar10", "lfw"),
+    extras={"sklearn": "audit"},
+)

@@ -1,0 +1,96 @@
+"""A node under a guarantee: a mod that counts the node's own participations and refuses more than were planned."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from flwr.app import Context, Message
+from flwr.clientapp.typing import ClientAppCallable
+
+from dbcl.errors import ProtocolError
+from dbcl.flower.client import received
+from dbcl.flower.identity import NodeStore, introduction, node_store
+from dbcl.flower.records import STEP, message_bytes
+from dbcl.privacy import ParticipationTracker, PrivacyPlan
+from dbcl.protocol import encode
+from dbcl.protocol.secagg.keys import digest
+from dbcl.state import State
+
+OWN = "this node"
+
+
+@dataclass(frozen=True)
+class GuaranteeMod:
+    """Lets a node take part only as often as a guarantee was planned for, by the node's own count.
+
+    The server counts too, by the keys of the nodes. This mod shows the node's key to the server, and keeps a ledger on
+    the node, which holds whatever the server says: it refuses rounds that come too early, too often or after the last
+    one, a second broadcast of one round, and messages to evaluate.
+
+    Args:
+        privacy: The plan that the node agrees to; the same as in `DoubleBlind(privacy=plan)`.
+        folder: A folder on the node's own disk for the key and the ledger. A new run on the same data spends a second
+            budget and needs a new folder.
+
+    >>> import tempfile, torch, dbcl.flower
+    >>> from flwr.clientapp import ClientApp
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> plan = PrivacyPlan(epsilon=8, delta=1e-3, clip=0.1, rounds=2, clients=4, cohort=2)
+    >>> app = ClientApp(mods=[GuaranteeMod(plan, folder=tempfile.mkdtemp())])
+    >>> @app.train()
+    ... def train(message, context):
+    ...     model = dbcl.flower.blinded(torch.nn.Linear(6, 2), message)
+    ...     return dbcl.flower.reply(model, message, examples=5)
+    >>> inner, model = FedAvg(fraction_evaluate=0.0), torch.nn.Linear(6, 2)
+    >>> strategy = dbcl.flower.DoubleBlind(inner, model, dbcl.SketchConfig(coverage="all"), privacy=plan)
+    >>> result = strategy.start(dbcl.flower.LocalGrid(app, nodes=4), num_rounds=2)
+    >>> [report.accepted for report in strategy.reports]
+    [2, 2]
+    """
+
+    privacy: PrivacyPlan
+    folder: str | Path
+
+    def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        """Answer a message to train if the node's own ledger allows it."""
+        category = message.metadata.message_type.split(".")[0]
+        if category == "evaluate":
+            raise ProtocolError(
+                "what a node measures is not covered by the guarantee; on the server take fraction_evaluate=0.0"
+            )
+        if category != "train" or message_bytes(message, STEP) is not None:
+            return call_next(message, context)
+        with node_store(self.folder, context) as store:
+            hello = introduction(store, message)
+            if hello is not None:
+                return hello
+            self._check(message, store)
+        answer = call_next(message, context)
+        if not answer.has_error():
+            with node_store(self.folder, context) as store:
+                self._check(message, store, count=True)
+        return answer
+
+    def _check(self, message: Message, store: NodeStore, *, count: bool = False) -> None:
+        """Raise `ProtocolError` where the node must not answer this broadcast. An answer counts once."""
+        broadcast = received(message)
+        round, shown = broadcast.round, digest(encode(broadcast)).hex()
+        ledger, kept = _ledger(self.privacy), store.read("participation")
+        if kept is not None:
+            values = json.loads(kept)
+            if values["last"] == [round, shown]:
+                return
+            if values["last"][0] == round:
+                raise ProtocolError(f"this node has answered another broadcast of round {round}")
+            ledger.load_state(State(values["ledger"], {}))
+        if (reason := ledger.refusal(round, OWN)) is not None:
+            raise ProtocolError(f"round {round}: this node {reason}, by its own count")
+        if count:
+            ledger.use(round, [OWN])
+            store.write("participation", json.dumps({"last": [round, shown], "ledger": ledger.state().values}).encode())
+
+
+def _ledger(privacy: PrivacyPlan) -> ParticipationTracker:
+    return ParticipationTracker(
+        rounds=privacy.rounds, separation=privacy.separation, participations=privacy.participations, clients=1
+    )

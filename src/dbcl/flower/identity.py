@@ -1,0 +1,263 @@
+"""Node identities: a name that follows from a key on the node's own disk, whatever id Flower gives the node.
+
+A SuperNode without authentication keys gets a new id whenever it starts. A count of participations by id would begin
+anew with each start, and so would a group under secure aggregation. So where it matters who a node is, the server asks
+each new node for its public key (`NodeNames`), and the node signs a nonce with it (`introduction`).
+"""
+
+import contextlib
+import logging
+import math
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.serverapp import Grid
+
+from dbcl.errors import ConfigError, ProtocolError, plain
+from dbcl.files import SECRET, locked, make_folder, user_path, write_atomic
+from dbcl.flower.records import RECORD, message_bytes, node_name
+from dbcl.protocol.secagg.keys import KEY, SIGNATURE, Registry, SigningKey, digest
+from dbcl.state import State
+
+log = logging.getLogger("flwr.dbcl")
+
+HELLO = "hello"
+"""In a message to a node the nonce that it signs, in its answer the public key and the signature."""
+NONCE = 32
+"""Bytes of a nonce."""
+ASK_AGAIN = 5.0
+"""Seconds after which a node that showed no key is asked again."""
+
+
+def key_name(public: bytes) -> str:
+    """Return the name of the node with a public key: 80 bits of its digest.
+
+    >>> key_name(bytes(32))
+    'node fd17 23a5 a934 118e 5e6d'
+    """
+    text = digest(b"node name", public).hex()[:20]
+    return "node " + " ".join(text[start : start + 4] for start in range(0, 20, 4))
+
+
+@dataclass(frozen=True)
+class KeyRegistry(Registry):
+    """Accepts a client under the name that follows from its key, and with `keys` only the clients with these keys.
+
+    >>> alice = SigningKey(bytes(32))
+    >>> KeyRegistry().problem(key_name(alice.public), alice.public)
+    >>> KeyRegistry().problem("alice", alice.public)
+    "'alice' is not the name of its key"
+    >>> KeyRegistry(keys=frozenset([bytes(32)])).problem(key_name(alice.public), alice.public)
+    'its key is not registered'
+    """
+
+    keys: frozenset[bytes] | None = None
+
+    def problem(self, name: str, public: bytes) -> str | None:
+        """Return why a client cannot be who it is said to be; None where it can."""
+        if name != key_name(public):
+            return f"{plain(name)!r} is not the name of its key"
+        return None if self.keys is None or public in self.keys else "its key is not registered"
+
+    @classmethod
+    def read(cls, path: str | Path) -> "KeyRegistry":
+        """Read a file of public keys, one in hexadecimal on each line, as in the files `public-key` of the nodes.
+
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp(), "keys.txt")
+        >>> _ = file.write_text("00" * 32 + "\\n")
+        >>> len(KeyRegistry.read(file).keys)
+        1
+        """
+        lines = user_path(path).read_text().split()
+        try:
+            keys = frozenset(map(bytes.fromhex, lines))
+        except ValueError:
+            keys = frozenset([b""])
+        if not keys or any(len(key) != KEY for key in keys):
+            raise ConfigError(f"{path} must hold public keys of {KEY} bytes in hexadecimal, one on each line")
+        return cls(keys=keys)
+
+
+# On the node
+
+
+class NodeStore:
+    """What a node keeps from one message to the next: files in a folder, or records in `context.state` without one."""
+
+    def __init__(self, folder: Path | None, context: Context | None) -> None:
+        self._folder, self._context = folder, context
+
+    @property
+    def lasting(self) -> bool:
+        """Whether what is kept outlives the node's process."""
+        return self._folder is not None
+
+    def read(self, name: str) -> bytes | None:
+        """Return what was written under a name, or None."""
+        if self._folder is not None:
+            path = self._folder / f"{name}.dbcl"
+            return path.read_bytes() if path.exists() else None
+        assert self._context is not None
+        record = self._context.state.get(f"dbcl-{name}")
+        data = record.get("state") if isinstance(record, ConfigRecord) else None
+        return data if isinstance(data, bytes) else None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Keep bytes under a name, for this node alone."""
+        if self._folder is not None:
+            write_atomic(self._folder / f"{name}.dbcl", data, mode=SECRET)
+        else:
+            assert self._context is not None
+            self._context.state[f"dbcl-{name}"] = ConfigRecord({"state": data})
+
+    def identity(self) -> SigningKey:
+        """Return the node's identity, made at first use. In a folder, `public-key` is for others to read."""
+        secret = self.read("key")
+        identity = SigningKey(secret) if secret is None or len(secret) == KEY else None
+        if identity is None:
+            raise ConfigError("the node's key cannot be read; restore key.dbcl, or begin a new run with a new folder")
+        if secret is None:
+            self.write("key", identity.secret)
+        if self._folder is not None and not (self._folder / "public-key").exists():
+            write_atomic(self._folder / "public-key", identity.public.hex().encode())
+        return identity
+
+
+def make_key(folder: str | Path) -> str:
+    """Return the public key of the node that keeps its files in a folder, in hexadecimal; it is made at first use.
+
+    The keys of all nodes, one on each line, are what `KeyRegistry.read` reads.
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> len(make_key(folder)), make_key(folder) == make_key(folder)
+    (64, True)
+    """
+    place = user_path(folder)
+    make_folder(place, secret=True)
+    with locked(place):
+        return NodeStore(place, None).identity().public.hex()
+
+
+@contextlib.contextmanager
+def node_store(folder: str | Path | None, context: Context) -> Iterator[NodeStore]:
+    """Hold what a node keeps. A second message at the same time is refused where there is a folder.
+
+    Nodes with a `partition-id` may share a disk, as in a simulation: each has a folder of its own below `folder`.
+    """
+    if folder is None:
+        yield NodeStore(None, context)
+        return
+    place = user_path(folder)
+    partition = context.node_config.get("partition-id")
+    if partition is not None:
+        place /= f"partition-{int(partition)}"
+    make_folder(place, secret=True)
+    with locked(place):
+        yield NodeStore(place, context)
+
+
+def introduction(store: NodeStore, message: Message) -> Message | None:
+    """Return a node's answer to a server that asks for its key; None where the message asks for something else."""
+    nonce = message_bytes(message, HELLO)
+    if nonce is None:
+        return None
+    identity = store.identity()
+    answer = identity.public + identity.sign(*_hello(nonce, lasting=store.lasting))
+    return Message(RecordDict({RECORD: ConfigRecord({HELLO: answer})}), reply_to=message)
+
+
+def _hello(nonce: bytes, *, lasting: bool) -> tuple[bytes, ...]:
+    """Return what a node signs: also whether its key outlives its process."""
+    return b"hello", nonce, b"on disk" if lasting else b"in memory"
+
+
+# On the server
+
+
+class NodeNames:
+    """The server's names of the nodes: by their keys where `by_key`, else by their Flower ids.
+
+    With `lasting` only nodes have names that keep their keys on a disk: a node whose key ends with its process would
+    have another name, and another count of participations, after every start.
+
+    >>> names = NodeNames(by_key=True)
+    >>> names.load_state(State({"nodes": {"7": "node ab"}}, {}))
+    >>> names.of(7), names.of(8), NodeNames(by_key=False).of(8)
+    ('node ab', None, 'node 8')
+    """
+
+    def __init__(self, *, by_key: bool, lasting: bool = False) -> None:
+        self.by_key, self.lasting = by_key, lasting
+        self._names: dict[int, str] = {}
+        self._failed: dict[int, float] = {}  # of nodes that showed no key: when they were asked
+
+    def of(self, node: int) -> str | None:
+        """Return the name of a node; None where it has not shown its key."""
+        return self._names.get(node) if self.by_key else node_name(node)
+
+    def present(self, nodes: Iterable[int], grid: Grid, timeout: float) -> dict[str, int]:
+        """Return the nodes that have names, by name; new ones are asked for their keys first.
+
+        A node that has started again has two ids until Flower notices; the later one counts.
+        """
+        there = sorted(nodes)
+        if self.by_key:
+            self._learn(there, grid, timeout)
+        return {name: node for node in there if (name := self.of(node)) is not None}
+
+    def _learn(self, nodes: list[int], grid: Grid, timeout: float) -> None:
+        nonces = {
+            node: secrets.token_bytes(NONCE)
+            for node in nodes
+            if node not in self._names and time.monotonic() > self._failed.get(node, -math.inf) + ASK_AGAIN
+        }
+        messages = [
+            Message(RecordDict({RECORD: ConfigRecord({HELLO: nonce})}), node, "train", ttl=timeout)
+            for node, nonce in nonces.items()
+        ]
+        for reply in grid.send_and_receive(messages, timeout=timeout) if messages else ():
+            node = reply.metadata.src_node_id
+            if node not in nonces:
+                continue
+            try:
+                self._names[node] = _signed_name(reply, nonces[node], lasting=self.lasting)
+            except ProtocolError as error:
+                log.warning("node %s takes no part: %s", node, error)
+                self._failed[node] = time.monotonic()
+        if self._failed and not self._names:
+            raise ProtocolError(
+                f"none of {len(self._failed)} nodes shows a key, so nobody could take part; the app needs a mod: "
+                "ClientApp(mods=[dbcl.flower.SecureMod(config)]) under secure aggregation, GuaranteeMod(plan, folder) "
+                "with a guarantee, and where there are both, with the same folder"
+            )
+
+    def state(self) -> State:
+        """Return what a checkpoint keeps."""
+        return State({"nodes": {str(node): name for node, name in self._names.items()}}, {})
+
+    def load_state(self, state: State) -> None:
+        """Restore what `state` returned."""
+        self._names = {int(node): str(name) for node, name in state.values["nodes"].items()}
+
+
+def _signed_name(reply: Message, nonce: bytes, *, lasting: bool) -> str:
+    if reply.has_error():
+        raise ProtocolError(
+            f"it does not show a key: {plain(str(reply.error.reason or 'it failed without a reason'), 300)}"
+        )
+    answer = message_bytes(reply, HELLO) or b""
+    public, signature = answer[:KEY], answer[KEY:]
+    kept, lost = (SigningKey.signed_by(public, signature, *_hello(nonce, lasting=each)) for each in (True, False))
+    if len(answer) != KEY + SIGNATURE or not (kept or lost):
+        raise ProtocolError("its answer is not signed with its key")
+    if lasting and not kept:
+        raise ProtocolError(
+            "its key ends with its process, and a guarantee counts nodes by their keys: give the mod a folder"
+        )
+    return key_name(public)

@@ -1,0 +1,5 @@
+"""PyTorch models as dbcl sees them: their tensors, the layers that can be sketched, and the paper's networks."""
+
+from dbcl.model.products import find_layers
+
+__all__ = ["find_layers"]

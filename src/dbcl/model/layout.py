@@ -1,0 +1,71 @@
+"""How a weight of any shape is a matrix: which of its axes are inputs of the product that uses it."""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A weight's shape and the axes of it that hold inputs; all but the first where `inputs` is empty.
+
+    A sketch acts on inputs, so W is seen as the matrix (outputs, inputs). A dense or convolutional weight has its
+    output first; a transposed convolution has it second; stacked experts (experts, out, in) have their inputs last.
+
+    >>> Layout((4, 2, 3, 3)).dim, Layout((4, 2, 3, 3), (0, 2, 3)).dim, Layout((8, 16, 4), (2,)).rows
+    (18, 36, 128)
+    """
+
+    shape: tuple[int, ...]
+    inputs: tuple[int, ...] = ()
+
+    @classmethod
+    def from_axes(cls, shape: tuple[int, ...], inputs: int | tuple[int, ...]) -> "Layout":
+        """The layout of a weight whose inputs lie on some axes, which may count from the end.
+
+        >>> Layout.from_axes((5, 3), 0), Layout.from_axes((5, 3), -1)
+        (Layout(shape=(5, 3), inputs=(0,)), Layout(shape=(5, 3), inputs=()))
+        """
+        axes = (inputs,) if isinstance(inputs, int) else tuple(inputs)
+        settled = tuple(sorted({axis % len(shape) for axis in axes if -len(shape) <= axis < len(shape)}))
+        if len(settled) != len(axes) or not 0 < len(settled) < len(shape):
+            raise ValueError(f"the inputs of a weight of shape {shape} cannot lie on {inputs}")
+        return cls(shape, () if settled == tuple(range(1, len(shape))) else settled)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes of the outputs and then those of the inputs."""
+        inputs = self.inputs or tuple(range(1, len(self.shape)))
+        return (*(axis for axis in range(len(self.shape)) if axis not in inputs), *inputs)
+
+    @property
+    def dim(self) -> int:
+        """How many inputs one output has."""
+        return math.prod(self.shape[axis] for axis in self.inputs) if self.inputs else math.prod(self.shape[1:])
+
+    @property
+    def rows(self) -> int:
+        """How many rows the matrix has."""
+        outputs = len(self.shape) - len(self.inputs) if self.inputs else 1
+        return math.prod(self.shape[axis] for axis in self.order[:outputs])
+
+    def matrix(self, weight: Tensor) -> Tensor:  # shape -> (rows, dim)
+        """The weight as a matrix with one row an output."""
+        if self.inputs:
+            weight = weight.permute(self.order)
+        return weight.reshape(self.rows, self.dim)
+
+    def weight(self, matrix: Tensor) -> Tensor:  # (rows, dim) -> shape
+        """The weight that `matrix` gives this matrix of.
+
+        >>> import torch
+        >>> layout, W = Layout((2, 3, 4), (1,)), torch.randn(2, 3, 4)
+        >>> torch.equal(layout.weight(layout.matrix(W)), W)
+        True
+        """
+        if not self.inputs:
+            return matrix.reshape(self.shape)
+        order = self.order
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return matrix.reshape([self.shape[axis] for axis in order]).permute(back)

@@ -1,0 +1,94 @@
+"""Normalisation statistics: what a client measured itself, whatever values its layers started from.
+
+A layer in training keeps running averages, r <- (1 - m) r + m * (statistic of the batch), and does not use them. This
+is linear, so what k batches have put in follows from the start: own = (r - (1 - m)^k start) / (1 - (1 - m)^k). A change
+of r relative to a veiled start would carry the veil's noise to the server; the client's own value does not.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from dbcl.data.trees import Tree, call, map_tensors, tensors
+from dbcl.model.tensors import STATISTICS
+
+
+def is_statistic(name: str) -> bool:
+    """Whether a tensor is a running mean or a running variance of a normalisation layer, by its name.
+
+    >>> is_statistic("1.running_var"), is_statistic("1.weight")
+    (True, False)
+    """
+    return name.rpartition(".")[2] in STATISTICS
+
+
+def restart(model: nn.Module) -> None:
+    """Let every normalisation layer count its batches from 0.
+
+    >>> layer = nn.BatchNorm1d(2)
+    >>> layer.num_batches_tracked += 5
+    >>> restart(layer)
+    >>> int(layer.num_batches_tracked)
+    0
+    """
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] == "num_batches_tracked":
+            buffer.zero_()
+
+
+def own_part(now: Tensor, start: Tensor, momentum: float | None, batches: Tensor | int) -> Tensor:
+    """What so many batches have put into a running average that began at `start`.
+
+    >>> layer = nn.BatchNorm1d(1).train()
+    >>> start = layer.running_mean.fill_(100.0).clone()
+    >>> _ = layer(torch.tensor([[1.0], [3.0]]))
+    >>> own_part(layer.running_mean, start, layer.momentum, 1).round(decimals=3)
+    tensor([2.])
+    """
+    if momentum is None:  # a plain average, which forgets its start with the first batch
+        return now
+    kept = (1 - momentum) ** batches
+    return (now - kept * start) / (1 - kept)
+
+
+@torch.no_grad()
+def calibrate(model: nn.Module, inputs: Tree, *, batch_size: int = 100) -> None:
+    """Measure the statistics of every normalisation layer anew on some inputs; nothing else of the model changes.
+
+    Inputs are a tensor, or a tuple or dictionary of tensors that all have a row for each example.
+
+    >>> model = nn.Sequential(nn.BatchNorm1d(1))
+    >>> calibrate(model, torch.tensor([[1.0], [3.0]]))
+    >>> model[0].running_mean
+    tensor([2.])
+    """
+    mode, layers = model.training, [module for module in model.modules() if hasattr(module, "running_mean")]
+    momenta = [getattr(layer, "momentum", None) for layer in layers]
+    model.eval()  # dropout stays off
+    restart(model)
+    for layer in layers:
+        layer.momentum = None  # type: ignore[assignment]  # the plain average over the batches
+        layer.train()
+    for start in range(0, len(next(tensors(inputs))), batch_size):
+        call(model, map_tensors(lambda tensor: tensor[start : start + batch_size], inputs))  # noqa: B023
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum  # type: ignore[assignment]
+    model.train(mode)
+
+
+def measured(module: nn.Module, name: str, start: Tensor) -> Tensor | None:
+    """A layer's own statistic since `restart`, from the value that it began with; None where it saw no batch.
+
+    A layer of one's own that does not count its batches gives its average as it is, if that has changed.
+
+    >>> measured(nn.BatchNorm1d(2), "running_mean", nn.BatchNorm1d(2).running_mean) is None
+    True
+    """
+    now: Tensor = getattr(module, name).detach()
+    start = start.to(now)
+    counter = getattr(module, "num_batches_tracked", None)
+    if counter is None:
+        return None if now.equal(start) else now
+    if int(counter) == 0:
+        return None
+    own = own_part(now, start, getattr(module, "momentum", None), int(counter))
+    return own.clamp(min=0) if name == "running_var" else own

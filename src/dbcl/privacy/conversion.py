@@ -1,0 +1,76 @@
+"""From a Gaussian mechanism to (epsilon, delta) and back, exactly (Balle and Wang 2018, theorem 8).
+
+A mechanism whose sensitivity is mu times its noise is (epsilon, delta)-differentially private for
+delta(epsilon) = Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu) and for no smaller delta.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from dbcl.errors import ConfigError
+
+MAX_MU = 1e6
+"""Largest mu that is searched: a guarantee with it says nothing."""
+
+
+def log_delta_of(mu: float, epsilon: float) -> float:
+    """Return the logarithm of delta at this epsilon.
+
+    >>> round(math.exp(log_delta_of(1.0, 4.377178)), 10)
+    1e-05
+    """
+    if mu <= 0:
+        return -math.inf
+    first, second = _log_cdf(mu / 2 - epsilon / mu), _log_cdf(-mu / 2 - epsilon / mu)
+    ratio = epsilon + second - first  # of the second term to the first, below 0
+    return first + math.log(-math.expm1(min(ratio, -1e-300)))
+
+
+def epsilon_of(mu: float, delta: float) -> float:
+    """Return the epsilon, at this delta, of a Gaussian mechanism whose sensitivity is mu times its noise.
+
+    >>> round(epsilon_of(1.0, 1e-5), 3)
+    4.377
+    """
+    goal = _log(delta)
+    if mu <= 0 or log_delta_of(mu, 0.0) <= goal:
+        return 0.0
+    above = 1.0
+    while log_delta_of(mu, above) > goal:
+        above *= 2
+    return _smallest(lambda epsilon: log_delta_of(mu, epsilon) <= goal, 0.0, above)
+
+
+def mu_of(epsilon: float, delta: float) -> float:
+    """Return the largest mu that keeps (epsilon, delta).
+
+    >>> round(mu_of(8.0, 1e-5), 3)
+    1.666
+    """
+    goal = _log(delta)
+    if not 0 <= epsilon < math.inf:
+        raise ConfigError(f"epsilon must be 0 or more and finite, got {epsilon}")
+    # The largest mu that keeps it is just below the smallest that does not.
+    return math.nextafter(_smallest(lambda mu: log_delta_of(mu, epsilon) > goal, 0.0, MAX_MU), 0.0)
+
+
+def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """Return where a condition begins to hold, which fails at `low` and holds at `high`."""
+    while True:
+        middle = (low + high) / 2
+        if not low < middle < high:
+            return high
+        low, high = (low, middle) if holds(middle) else (middle, high)
+
+
+def _log(delta: float) -> float:
+    if not 0 < delta < 1:
+        raise ConfigError(f"delta must be above 0 and below 1, got {delta}")
+    return math.log(delta)
+
+
+def _log_cdf(x: float) -> float:
+    """Return log Phi(x)."""
+    return float(torch.special.log_ndtr(torch.tensor(x, dtype=torch.float64)))

@@ -1,0 +1,154 @@
+"""Per-example clipping for stacks of dense layers, without ever writing out the gradient of an example.
+
+The gradient of one example for a dense layer is the outer product of the gradient of its output and its input, so its
+norm is the product of two norms, and the sum of the clipped gradients is one matrix product (Goodfellow 2015).
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from dbcl._torch import has_global_hooks, has_hooks, quiet_vmap
+from dbcl.data.trees import Tree
+from dbcl.objective import Loss
+
+Gradients = dict[str, Tensor]
+SMALLEST_NORM = 1e-30
+ROW_WISE = (
+    nn.ReLU,
+    nn.LeakyReLU,
+    nn.Sigmoid,
+    nn.Tanh,
+    nn.GELU,
+    nn.ELU,
+    nn.SiLU,
+    nn.Softplus,
+    nn.Identity,
+    nn.MaxPool2d,
+    nn.AvgPool2d,
+)
+"""Layers without parameters that treat each example by itself."""
+
+
+def clip_factors(squared_norms: Tensor, clip: float) -> Tensor:
+    """Return the factor min(1, clip / norm) of each example's gradient, from the squared norms.
+
+    An example whose gradient is not finite gets 0: it must not take the others' gradients with it.
+
+    >>> clip_factors(torch.tensor([4.0, 0.25, float("nan"), float("inf")]), clip=1.0)
+    tensor([0.5000, 1.0000, 0.0000, 0.0000])
+    """
+    return (clip / squared_norms.sqrt().clamp(min=SMALLEST_NORM)).clamp(max=1.0).nan_to_num(0.0)
+
+
+def dense_layers(model: nn.Module) -> dict[str, nn.Linear] | None:
+    """Return the dense layers of a plain stack by the prefix of their parameters' names; None for any other model.
+
+    >>> stack = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> list(dense_layers(stack)), dense_layers(nn.LSTM(4, 3))
+    (['1.', '3.'], None)
+    """
+    layers: dict[str, nn.Linear] = {}
+    if has_global_hooks():
+        return None
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = type(module)  # not isinstance: a subclass may compute something else
+        changes_inputs = getattr(module, "inplace", False) or getattr(module, "return_indices", False)
+        if "forward" in vars(module) or has_hooks(module) or changes_inputs:
+            return None
+        whole = kind is not nn.Flatten or (module.start_dim, module.end_dim) == (1, -1)
+        if kind is nn.Linear:
+            layers[f"{name}." if name else ""] = module
+        elif not whole or kind not in (nn.Sequential, nn.Flatten, *ROW_WISE):
+            return None
+    own = {prefix + name for prefix, layer in layers.items() for name, _ in layer.named_parameters()}
+    every = [id(parameter) for layer in layers.values() for parameter in layer.parameters()]
+    named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return layers if layers and own == named and len(set(every)) == len(every) else None
+
+
+def dense_sum(
+    model: nn.Module, layers: dict[str, nn.Linear], part: tuple[Tree, Tree], loss: Loss, clip: float
+) -> tuple[Gradients, Tensor] | None:
+    """Return the sum of the clipped gradients in float64 and the losses; None if model or loss need another way.
+
+    Args:
+        model: A plain stack.
+        layers: What `dense_layers` returned for it.
+        part: Inputs and targets.
+        loss: Loss of a batch, which is called on batches of one example.
+        clip: Bound on the norm of each example's gradient.
+
+    >>> model = nn.Sequential(nn.Linear(2, 1))
+    >>> part = torch.ones(3, 2), torch.zeros(3, 1)
+    >>> sums, losses = dense_sum(model, dense_layers(model), part, nn.functional.mse_loss, clip=0.5)
+    >>> sums["0.weight"].dtype, len(losses)
+    (torch.float64, 3)
+    """
+    inputs, targets = part
+    if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
+        return None
+    saved: dict[str, tuple[Tensor, Tensor]] = {}
+    handles = [layer.register_forward_hook(partial(_save, saved, prefix)) for prefix, layer in layers.items()]
+    try:
+        with torch.enable_grad():
+            outputs = model(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if any(each.ndim != 2 for pair in saved.values() for each in pair) or not outputs.requires_grad:
+        return None
+    last = _gradients_of_outputs(loss, outputs.detach(), targets)
+    if last is None:
+        return None
+    values, gradient = last
+    used = {prefix: pair for prefix, pair in saved.items() if pair[1].requires_grad}
+    deltas = torch.autograd.grad(outputs, [pair[1] for pair in used.values()], gradient, allow_unused=True)
+    rows = {
+        prefix: (pair[0].detach().double(), delta.double())
+        for (prefix, pair), delta in zip(used.items(), deltas, strict=True)
+        if delta is not None
+    }
+    squares = torch.zeros(len(outputs), dtype=torch.float64, device=outputs.device)
+    for prefix, (x, delta) in rows.items():
+        layer = layers[prefix]
+        of_input = x.square().sum(1) * layer.weight.requires_grad
+        squares += delta.square().sum(1) * (of_input + (layer.bias is not None and layer.bias.requires_grad))
+    factors = clip_factors(squares, clip)
+    sums: Gradients = {}
+    for prefix, layer in layers.items():
+        for name, parameter in layer.named_parameters():
+            if parameter.requires_grad:
+                sums[prefix + name] = torch.zeros_like(parameter, dtype=torch.float64)
+        if prefix in rows:
+            # An example without a finite gradient counts as none: it must not take the others' with it.
+            x, delta = (torch.where(factors[:, None] > 0, each, 0.0) for each in rows[prefix])
+            delta = delta * factors[:, None]
+            if layer.weight.requires_grad:
+                sums[prefix + "weight"] = delta.T @ x
+            if layer.bias is not None and layer.bias.requires_grad:
+                sums[prefix + "bias"] = delta.sum(0)
+    return sums, values
+
+
+def _save(
+    saved: dict[str, tuple[Tensor, Tensor]], prefix: str, layer: nn.Module, inputs: tuple[Tensor], output: Tensor
+) -> None:
+    saved[prefix] = inputs[0], output
+
+
+def _gradients_of_outputs(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the loss of each example by itself and its gradient in the outputs; None where it cannot be batched."""
+
+    def of_one(output: Tensor, target: Tensor) -> Tensor:
+        return loss(output.unsqueeze(0), target.unsqueeze(0))
+
+    gradient: Callable[..., tuple[Tensor, Tensor]] = torch.func.vmap(torch.func.grad_and_value(of_one))
+    try:
+        with quiet_vmap():
+            found, values = gradient(outputs, targets)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError):
+        return None
+    return values, found

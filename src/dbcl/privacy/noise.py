@@ -1,0 +1,151 @@
+"""The veil: secret noise that the server adds to W before anything leaves it.
+
+Clients see sketches of W + N_t, and the server keeps W. The noise lives in the space of W and is sketched together with
+W, so that everything that one round sends, through whatever sketches, shows the same noise: with a noise of its own in
+every sketch, clients that compare their sketches would average it away.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from dbcl import seeds
+from dbcl.errors import ProtocolError
+from dbcl.model.tensors import named_tensors, owner, plain_numbers
+from dbcl.state import State
+
+SCHEME = "veil-v2"
+"""The label of the white veil's stream. veil-v1 (dbcl 0.1) was drawn in the space of V, after the sketch."""
+
+
+class NoiseMechanism(ABC):
+    """Where the noise of a round comes from: the server calls `begin`, `noise` for each tensor it sends, and `end`.
+
+    All noise of a round follows from the round's key, which the server keeps in its checkpoint, and from `state()`:
+    restored to them, `begin` gives the same noise again. A kind whose noise is correlated over rounds keeps what it
+    needs of earlier ones in its state, and takes a round into it in `end`, not before.
+
+    >>> veil = IndependentNoise({"weight": 0.2, "bias": 0.0})
+    >>> veil.begin(0, bytes(32), nn.Linear(4, 2))
+    >>> veil.noise(0, "weight", (2, 4)).shape, veil.noise(0, "bias", (2,))
+    (torch.Size([2, 4]), None)
+    """
+
+    @abstractmethod
+    def begin(self, round: int, key: bytes, model: nn.Module) -> None:
+        """Settle the noise of a round: it follows from `key`, and may be measured against the model's weights."""
+
+    @abstractmethod
+    def noise(self, round: int, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """N_t of one tensor in the space of W, in float64, where the tensor lies; None where it has no veil."""
+
+    @abstractmethod
+    def guarantee(self) -> str:
+        """What the noise promises, in a sentence; "none" where it promises nothing."""
+
+    def prepare(self, key: bytes, shapes: Mapping[str, tuple[int, ...]]) -> None:  # noqa: B027
+        """A later round will begin with this key: whatever can be drawn without its weights may be drawn now."""
+
+    def end(self, round: int) -> None:  # noqa: B027  most kinds keep nothing
+        """The round is closed, and its noise will not be asked for again."""
+
+    def state(self) -> State:
+        """What must be kept from round to round, beside the round's key."""
+        return State({}, {})
+
+    def load_state(self, state: State) -> None:  # noqa: B027
+        """Go back to what `state` gave."""
+
+
+class IndependentNoise(NoiseMechanism):
+    """Independent normal noise in every round, of a size relative to the weights: tau = rho * rms(W).
+
+    `sizes` gives rho for each tensor. It makes recovery worse and promises nothing: over many rounds white noise
+    averages out (docs/threat-model.md).
+
+    >>> IndependentNoise({"weight": 0.2}).guarantee()
+    'none'
+    """
+
+    def __init__(self, sizes: Mapping[str, float]) -> None:
+        self.sizes = dict(sizes)
+        self._begun: tuple[int, bytes, dict[str, float]] | None = None
+        self._devices: dict[str, torch.device] = {}
+        self._ahead: dict[tuple[bytes, str], Tensor] = {}
+
+    def begin(self, round: int, key: bytes, model: nn.Module) -> None:
+        taus = veil_sizes(model, self.sizes)
+        for name, tau in taus.items():
+            if self.sizes[name] > 0 and not (math.isfinite(tau) and tau > 0):
+                raise ProtocolError(
+                    f"{name} must be veiled, and the size of its veil would be {tau}: the weights are "
+                    f"{'all 0' if tau == 0 else 'not finite'}, so nothing leaves the server"
+                )
+        self._begun = round, key, taus
+        self._devices = {name: tensor.device for name, tensor in named_tensors(model).items()}
+
+    def noise(self, round: int, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        if self._begun is None or self._begun[0] != round:
+            raise ProtocolError(f"the veil of round {round} has not begun")
+        _, key, taus = self._begun
+        if not taus[name] > 0:
+            return None
+        drawn = self._ahead.pop((key, name), None)
+        return (self._drawn(key, name, shape) if drawn is None else drawn).mul_(taus[name])
+
+    def prepare(self, key: bytes, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        veiled = {name: shape for name, shape in shapes.items() if self.sizes[name]}
+        self._ahead = {(key, name): self._drawn(key, name, shape) for name, shape in veiled.items()}
+
+    def _drawn(self, key: bytes, name: str, shape: tuple[int, ...]) -> Tensor:
+        count = math.prod(shape)
+        words = seeds.words(key, SCHEME, name, n=(count + 1) // 2)
+        return seeds.normals_on(self._devices[name], words, count).reshape(shape)
+
+    def end(self, round: int) -> None:
+        self._begun = None
+
+    def guarantee(self) -> str:
+        return "none"
+
+
+def veil_sizes(model: nn.Module, rhos: Mapping[str, float]) -> dict[str, float]:
+    """tau for every tensor: its rho times the root mean square of its entries.
+
+    A tensor that is still (nearly) zero, such as a fresh bias, would get no noise and show its updates in clear. So its
+    size counts as at least that of its module's parameters together, or of the whole model's where those are zero too.
+
+    >>> layer = nn.Linear(4, 2)
+    >>> nn.init.ones_(layer.weight), nn.init.zeros_(layer.bias) # doctest: +ELLIPSIS
+    (...)
+    >>> veil_sizes(layer, {"weight": 0.2, "bias": 0.2})["bias"]
+    0.178...
+    """
+    tensors = named_tensors(model)
+    lengths = _lengths([*tensors.values(), *model.parameters()])
+    whole = _rms(model.parameters(), lengths)
+    taus = {}
+    for name, rho in rhos.items():
+        module, _ = owner(model, name)
+        floor = _rms(module.parameters(recurse=False), lengths) or whole
+        taus[name] = rho * max(_rms([tensors[name]], lengths), floor) if rho else 0.0
+    return taus
+
+
+def _lengths(tensors: Iterable[Tensor]) -> dict[int, float]:
+    """The length of every tensor, by its id; a GPU is asked once for all of them."""
+    own = {id(tensor): tensor.detach() for tensor in tensors if plain_numbers(tensor)}
+    if not own:
+        return {}
+    home = next(iter(own.values())).device
+    each = [torch.linalg.vector_norm(tensor, dtype=torch.float64).to(home) for tensor in own.values()]
+    return dict(zip(own, torch.stack(each).tolist(), strict=True))
+
+
+def _rms(tensors: Iterable[Tensor], lengths: Mapping[int, float]) -> float:
+    listed = [tensor for tensor in tensors if id(tensor) in lengths]
+    count = sum(tensor.numel() for tensor in listed)
+    return math.hypot(*(lengths[id(tensor)] for tensor in listed)) / math.sqrt(count) if count else 0.0

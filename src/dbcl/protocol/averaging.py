@@ -1,0 +1,105 @@
+"""The average of the accepted updates: over each lane in its sketched space, lifted, and added."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from dbcl.blinding import lift
+from dbcl.errors import DivergedError, ProtocolError
+from dbcl.protocol.aggregation import Aggregate, stacked_sums, summed
+from dbcl.protocol.validation import ValidationResult, not_finite
+from dbcl.round_plan import RoundPlan, mismatches
+
+
+def average(
+    result: ValidationResult,
+    plans: Mapping[str, RoundPlan],
+    like: Mapping[str, Tensor],
+    statistics: set[str],
+    denominator: float,
+) -> Aggregate:
+    """Average the accepted updates of a round and lift the average.
+
+    Args:
+        result: The accepted updates, with their weights.
+        plans: The plan of each lane, by digest.
+        like: Empty tensors with the dtype and device of each sum.
+        statistics: Names of normalisation statistics, whose values are averaged over the clients that report them.
+        denominator: Divisor of the weighted sum.
+    """
+    sums: dict[str, Tensor] = {}
+    for digest, part in _sums_by_lane(result, like, statistics, denominator):
+        for name, change in lift(plans[digest], part).items():
+            sums[name] = sums[name].add_(change) if name in sums else change
+    return Aggregate(sums, weight=1.0, count=len(result.accepted), lifted=True)
+
+
+def _sums_by_lane(
+    result: ValidationResult, like: Mapping[str, Tensor], statistics: set[str], denominator: float
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Iterate over the weighted sums of each lane in its sketched space, by the digest of its plan."""
+    accepted = list(result.accepted.values())
+    digests = list(dict.fromkeys(each.update.plan for each in accepted))
+    if result.stack is None:
+        every = result.weighted()
+        changes = {name: tensor for name, tensor in like.items() if name not in statistics}
+        for digest in digests:
+            own = [one for one, each in zip(every, accepted, strict=True) if each.update.plan == digest]
+            yield digest, summed(own, changes, whole=denominator)
+        held = {name: like[name] for name in statistics}
+        yield digests[0], summed(every, held, held)
+        return
+    stack = result.stack.only(list(result.accepted))
+    shares = [[each.weight / denominator * (each.update.plan == digest) for each in accepted] for digest in digests]
+    scaled = [[share * each.factor for share, each in zip(row, accepted, strict=True)] for row in shares]
+    changed = {name: tensor for name, tensor in stack.items() if name not in statistics}
+    measured = {name: tensor for name, tensor in stack.items() if name in statistics}
+    for rows, tensors in ((scaled, changed), (shares, measured)):
+        yield from zip(digests, stacked_sums(tensors, rows, like), strict=True)
+
+
+def lifted(
+    result: ValidationResult, plans: Mapping[str, RoundPlan], weights: Mapping[str, Tensor], statistics: set[str]
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Iterate over the weights that each accepted client would have made, W + dV R^T, by sender."""
+    own = {name: tensor.detach() for name, tensor in weights.items()}
+    for who, each in result.accepted.items():
+        sent = {name: each.update.tensors[name].to(W) for name, W in own.items() if name in each.update.tensors}
+        changes = lift(plans[each.update.plan], sent)
+        made = {name: changes.get(name, W) for name, W in own.items()}  # statistics: the client's own values
+        for name in own.keys() - statistics:
+            made[name] = torch.add(own[name], changes[name], alpha=each.factor)
+        yield who, made
+
+
+def changes_of(
+    aggregate: Aggregate, plan: RoundPlan, weights: Mapping[str, Tensor], min_updates: int
+) -> dict[str, Tensor]:
+    """Return the change of every tensor that an aggregate stands for.
+
+    Raises:
+        ProtocolError: The aggregate does not fit the plan, is not finite, or is made of too few updates.
+    """
+    mean = aggregate.mean()
+    shapes = {
+        tensor.name: tensor.shape if aggregate.lifted else tensor.sent_shape
+        for tensor in plan.tensors
+        if tensor.name in mean or not tensor.measured
+    }
+    problems, changes = mismatches(shapes, mean), dict[str, Tensor]()
+    if plan.lanes > 1 and not aggregate.lifted:
+        problems.append(f"it is not lifted, and the round has {plan.lanes} lanes")
+    if aggregate.count < min_updates:
+        problems.append(f"it is made of {aggregate.count} updates and {min_updates} are needed")
+    if not problems:
+        changes = dict(mean) if aggregate.lifted else lift(plan, mean)
+        for tensor in plan.tensors:
+            if tensor.measured and tensor.name in changes:
+                changes[tensor.name] = changes[tensor.name].to(weights[tensor.name]) - weights[tensor.name]
+        problems = [f"{name} is not finite" for name in not_finite(changes)]
+        if problems:
+            raise DivergedError("\n  - ".join([f"round {plan.round}: the aggregate is rejected", *problems]))
+    if problems:
+        raise ProtocolError("\n  - ".join([f"round {plan.round}: the aggregate is rejected", *problems]))
+    return changes

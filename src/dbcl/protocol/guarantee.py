@@ -1,0 +1,342 @@
+"""Keeper of a formal guarantee on the server: what it changes at each step of a round.
+
+`Guarantee` keeps none and changes nothing. A server calls its hooks in every round, in the order in which they stand
+here, so that a guarantee is one object and not a branch in every method.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dbcl.blinding import veiled
+from dbcl.errors import PlanError, ProtocolError, shown
+from dbcl.optim import ServerOptimizer, fedavg, momentum
+from dbcl.privacy import (
+    CorrelatedNoise,
+    IndependentNoise,
+    NoiseMechanism,
+    ParticipationTracker,
+    PrivacyPlan,
+    Workload,
+    clip_factor,
+    norm,
+    share,
+)
+from dbcl.protocol.messages import AggregationStats, RoundReport, Update
+from dbcl.protocol.rejection import Reason, Rejection
+from dbcl.protocol.trained_weights import TrainedWeights
+from dbcl.protocol.validation import AcceptedUpdate, UpdateValidator
+from dbcl.state import State, join
+
+MOMENTUM = 0.5
+"""Default momentum of the server."""
+MAX_EPS = torch.finfo(torch.float32).eps
+"""Largest relative spacing of the values in which sums of clipped gradients may travel."""
+MAX_ROUNDING = 0.01
+"""Largest share of the clip that clients' rounding may add to what one example contributes."""
+FLOAT32_SLACK = 1e-3
+"""Relative slack of a projection for the rounding of sums in float32."""
+
+
+class Guarantee:
+    """No guarantee: the hooks change nothing.
+
+    >>> Guarantee().statement
+    'none'
+    """
+
+    plan: PrivacyPlan | None = None
+    exact = False
+    """Whether the weights must be kept in float64."""
+    grid: float | None = None
+    """Grid to which noisy weights are rounded."""
+    tracker: ParticipationTracker | None = None
+    statement = "none"
+    """The guarantee as a sentence."""
+
+    def default_optimizer(self) -> ServerOptimizer:
+        """Return the server's optimiser where none is given."""
+        return momentum(MOMENTUM)
+
+    def noise_mechanism(self, veils: Mapping[str, float]) -> NoiseMechanism:
+        """Return the mechanism of the noise on everything that leaves the server."""
+        return IndependentNoise(veils)
+
+    def check(self, weights: TrainedWeights, wire: torch.dtype | None) -> None:
+        """Raise `PlanError` if the guarantee cannot be kept for these weights and this dtype of messages."""
+
+    def restrict(self, validator: UpdateValidator) -> UpdateValidator:
+        """Return the validator without decisions that depend on unprotected data."""
+        return validator
+
+    def check_weights(self, round: int, unchanged: bool) -> None:
+        """Raise `ProtocolError` if the weights were changed outside the rounds, where that is not allowed."""
+
+    def rejection(self, round: int, client: str, beside: Collection[str]) -> Rejection | None:
+        """Return the reason for which a client may not take part in a round."""
+        return None
+
+    def protect(self, update: Update) -> Update:
+        """Remove from an update what must neither be reported nor decide anything."""
+        return update
+
+    def weigh(self, accepted: Mapping[str, AcceptedUpdate]) -> dict[str, AcceptedUpdate]:
+        """Return the accepted updates with the weights and factors that the guarantee requires."""
+        return dict(accepted)
+
+    def denominator(self, weights: Collection[float]) -> float:
+        """Return what the weighted sum of the updates is divided by."""
+        return sum(weights)
+
+    def project(self, changes: dict[str, Tensor], size: float, count: int) -> dict[str, Tensor]:
+        """Project an average update of `count` clients, with norm `size`, onto the ball of clipped ones."""
+        return changes
+
+    def report(self, report: RoundReport, stats: AggregationStats) -> tuple[RoundReport, AggregationStats]:
+        """Remove from a report what depends on unprotected data."""
+        return report, stats
+
+    def noisy(self, changes: dict[str, Tensor], round: int, key: bytes, model: nn.Module) -> dict[str, Tensor]:
+        """Add noise to the average update of a round, where the guarantee has it there."""
+        return changes
+
+    def check_use(self, round: int, stats: AggregationStats, count: int) -> None:
+        """Raise `ProtocolError` if these senders may not have taken part."""
+
+    def use(self, round: int, senders: Collection[str]) -> None:
+        """Count the participations of a closed round."""
+
+    def values(self) -> dict[str, Any] | None:
+        """Return the settings of the guarantee as a checkpoint keeps them."""
+        return None
+
+    def state(self) -> State:
+        """Return what a checkpoint keeps."""
+        return State({}, {})
+
+    def load_state(self, state: State) -> None:
+        """Restore what `state` returned."""
+
+
+class DifferentialPrivacy(Guarantee):
+    """The guarantee of a `PrivacyPlan`, with a trusted server.
+
+    Nothing that depends on data without noise may decide or be reported: no medians, no rejection because of values, no
+    metrics. If the unit is one example, clients clip each example by themselves and send the sum; how often an example
+    comes back is then theirs to keep.
+
+    Args:
+        plan: The plan.
+        insecure: The noise follows from a seed that others may know, so nothing is guaranteed.
+    """
+
+    exact = True
+
+    def __init__(self, plan: PrivacyPlan, *, insecure: bool) -> None:
+        self.plan: PrivacyPlan = plan
+        self.statement = "none: its secrets follow from insecure_seed" if insecure else plan.promise
+        self.grid = None if plan.noise_on_updates else plan.grid
+        self._noise = CorrelatedNoise(plan.mechanism, plan.sigma, self.statement)
+        of_clients = plan.unit == "client"
+        separation, participations = (plan.separation, plan.participations) if of_clients else (1, plan.rounds)
+        self.tracker: ParticipationTracker = ParticipationTracker(
+            rounds=plan.rounds, separation=separation, participations=participations, clients=plan.clients
+        )
+
+    def default_optimizer(self) -> ServerOptimizer:
+        if self.plan.noise_on_updates:
+            return super().default_optimizer()
+        return momentum(self.plan.momentum, self.plan.lr) if self.plan.momentum else fedavg(self.plan.lr)
+
+    def noise_mechanism(self, veils: Mapping[str, float]) -> NoiseMechanism:
+        return super().noise_mechanism(veils) if self.plan.noise_on_updates else self._noise
+
+    def check(self, weights: TrainedWeights, wire: torch.dtype | None) -> None:
+        plan, problems = self.plan, list[str]()
+        if not plan.noise_on_updates and (found := Workload.from_optimizer(weights.optimizer)) != plan.workload:
+            problems.append(f"it was planned for {plan.workload} on the server, which has {found}")
+        sent = {name: wire or tensor.dtype for name, tensor in weights.model_tensors().items()}
+        coarse = sorted(name for name, dtype in sent.items() if torch.finfo(dtype).eps > MAX_EPS)
+        if plan.unit == "example" and coarse:
+            # Rounding a sum of many gradients can move it by more than one of them.
+            problems.append(
+                f"{coarse[0]} travels in half precision, whose rounding may enlarge what one example changes in a sum "
+                'of many; take a model in float32 and wire="float32"'
+            )
+        elif plan.unit == "example" and (moved := self._rounding(weights)) > MAX_ROUNDING * plan.clip:
+            problems.append(
+                f"the weights are so large beside the clip, {plan.clip:g}, that what clients round in them may move "
+                f"an update by {moved:.3g}; take a larger lr with a server_lr smaller in proportion, a larger clip, or "
+                "a model in float64"
+            )
+        if weights.statistics:
+            problems.append(
+                f"{min(weights.statistics)} is measured by clients without a clip; use a normalisation without running "
+                "statistics, such as GroupNorm"
+            )
+        if problems:
+            raise PlanError("\n  - ".join(["this guarantee cannot be kept:", *problems]))
+
+    def _rounding(self, weights: TrainedWeights) -> float:
+        """Bound the distance of the sums of neighbouring data sets that comes from rounding on the clients.
+
+        A client takes its step in the weights and sends the difference, so each value is rounded to the spacing of the
+        weights. Their norm is at most that of the initial ones, the largest change and the noise together.
+        """
+        own = weights.read()
+        spacing = max(torch.finfo(tensor.dtype).eps for tensor in weights.model_tensors().values())
+        parameters = sum(tensor.numel() for tensor in own.values())
+        noise = 0.0 if self.plan.noise_on_updates else self.plan.noise_to_signal(parameters)
+        return spacing * (norm(own) + self.plan.reach * (1 + noise))
+
+    def restrict(self, validator: UpdateValidator) -> UpdateValidator:
+        return replace(
+            validator,
+            norm_bound=self.plan.clip if self.plan.unit == "client" else None,
+            clip=True,
+            max_influence=None,
+            outlier_factor=None,
+            reject_by_value=False,
+        )
+
+    def check_weights(self, round: int, unchanged: bool) -> None:
+        if not unchanged:
+            raise ProtocolError(
+                f"round {round}: the weights were changed from outside, and the guarantee is that of the rounds alone; "
+                "the remedy: make the server anew from its last checkpoint"
+            )
+
+    def rejection(self, round: int, client: str, beside: Collection[str]) -> Rejection | None:
+        spent = self.tracker.refusal(round, client, beside)
+        return None if spent is None else Rejection(Reason.BUDGET, spent)
+
+    def protect(self, update: Update) -> Update:
+        return replace(update, metrics={})
+
+    def weigh(self, accepted: Mapping[str, AcceptedUpdate]) -> dict[str, AcceptedUpdate]:
+        return {who: self._weighed(each) for who, each in accepted.items()}
+
+    def _weighed(self, each: AcceptedUpdate) -> AcceptedUpdate:
+        if self.plan.unit == "example":
+            # A sum of clipped gradients lies in a ball. Projecting onto it moves no two sums further apart; whether a
+            # client has clipped each gradient, the server cannot know.
+            bound = self.plan.clip * min(each.weight, self.plan.batch)
+            factor = clip_factor(each.norm, bound * (1 + 1e-6))
+            return replace(each, weight=1.0, factor=factor, norm=each.norm * factor)
+        cap = self.plan.weight_cap
+        return replace(each, weight=share(each.weight, weight_cap=cap, per_round=1) if cap else 1.0)
+
+    def denominator(self, weights: Collection[float]) -> float:
+        return float(self.plan.per_round)
+
+    def project(self, changes: dict[str, Tensor], size: float, count: int) -> dict[str, Tensor]:
+        # Rejecting an aggregate outside the ball would depend on data without noise.
+        if self.plan.unit != "client":
+            return changes
+        factor = clip_factor(size, count * self.plan.clip / self.plan.per_round * (1 + FLOAT32_SLACK))
+        return changes if factor == 1.0 else {name: change * factor for name, change in changes.items()}
+
+    def report(self, report: RoundReport, stats: AggregationStats) -> tuple[RoundReport, AggregationStats]:
+        bare = replace(report, clipped=0, examples=0, norm=math.nan, metrics={})
+        return bare, replace(stats, capped=(), clipped=())
+
+    def noisy(self, changes: dict[str, Tensor], round: int, key: bytes, model: nn.Module) -> dict[str, Tensor]:
+        if not self.plan.noise_on_updates:
+            return changes
+        self._noise.begin(round + 1, key, model)
+        noisy = veiled(changes, partial(self._noise.noise, round + 1), self.plan.grid)
+        self._noise.end(round + 1)
+        return noisy
+
+    def check_use(self, round: int, stats: AggregationStats, count: int) -> None:
+        if len(stats.senders) != count:
+            raise ProtocolError(f"round {round}: a guarantee counts participations, and the senders are not known")
+        self.tracker.check(round, stats.senders)
+
+    def use(self, round: int, senders: Collection[str]) -> None:
+        self.tracker.use(round, senders)
+
+    def values(self) -> dict[str, Any]:
+        return {name: list(own) if isinstance(own, tuple) else own for name, own in asdict(self.plan).items()}
+
+    def state(self) -> State:
+        parts = {"participation": self.tracker.state()}
+        if self.plan.noise_on_updates:
+            parts["noise"] = self._noise.state()
+        return join(**parts)
+
+    def load_state(self, state: State) -> None:
+        self.tracker.load_state(state.part("participation"))
+        if self.plan.noise_on_updates:
+            self._noise.load_state(state.part("noise"))
+
+
+class SharedNoise(DifferentialPrivacy):
+    """The guarantee of a plan whose noise the clients add: the server sees noisy sums, so it may do anything with them.
+
+    Whatever it broadcasts, releases or reports of W is post-processing. What it must not do is ask for an update by
+    itself: without the others' shares that has hardly any noise.
+    """
+
+    def __init__(self, plan: PrivacyPlan, *, insecure: bool) -> None:
+        super().__init__(plan, insecure=insecure)
+        self.grid = None
+
+    def noise_mechanism(self, veils: Mapping[str, float]) -> NoiseMechanism:
+        return IndependentNoise(dict.fromkeys(veils, 0.0))
+
+    def check(self, weights: TrainedWeights, wire: torch.dtype | None) -> None:
+        problems = []
+        if weights.statistics:
+            problems.append(
+                f"{min(weights.statistics)} is measured by clients without a clip; use a normalisation without running "
+                "statistics, such as GroupNorm"
+            )
+        plan, values = weights.plan, sum(tensor.numel() for tensor in weights.read().values())
+        if plan.lanes > 1 or any(tensor.sketched for tensor in plan.tensors) or any(plan.veils.values()):
+            problems.append(
+                "noise of clients is correlated over rounds in the coordinates of the weights, which are sent as they "
+                "are: leave out the sketch and the veil (dbcl.config.UNSKETCHED); the guarantee covers all that is sent"
+            )
+        if values != self.plan.values:
+            problems.append(f"it was planned for {self.plan.values} values, and an update has {values}")
+        if problems:
+            raise PlanError("\n  - ".join(["this guarantee cannot be kept:", *problems]))
+
+    def check_weights(self, round: int, unchanged: bool) -> None:
+        """Allow any weights: the guarantee holds whatever is sent."""
+
+    def project(self, changes: dict[str, Tensor], size: float, count: int) -> dict[str, Tensor]:
+        return changes
+
+    def noisy(self, changes: dict[str, Tensor], round: int, key: bytes, model: nn.Module) -> dict[str, Tensor]:
+        return changes
+
+    def check_use(self, round: int, stats: AggregationStats, count: int) -> None:
+        if not stats.noisy:
+            raise ProtocolError(
+                f"round {round}: this guarantee is that of sums with shares of noise: use "
+                "dbcl.engines.secure.SecureServer, or SecureRounds over a transport of your own"
+            )
+        super().check_use(round, stats, count)
+
+
+def guarantee_of(plan: PrivacyPlan | None, *, insecure: bool) -> Guarantee:
+    """Return the keeper of a plan, or one that keeps no guarantee."""
+    if plan is None:
+        return Guarantee()
+    return (SharedNoise if plan.shared else DifferentialPrivacy)(plan, insecure=insecure)
+
+
+def check_values(kept: Any, guarantee: Guarantee) -> None:
+    """Raise `ProtocolError` if a checkpoint was written under another guarantee."""
+    if kept != guarantee.values():
+        found = shown(kept, 100) if kept else "none"
+        raise ProtocolError(
+            f"the checkpoint belongs to a run with another guarantee ({found}), which cannot be changed in a run"
+        )

@@ -1,0 +1,61 @@
+"""MasterWeights of weights in a wider dtype: what a round adds to them is not lost to rounding."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class MasterWeights:
+    """A float32 copy of every half-precision tensor among some, by name; the model holds them rounded.
+
+    bfloat16 keeps 8 bits: a change below 1/256 of a weight would vanish in it, round after round. With `exact` every
+    tensor has a copy, in float64: a guarantee counts on weights that are the sum of all updates, and rounding in
+    float32 can change that sum by more than one example does.
+
+    >>> model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    >>> own = {"weight": nn.init.ones_(model.weight)}
+    >>> masters = MasterWeights(own)
+    >>> for _ in range(100):
+    ...     _ = masters.read(own)["weight"].data.add_(0.001)
+    ...     masters.write(own)
+    >>> model.weight.item()
+    1.1015625
+    """
+
+    def __init__(self, own: Mapping[str, Tensor], *, exact: bool = False) -> None:
+        wide = torch.float64 if exact else torch.float32
+        self.tensors = {
+            name: nn.Parameter(tensor.detach().to(wide)) if isinstance(tensor, nn.Parameter) else tensor.to(wide)
+            for name, tensor in own.items()
+            if tensor.dtype in HALF or (exact and tensor.dtype == torch.float32)
+        }
+
+    def get(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        """What an optimiser steps on: the master of a parameter, or itself where it has none."""
+        master = self.tensors.get(name)
+        return master if isinstance(master, nn.Parameter) else parameter
+
+    @torch.no_grad()
+    def read(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The masters; what somebody else has written into the model since `write` is taken over first."""
+        for name, master in self.tensors.items():
+            tensor = own[name].detach()
+            if master.device != tensor.device:
+                master.data = master.data.to(tensor.device)
+            master.copy_(torch.where(master.to(tensor.dtype) == tensor, master, tensor.to(master.dtype)))
+        return dict(self.tensors)
+
+    @torch.no_grad()
+    def write(self, own: Mapping[str, Tensor]) -> None:
+        """Round the masters into the model."""
+        for name, master in self.tensors.items():
+            own[name].copy_(master)
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Go back to masters that were saved."""
+        for name, master in self.tensors.items():
+            master.copy_(saved[name])

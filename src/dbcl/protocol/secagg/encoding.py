@@ -1,0 +1,275 @@
+"""How an update becomes a vector of integers that can be masked, and a sum of such vectors becomes values again.
+
+Both sides of an encoding are in one class, since client and server must agree on every bit of it. `WeightedMean` is for
+updates that count by their examples, and promises nothing about the sum. `NoisySum` adds each client's share of the
+noise of a guarantee, so that the sum may be shown to anybody.
+"""
+
+import json
+import math
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dbcl import seeds
+from dbcl.config import SecAggConfig
+from dbcl.errors import ConfigError, ProtocolError
+from dbcl.privacy import NoiseStream, ParticipationTracker, PrivacyPlan, clip_factor
+from dbcl.privacy.distributed import longest_rounded
+from dbcl.protocol.messages import Broadcast, Update
+from dbcl.protocol.secagg.history import GroupRule, OneSumARound, StandingGroup
+from dbcl.protocol.secagg.keys import digest
+from dbcl.protocol.secagg.quantizer import LEVELS, Quantizer, Words, folded, rounded_at_random, word_bits
+from dbcl.protocol.secagg.vectors import broadcast_digest, sum_vector, update_vector
+from dbcl.state import State, join
+
+Vector = NDArray[Any]
+MAX_BITS = 32
+"""Bits of the words that are masked."""
+OWN = "itself"
+"""Name of the one client that a client's own tracker counts."""
+NOISE_TAIL = 8.0
+"""Standard deviations of the noise that a word has room for."""
+
+
+@dataclass(frozen=True)
+class Total:
+    """What a group's server learns: the weighted sum, the sum of the weights, and whose updates are in it.
+
+    >>> total = Total(np.array([1.0, -2.0]), weight=2.0, members=("ann", "bob", "cleo"))
+    >>> total.values / total.weight  # the mean of their updates
+    array([ 0.5, -1. ])
+    """
+
+    values: NDArray[np.float64]
+    weight: float
+    members: tuple[str, ...]
+
+
+class Encoding(ABC):
+    """One way to add up updates as integers."""
+
+    noisy = False
+    """Whether the sum carries the noise of a guarantee."""
+    more_words = 0
+    """Words of a vector beside those of the values."""
+
+    @abstractmethod
+    def vector(self, update: Update | bytes, broadcast: Broadcast) -> tuple[Vector, int]:
+        """Return what a client must keep of its update for this round, and its number of examples.
+
+        Raises:
+            ProtocolError: The update does not answer the broadcast, or the round may not be answered.
+        """
+
+    @abstractmethod
+    def words(self, vector: Vector, examples: int, clients: int, rng: np.random.Generator | None = None) -> Words:
+        """Return the words of a vector in a group of this many clients, before they are masked."""
+
+    @abstractmethod
+    def bits(self, clients: int) -> int:
+        """Return the bits of a word in a group of this many clients."""
+
+    @abstractmethod
+    def total(self, words: Words, clients: int, members: tuple[str, ...]) -> Total:
+        """Decode the sum over the members of a group of this many clients.
+
+        Sums of honest clients are decoded exactly. Any other sum, of clients that send words which are no update, is
+        projected onto the ball of honest sums. It is never rejected: whether it is would depend on honest clients'
+        data, which no noise covers.
+        """
+
+    def rule(self) -> GroupRule:
+        """Return the rule by which a client takes part in groups, for one client."""
+        return OneSumARound() if self.noisy else StandingGroup()
+
+    def binding(self, plan: bytes) -> bytes:
+        """Return the digest of all that clients must agree on, given that of their round plan."""
+        return plan
+
+    def state(self) -> State:
+        """Return what a client must keep between rounds."""
+        return State({}, {})
+
+    def load_state(self, state: State) -> None:  # noqa: B027  most keep nothing
+        """Restore what `state` returned."""
+
+
+@dataclass(frozen=True)
+class WeightedMean(Encoding):
+    """The update times its weight, rounded at random, and the weight itself as one more word.
+
+    >>> encoding = WeightedMean(SecAggConfig(clip=1.0, weight_cap=10))
+    >>> encoding.words(np.zeros(3), examples=5, clients=2)
+    array([    0,     0,     0, 16384], dtype=uint32)
+    """
+
+    config: SecAggConfig
+    more_words = 1
+
+    def __post_init__(self) -> None:
+        if self.config.min_cohort < 3:
+            raise ConfigError(
+                f"in a sum of 2 clients each learns the other's update, got min_cohort {self.config.min_cohort}"
+            )
+
+    def vector(self, update: Update | bytes, broadcast: Broadcast) -> tuple[Vector, int]:
+        return update_vector(update, broadcast, self.config.clip)
+
+    def words(self, vector: Vector, examples: int, clients: int, rng: np.random.Generator | None = None) -> Words:
+        # The weight is examples / weight_cap in 2^15 - 1 steps, at most 1 and never 0; the update is multiplied by what
+        # it was rounded to, so that the mean is that of the weights that were sent.
+        if not examples >= 1:
+            raise ProtocolError(f"an update of {examples} examples: nothing is sent")
+        steps = max(1, math.ceil(LEVELS * min(1.0, examples / self.config.weight_cap)))
+        words = Quantizer(self.config.clip, clients).quantized(vector * (steps / LEVELS), rng)
+        return np.append(words, np.uint32(steps))
+
+    def bits(self, clients: int) -> int:
+        return Quantizer(self.config.clip, clients).bits
+
+    def total(self, words: Words, clients: int, members: tuple[str, ...]) -> Total:
+        quantizer, count = Quantizer(self.config.clip, clients), len(members)
+        values, weight = quantizer.values(words[:-1]), int(quantizer.steps(words[-1:])[0])
+        factor = clip_factor(float(np.linalg.norm(values)), count * quantizer.longest(len(values)) * (1 + 1e-9))
+        return Total(values * factor, min(max(weight, count), count * LEVELS) / LEVELS, members)
+
+
+class NoisySum(Encoding):
+    """The rounded update and a share of noise: the sum keeps the guarantee of a plan, whoever sees it.
+
+    If one example is the privacy unit, the update is a sum of clipped gradients in float64 and is rounded to the
+    nearest integers. Otherwise it is clipped, and rounded at random within `longest_rounded`. Data and noise are
+    rounded separately: only then is the sum of all a function of the Gaussian mechanism's output.
+
+    Args:
+        plan: The plan of the guarantee, whose `noise_by` is "clients".
+        stream: The client's own noise; None on the server.
+
+    >>> plan = PrivacyPlan(
+    ...     epsilon=2, delta=1e-5, clip=0.1, unit="example", separation=2, rounds=8, clients=4, cohort=4, examples=800,
+    ...     batch=400, values=3, noise_by="clients",
+    ... )
+    >>> encoding = NoisySum(plan, NoiseStream(plan.shares, bytes(32)))
+    >>> encoding.bits(4), plan.shares.steps
+    (19, 256)
+    """
+
+    noisy = True
+
+    def __init__(self, plan: PrivacyPlan, stream: NoiseStream | None = None) -> None:
+        if not plan.shared:
+            raise ConfigError("shares of noise are for a plan with noise_by='clients'")
+        self.plan, self.stream = plan, stream
+        self.tracker = ParticipationTracker(
+            rounds=plan.rounds,
+            separation=plan.separation if plan.unit == "client" else 1,
+            participations=plan.participations if plan.unit == "client" else plan.rounds,
+            clients=1,
+        )
+        """The client's own count of its turns, whatever the server says."""
+
+    @classmethod
+    def of_client(cls, plan: PrivacyPlan, key: bytes | None = None) -> "NoisySum":
+        """Return the encoding of one client, with noise from a secret key, a fresh one where it is None."""
+        return cls(plan, NoiseStream(plan.shares, key or seeds.fresh()))
+
+    @property
+    def grid(self) -> float:
+        """What 1 stands for."""
+        return self.plan.clip / self.plan.shares.steps
+
+    @cached_property
+    def limit(self) -> int:
+        """Bound on each value of a client's vector, in steps. Clamping to it is 1-Lipschitz and costs no privacy."""
+        room = min(self.plan.per_round * self.plan.shares.steps, (1 << (MAX_BITS - 2)) - self._tail)
+        units = self.plan.cohort if self.plan.unit == "client" else 1
+        if room < units * self.plan.shares.steps:
+            raise ConfigError("the noise leaves no room in words of 32 bits; take a larger epsilon or fewer parameters")
+        return room // self.plan.cohort
+
+    @property
+    def _largest(self) -> int:
+        """Largest absolute value of a sum of honest clients' values, in steps."""
+        return self.plan.cohort * self.limit + self._tail
+
+    @property
+    def _tail(self) -> int:
+        return math.ceil(NOISE_TAIL * self.plan.shares.noise(self.plan.cohort))
+
+    def vector(self, update: Update | bytes, broadcast: Broadcast) -> tuple[Vector, int]:
+        if self.stream is None:
+            raise ProtocolError("the server has no updates of its own")
+        shares = self.plan.shares
+        if shares.whole:
+            values, _ = update_vector(update, broadcast, self.plan.clip)
+        else:
+            values = sum_vector(update, broadcast)
+        if len(values) != shares.values:
+            raise ProtocolError(
+                f"the guarantee is planned for {shares.values} values, and the update has {len(values)}"
+            )
+        if (reason := self.tracker.refusal(broadcast.round, OWN)) is not None:
+            raise ProtocolError(f"round {broadcast.round}, by the client's own count: {reason}")
+        steps = np.clip(values / self.grid, -self.limit, self.limit)
+        rounded = (
+            rounded_at_random(steps, longest_rounded(shares.steps, shares.values)) if shares.whole else np.rint(steps)
+        )
+        noise = self.stream.draw(broadcast.round, broadcast_digest(broadcast))
+        self.tracker.use(broadcast.round, [OWN])
+        return rounded.astype(np.int64) + noise, 1
+
+    def words(self, vector: Vector, examples: int, clients: int, rng: np.random.Generator | None = None) -> Words:
+        words: Words = (vector & np.int64((1 << self.bits(clients)) - 1)).astype(np.uint32)
+        return words
+
+    def bits(self, clients: int) -> int:
+        return word_bits(self._largest)
+
+    def total(self, words: Words, clients: int, members: tuple[str, ...]) -> Total:
+        values = folded(words, self.bits(clients), self._largest) * np.float64(self.grid)
+        # Above the norm of honest noise with a probability that is negligible, since it has one more half.
+        noise = 1.5 * self.plan.shares.noise(self.plan.cohort) * self.grid * math.sqrt(len(values))
+        factor = clip_factor(float(np.linalg.norm(values)), self.plan.per_round * self.plan.clip + noise)
+        return Total(values * factor, float(self.plan.per_round), members)
+
+    def binding(self, plan: bytes) -> bytes:
+        terms = json.dumps(asdict(self.plan), sort_keys=True).encode()
+        return digest(b"guarantee", plan, terms)
+
+    def state(self) -> State:
+        return State({}, {}) if self.stream is None else join(noise=self.stream.state(), turns=self.tracker.state())
+
+    def load_state(self, state: State) -> None:
+        if self.stream is None:
+            raise ProtocolError("the server has no noise of its own")
+        try:
+            noise, turns = state.part("noise"), state.part("turns")
+        except KeyError as error:
+            raise ProtocolError("the state of a client's noise cannot be read") from error
+        self.tracker.load_state(turns)
+        self.stream.load_state(noise)
+
+
+def encoding_of(config: SecAggConfig, plan: PrivacyPlan | None) -> Encoding:
+    """Return the server's encoding: `NoisySum` if clients add the noise of a guarantee."""
+    return NoisySum(plan) if plan is not None and plan.shared else WeightedMean(config)
+
+
+def noisy_config(plan: PrivacyPlan) -> SecAggConfig:
+    """Return the conditions of secure aggregation that a plan with shares of noise needs.
+
+    >>> plan = PrivacyPlan(
+    ...     epsilon=2, delta=1e-5, clip=0.1, unit="example", separation=2, rounds=8, clients=10, cohort=10,
+    ...     examples=4000, batch=2000, values=3, noise_by="clients",
+    ... )
+    >>> config = noisy_config(plan)
+    >>> config.min_cohort, config.colluders(10), config.threshold(10)
+    (10, 2, 7)
+    """
+    assert plan.colluders is not None
+    return SecAggConfig(clip=plan.clip, weight_cap=1, min_cohort=plan.least, colluding=plan.colluders / plan.cohort)

@@ -1,0 +1,196 @@
+"""Groups whose sums were revealed: a further sum is over one of them again, or over clients that were in none.
+
+A client's updates of two rounds are much alike near the end of training, so sums over different groups can be combined:
+the sum over a group less the sum over the same group without one client is that client's update (So et al. 2021). Four
+groups are enough even where no two of them differ by one client: (A1 + A2 + v) - (A1 + B1) - (A2 + B2) + (B1 + B2) = v.
+No client is in all four, so none could notice. If every two groups are equal or disjoint, combinations of their sums
+show nothing but these sums, and each client can check that by itself: all lists that it signs must be the same.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from dbcl.errors import ProtocolError, plain, shown
+from dbcl.protocol.inspection import is_name
+from dbcl.state import State
+
+
+class SumHistory:
+    """Remembers the groups whose sums were revealed, and rejects others that share a client with one of them.
+
+    >>> history = SumHistory()
+    >>> history.add(["ann", "bob", "cleo"])
+    >>> history.add(["cleo", "ann", "bob"])  # as often as it likes
+    >>> history.group_of("bob"), history.group_of("dan")
+    (('ann', 'bob', 'cleo'), None)
+    >>> history.add(["ann", "bob"])
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ProtocolError: a sum without cleo, who was in the group before, is not revealed: ...
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[str, tuple[str, ...]] = {}
+
+    def group_of(self, client: str) -> tuple[str, ...] | None:
+        """Return the clients with which a client was in a sum, itself included, in the order of their names."""
+        return self._groups.get(client)
+
+    def check_isolation(self, names: Iterable[str]) -> None:
+        """Raise `ProtocolError` where the sum over these clients could be combined with earlier ones."""
+        group = tuple(sorted(names))
+        for client in group:
+            before = self._groups.get(client)
+            if before is not None and before != group:
+                missing, added = sorted(set(before) - set(group)), sorted(set(group) - set(before))
+                who = f"without {plain(missing[0])}, who was" if missing else f"with {plain(added[0])}, who was not"
+                raise ProtocolError(
+                    f"a sum {who} in the group before, is not revealed: with the group's earlier sums it would show "
+                    "what one client or a few contribute"
+                )
+
+    def add(self, names: Iterable[str]) -> None:
+        """Record that the sum over these clients may be revealed from now on."""
+        group = tuple(sorted(names))
+        self.check_isolation(group)
+        self._groups |= dict.fromkeys(group, group)
+
+    def state(self) -> State:
+        """Return what a checkpoint keeps.
+
+        >>> history = SumHistory()
+        >>> history.add(["bob", "ann"])
+        >>> history.state().values
+        {'groups': [['ann', 'bob']]}
+        """
+        return State({"groups": [list(group) for group in dict.fromkeys(self._groups.values())]}, {})
+
+    def load_state(self, state: State) -> None:
+        """Restore what `state` returned."""
+        groups = state.values.get("groups")
+        if not isinstance(groups, list) or not all(isinstance(own, list) and all(map(is_name, own)) for own in groups):
+            raise ProtocolError("the checkpoint does not say which clients were in a sum together")
+        self._groups = {}
+        for group in groups:
+            self.add(group)
+
+
+class GroupRule(ABC):
+    """What a client remembers of the groups that it was in, and which others it refuses therefore."""
+
+    @abstractmethod
+    def check_roster(self, round: int, names: tuple[str, ...]) -> None:
+        """Raise `ProtocolError` if the client must not be in this roster, whether it signs a list or not."""
+
+    @abstractmethod
+    def mask(self, round: int, names: tuple[str, ...]) -> None:
+        """Record that a masked vector leaves for a roster."""
+
+    @abstractmethod
+    def check_list(self, round: int, survivors: tuple[str, ...]) -> None:
+        """Raise `ProtocolError` if the client must not sign this list of survivors."""
+
+    @abstractmethod
+    def sign(self, round: int, survivors: tuple[str, ...]) -> None:
+        """Record that a list of survivors is signed."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """Return what must be on disk before anything leaves."""
+
+    @abstractmethod
+    def load_state(self, state: State) -> None:
+        """Restore what `state` returned."""
+
+
+class StandingGroup(GroupRule):
+    """The first group whose list a client signs stays its own: sums without noise must be equal or disjoint.
+
+    Before that, it is in no roster with clients beside those of the last one for which it sent a masked vector, which
+    may be in a sum that others have signed.
+    """
+
+    def __init__(self) -> None:
+        self.history = SumHistory()
+        self._masked: tuple[str, ...] | None = None
+
+    def check_roster(self, round: int, names: tuple[str, ...]) -> None:
+        self.history.check_isolation(names)
+        others = set(names) - set(names if self._masked is None else self._masked)
+        if others:
+            raise ProtocolError(
+                f"a masked update has left for a group without {shown(min(others))} and may be in its sum; this client "
+                "adds up with clients of that group only"
+            )
+
+    def mask(self, round: int, names: tuple[str, ...]) -> None:
+        self._masked = names
+
+    def check_list(self, round: int, survivors: tuple[str, ...]) -> None:
+        self.history.check_isolation(survivors)
+
+    def sign(self, round: int, survivors: tuple[str, ...]) -> None:
+        self.history.add(survivors)
+
+    def state(self) -> State:
+        own = {"masked": None if self._masked is None else list(self._masked)}
+        return State({**self.history.state().values, **own}, {})
+
+    def load_state(self, state: State) -> None:
+        masked = state.values.get("masked")
+        if masked is not None and not (isinstance(masked, list) and all(map(is_name, masked))):
+            raise ProtocolError("the state does not say for which group an update was masked")
+        self.history.load_state(state)
+        self._masked = None if masked is None else tuple(masked)
+
+
+class OneSumARound(GroupRule):
+    """One sum in a round, over whatever group: the rule of clients that add shares of noise.
+
+    Two sums over different groups in one round would show the difference of these groups with the noise of a few
+    clients. So a client masks its vector of a round for one roster, and signs one list of survivors; two lists of one
+    roster cannot both have enough signatures (`SecAggConfig`).
+
+    >>> rule = OneSumARound()
+    >>> rule.mask(3, ("ann", "bob", "cleo"))
+    >>> rule.check_roster(3, ("ann", "bob", "cleo"))
+    >>> rule.check_roster(4, ("ann", "dan", "eve"))
+    >>> rule.check_roster(3, ("ann", "bob"))
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ProtocolError: round 3: a masked vector has left for another group, and a round has one sum
+    """
+
+    def __init__(self) -> None:
+        self._masked: tuple[int, tuple[str, ...]] | None = None
+        self._signed: tuple[int, tuple[str, ...]] | None = None
+
+    def check_roster(self, round: int, names: tuple[str, ...]) -> None:
+        if self._masked is not None and self._masked[0] == round and self._masked[1] != names:
+            raise ProtocolError(f"round {round}: a masked vector has left for another group, and a round has one sum")
+
+    def mask(self, round: int, names: tuple[str, ...]) -> None:
+        self.check_roster(round, names)
+        self._masked = round, names
+
+    def check_list(self, round: int, survivors: tuple[str, ...]) -> None:
+        if self._signed is not None and self._signed[0] == round and self._signed[1] != survivors:
+            raise ProtocolError(f"round {round}: another list of survivors was signed, and a round has one sum")
+
+    def sign(self, round: int, survivors: tuple[str, ...]) -> None:
+        self.check_list(round, survivors)
+        self._signed = round, survivors
+
+    def state(self) -> State:
+        kept = {"masked": self._masked, "signed": self._signed}
+        return State({name: None if own is None else [own[0], list(own[1])] for name, own in kept.items()}, {})
+
+    def load_state(self, state: State) -> None:
+        def read(own: Any) -> tuple[int, tuple[str, ...]] | None:
+            return None if own is None else (int(own[0]), tuple(map(str, own[1])))
+
+        try:
+            self._masked, self._signed = read(state.values["masked"]), read(state.values["signed"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ProtocolError("the state does not say what was masked and signed in the last round") from error

@@ -1,0 +1,35 @@
+"""Statements that clients sign, commit to, and derive keys for. Each begins with a label of its own."""
+
+from dbcl.protocol.secagg.keys import SEED, digest
+from dbcl.protocol.secagg.messages import Roster, names_digest
+
+
+def advertised(round: int, broadcast: bytes, name: str, share_key: bytes, mask_key: bytes) -> tuple[bytes, ...]:
+    """Return what a client signs when it gives out its keys."""
+    return b"keys", round.to_bytes(8, "big"), broadcast, name.encode(), share_key, mask_key
+
+
+def joined(binding: bytes) -> tuple[bytes, ...]:
+    """Return what a client signs when it shares its secrets among the members of a roster."""
+    return b"roster", binding
+
+
+def pairwise(roster: Roster, sharers: tuple[str, ...], one: str, other: str) -> tuple[bytes, ...]:
+    """Return what the mask of two clients is derived for: the same for both, another for any other list of sharers."""
+    low, high = sorted((one, other))
+    return b"pair mask", roster.binding, names_digest(sharers), low.encode(), high.encode()
+
+
+def committed(binding: bytes, name: str, own_mask: bytes) -> bytes:
+    """Return a commitment to the secret of a client's own mask."""
+    return digest(b"own mask", binding, name.encode(), own_mask)
+
+
+def share_digests(binding: bytes, owner: str, holder: str, pair: bytes) -> bytes:
+    """Return commitments to the two shares that one client makes for another.
+
+    >>> len(share_digests(bytes(32), "ann", "bob", bytes(32)))
+    64
+    """
+    about = binding, owner.encode(), holder.encode()
+    return digest(b"key share", *about, pair[:SEED]) + digest(b"mask share", *about, pair[SEED:])

@@ -1,0 +1,109 @@
+"""Updates as vectors: validated, clipped to the public bound and flattened; and sums as tensors again."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dbcl.errors import ProtocolError, plain
+from dbcl.protocol.codec import decode_update, encode
+from dbcl.protocol.messages import Broadcast, Update
+from dbcl.protocol.validation import UpdateValidator
+from dbcl.round_plan import RoundPlan
+
+
+def update_vector(update: Update | bytes, broadcast: Broadcast, bound: float) -> tuple[NDArray[np.float64], int]:
+    """Return an update's values in the order of the plan, clipped to the norm `bound`, and its number of examples.
+
+    Raises `ProtocolError` where its form is wrong: another round or plan, other names, shapes or dtypes. Values that
+    are not finite, or no examples, make it a zero update of one example, without a word in a log: a client that leaves
+    the round would cost its whole group the sum, and with a guarantee nothing may tell of its data.
+
+    >>> import dbcl
+    >>> server = dbcl.Server(torch.nn.Linear(2, 1), dbcl.SketchConfig(sketch="identity-v1"))
+    >>> broadcast = server.open_round()
+    >>> change = {"weight": torch.tensor([[3.0, 0.0]]), "bias": torch.tensor([4.0])}
+    >>> update_vector(Update(0, broadcast.plan.digest, change, examples=6), broadcast, bound=1.0)
+    (array([0.6, 0. , 0.8]), 6)
+    """
+    own = decode_update(bytes(update)) if isinstance(update, bytes | bytearray | memoryview) else update
+    accepted = _FORM.validate(own, broadcast)
+    examples = int(accepted.weight)
+    if examples < 1 or accepted.update is not own:
+        return np.zeros(vector_length(broadcast.plan)), 1
+    values = flat({part.name: own.tensors[part.name] for part in broadcast.plan.tensors})
+    return values * min(1.0, bound / max(accepted.norm, bound)), examples
+
+
+def sum_vector(update: Update | bytes, broadcast: Broadcast) -> NDArray[np.float64]:
+    """Return a sum of clipped gradients in the order of the plan, neither clipped nor weighted.
+
+    Raises `ProtocolError` if its form is wrong, or if it is not in float64: float32 rounds a sum of many gradients by
+    more than one of them may contribute. Values that are not finite make it a zero sum.
+
+    >>> import dbcl
+    >>> broadcast = dbcl.Server(torch.nn.Linear(2, 1), dbcl.config.UNSKETCHED).open_round()
+    >>> sums = {"weight": torch.tensor([[3.0, 0.0]]).double(), "bias": torch.tensor([4.0]).double()}
+    >>> sum_vector(Update(0, broadcast.plan.digest, sums, examples=1), broadcast)
+    array([3., 0., 4.])
+    """
+    own = decode_update(bytes(update)) if isinstance(update, bytes | bytearray | memoryview) else update
+    narrow = [name for name, tensor in own.tensors.items() if tensor.dtype != torch.float64]
+    if narrow:
+        raise ProtocolError(
+            f"{plain(narrow[0])} is {own.tensors[narrow[0]].dtype}: with shares of noise an update is a sum of clipped "
+            "gradients in float64, as dbcl.protocol.clipped_update makes it"
+        )
+    sent = broadcast.tensors
+    like = {name: tensor.to(sent[name].dtype) if name in sent else tensor for name, tensor in own.tensors.items()}
+    accepted = _FORM.validate(replace(own, tensors=like, examples=1), broadcast)
+    if not accepted.update.tensors or any(not tensor.isfinite().all() for tensor in own.tensors.values()):
+        return np.zeros(vector_length(broadcast.plan))
+    return flat({part.name: own.tensors[part.name] for part in broadcast.plan.tensors})
+
+
+_FORM = UpdateValidator(max_influence=None, outlier_factor=None, reject_by_value=False)
+
+
+def vector_length(plan: RoundPlan) -> int:
+    """Return the number of values in an update of a plan."""
+    return sum(int(np.prod(tensor.sent_shape, dtype=np.int64)) for tensor in plan.tensors)
+
+
+def flat(tensors: Mapping[str, Tensor]) -> NDArray[np.float64]:
+    """Return the values of tensors in their order as one float64 vector.
+
+    >>> flat({"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
+    array([1., 1., 0.])
+    """
+    parts: list[NDArray[np.float64]] = [
+        tensor.detach().cpu().double().reshape(-1).numpy() for tensor in tensors.values()
+    ]
+    return np.concatenate(parts)
+
+
+def shaped(plan: RoundPlan, values: NDArray[np.float64]) -> dict[str, Tensor]:
+    """Return the tensors of a plan from the vector that `flat` makes of them."""
+    tensors, start = {}, 0
+    for part in plan.tensors:
+        count = int(np.prod(part.sent_shape, dtype=np.int64))
+        tensors[part.name] = torch.from_numpy(values[start : start + count].copy()).reshape(part.sent_shape)
+        start += count
+    return tensors
+
+
+def broadcast_digest(broadcast: Broadcast) -> bytes:
+    """Return the digest to which masks are bound: masks of clients that received different bytes do not cancel.
+
+    >>> import dbcl
+    >>> len(broadcast_digest(dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()))
+    32
+    """
+    kept: dict[str, bytes] = vars(broadcast)  # computed once: in a simulation all clients receive the same object
+    if "_digest" not in kept:
+        object.__setattr__(broadcast, "_digest", hashlib.sha256(encode(broadcast)).digest())
+    return kept["_digest"]

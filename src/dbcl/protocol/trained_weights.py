@@ -1,0 +1,246 @@
+"""The weights that a server trains, their optimiser, and the step of a round, which happens whole or not at all."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dbcl._torch import inner_tensors, version
+from dbcl.data.trees import Tree
+from dbcl.errors import DivergedError, PlanError, ProtocolError, listed, plain, shown
+from dbcl.model.norm_stats import calibrate
+from dbcl.model.tensors import named_tensors, recompute
+from dbcl.optim import ServerOptimizer
+from dbcl.plan import SketchPlan
+from dbcl.protocol.master_weights import MasterWeights
+from dbcl.protocol.validation import not_finite
+from dbcl.round_plan import BATCHNORM_STATS, mismatches
+from dbcl.state import State, join
+
+
+class TrainedWeights:
+    """The weights W of a model, and how a round changes them.
+
+    Args:
+        model: The network; its tensors are changed in place.
+        plan: Names the tensors that leave the server.
+        make_optimizer: Makes the optimiser of the trained parameters.
+        exact: Keep W in float64, whatever the model's dtype: a guarantee counts on sums without rounding.
+        calibration: Inputs on which normalisation statistics are measured after every step; None leaves them to the
+            clients.
+
+    >>> import dbcl
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> _ = nn.init.zeros_(model.weight)
+    >>> weights = TrainedWeights(model, SketchPlan.from_model(model, dbcl.config.UNSKETCHED), dbcl.optim.fedavg())
+    >>> weights.step({"weight": torch.ones(1, 2)})
+    >>> weights.read()["weight"].tolist()
+    [[1.0, 1.0]]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: SketchPlan,
+        make_optimizer: ServerOptimizer,
+        *,
+        exact: bool = False,
+        calibration: Tree | None = None,
+    ) -> None:
+        own = {name: tensor for name, tensor in named_tensors(model).items() if name in plan.veils}
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        problems = mismatches({tensor.name: tensor.shape for tensor in plan.tensors}, own)
+        problems += [f"{name} is trained and not in it" for name in trained if name not in plan.veils]
+        if problems:
+            raise PlanError("\n  - ".join(["this plan was made for another model:", *problems]))
+        self.model, self.plan, self.calibration = model, plan, calibration
+        self.statistics = {tensor.name for tensor in plan.tensors if tensor.scheme == BATCHNORM_STATS}
+        exposed = not any(tensor.veil or tensor.sketched for tensor in plan.tensors)
+        if self.statistics and calibration is None and not exact and not exposed:
+            raise PlanError(
+                f"{min(self.statistics)} is a running statistic, which clients would measure on veiled or sketched "
+                "weights: the model would end far below its accuracy. The remedy: calibration=inputs, some inputs of "
+                "the server's own, without labels; or a normalisation without running statistics, such as GroupNorm; "
+                'or nothing hidden: SketchConfig(veil=0, sketch="identity-v1")'
+            )
+        self._masters = MasterWeights(own, exact=exact)
+        self.optimizer: Optimizer = make_optimizer([self._masters.get(name, each) for name, each in trained.items()])
+
+    def read(self) -> dict[str, Tensor]:
+        """Return the tensors that leave the server, by name; not copies.
+
+        A half-precision tensor is returned as its float32 master, and with `exact` every tensor in float64.
+        """
+        own = named_tensors(self.model)
+        masters = self._masters.read(own)
+        return {tensor.name: masters.get(tensor.name, own[tensor.name]) for tensor in self.plan.tensors}
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Return the same tensors as the model holds them."""
+        own = named_tensors(self.model)
+        return {tensor.name: own[tensor.name] for tensor in self.plan.tensors}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype in which updates are added and noisy values are kept: float32 or wider."""
+        return {name: torch.promote_types(own.dtype, torch.float32) for name, own in self.model_tensors().items()}
+
+    def versions(self) -> list[object]:
+        """Return a value that changes whenever the weights are written to."""
+        return [version(tensor) for tensor in named_tensors(self.model).values()]
+
+    def calibrate(self, model: nn.Module) -> None:
+        """Measure a model's normalisation statistics on the calibration inputs, if there are any."""
+        if self.calibration is not None and self.statistics:
+            calibrate(model, self.calibration)
+
+    def step(self, changes: Mapping[str, Tensor]) -> None:
+        """Let the optimiser step on an average update; of normalisation statistics it is a change of their values.
+
+        Raises:
+            DivergedError: The step leads to values that are not finite; the caller restores the weights.
+        """
+        self._step(changes)
+        self.calibrate(self.model)
+        wrong = not_finite(self.model_tensors())  # only what is sent: a mask may hold minus infinity
+        if wrong:
+            raise DivergedError(
+                listed("the step is undone:", [f"{name} leaves the range of the weights' dtype" for name in wrong])
+            )
+
+    @torch.no_grad()
+    def _step(self, changes: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.read().items():
+            if name not in changes:
+                continue
+            if isinstance(tensor, nn.Parameter):
+                tensor.grad = -changes[name].to(tensor) if tensor.requires_grad else None
+            else:
+                tensor.add_(changes[name])
+                if name.endswith("running_var"):
+                    tensor.clamp_(min=0)  # a variance must not turn negative; a running mean may
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._masters.write(named_tensors(self.model))
+        recompute(self.model)
+
+    def state(self) -> State:
+        """Return what a checkpoint keeps: a copy of the weights, the masters and the optimiser's memory."""
+        parts = {"model": model_state(self.model), "optimizer": optimizer_state(self.optimizer)}
+        if self._masters.tensors:
+            masters = self._masters.read(named_tensors(self.model))
+            parts["masters"] = State({}, {name: master.detach().clone() for name, master in masters.items()})
+        return join(**parts)
+
+    def check_state(self, state: State) -> None:
+        """Raise `ProtocolError` if a state is of another model, precision or kind of optimiser."""
+        differences = _differences(state.part("model").tensors, _all_tensors(self.model))
+        if differences:
+            raise ProtocolError(listed("the checkpoint belongs to another model:", differences, most=5))
+        masters = state.part("masters").tensors if "masters" in state.values else {}
+        if _shapes(masters) != _shapes(self._masters.tensors):
+            raise ProtocolError("the checkpoint belongs to a model of another precision")
+        kind, ours = state.values["optimizer"]["kind"], type(self.optimizer).__name__
+        if kind != ours:
+            raise ProtocolError(
+                f"the checkpoint is of a server with the optimiser {plain(str(kind))} and this one has {ours}"
+            )
+
+    def load_state(self, state: State) -> None:
+        """Restore what `state` returned."""
+        load_optimizer(self.optimizer, state.part("optimizer"))
+        load_model(self.model, state.part("model"))
+        if self._masters.tensors:
+            self._masters.load(state.part("masters").tensors)
+
+
+def plan_values(plan: SketchPlan) -> dict[str, Any]:
+    """Return what a checkpoint keeps of a plan: its digest, and its choices for the error where they differ."""
+    tensors = {tensor.name: [tensor.scheme, list(tensor.ratio), tensor.veil] for tensor in plan.tensors}
+    return {"plan": plan.digest, "tensors": tensors, "lanes": plan.lanes}
+
+
+def check_plan(kept: Mapping[str, Any], plan: SketchPlan) -> None:
+    """Raise `ProtocolError`, with all differences, if a checkpoint was written under another plan."""
+    if kept["plan"] == plan.digest:
+        return
+    found = []
+    if kept.get("lanes", plan.lanes) != plan.lanes:
+        found.append(f"lanes is {plan.lanes} here and {shown(kept['lanes'])} in the checkpoint")
+    before = kept.get("tensors")
+    for name, own in plan_values(plan)["tensors"].items():
+        was = before.get(name) if isinstance(before, Mapping) else own
+        if not isinstance(was, list) or len(was) != len(own):
+            found.append(f"{name} is sent here and was not in the checkpoint")
+            continue
+        for what, one, other in zip(("sketch", "ratio", "veil"), own, was, strict=True):
+            if one != other:
+                found.append(f"{what} of {name} is {plain(str(one))} here and {plain(str(other))} in the checkpoint")
+    raise ProtocolError(
+        listed("the checkpoint belongs to another plan:", found or ["the plan's layout differs"], most=5)
+    )
+
+
+def _differences(kept: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    found = [f"{plain(name)} is in the checkpoint and not in this model" for name in kept if name not in own]
+    for name, tensor in own.items():
+        if name not in kept:
+            found.append(f"{name} is in this model and not in the checkpoint")
+        elif kept[name].shape != tensor.shape:
+            found.append(f"{name} has shape {tuple(tensor.shape)} here and {tuple(kept[name].shape)} in the checkpoint")
+    return found
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: each.shape for name, each in tensors.items()}
+
+
+def model_state(model: nn.Module) -> State:
+    """Copy a model's tensors.
+
+    >>> list(model_state(nn.Linear(2, 1)).tensors)
+    ['weight', 'bias']
+    """
+    return State({}, {name: tensor.clone() for name, tensor in _all_tensors(model).items()})
+
+
+@torch.no_grad()
+def load_model(model: nn.Module, state: State) -> None:
+    """Copy the tensors of `model_state` into a model of the same kind."""
+    for name, tensor in _all_tensors(model).items():
+        tensor.copy_(state.tensors[name])
+
+
+def _all_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's tensors by name; a tensor that wraps others (quantised weights) as those inside."""
+    own = named_tensors(model).items()
+    return {name + inner: part for name, tensor in own for inner, part in inner_tensors(tensor).items()}
+
+
+def optimizer_state(optimizer: Optimizer) -> State:
+    """Return the state of any optimiser of PyTorch, tensors apart from plain values, so that nothing is pickled.
+
+    >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    >>> optimizer_state(optimizer).values["kind"]
+    'SGD'
+    """
+    held = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for index, entries in held["state"].items():
+        for name, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{name}"] = value.detach().clone()
+            else:
+                scalars.setdefault(str(index), {})[name] = value
+    return State({"kind": type(optimizer).__name__, "groups": held["param_groups"], "scalars": scalars}, tensors)
+
+
+def load_optimizer(optimizer: Optimizer, state: State) -> None:
+    """Restore an optimiser from `optimizer_state`."""
+    entries: dict[int, dict[str, Any]] = {int(index): dict(own) for index, own in state.values["scalars"].items()}
+    for name, tensor in state.tensors.items():
+        index, _, key = name.partition(".")
+        entries.setdefault(int(index), {})[key] = tensor
+    optimizer.load_state_dict({"state": entries, "param_groups": state.values["groups"]})

@@ -1,0 +1,84 @@
+"""Public features in a run: examples with features in place of inputs, and the built-in heads on them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from dbcl.data import Dataset, Examples, TensorExamples
+from dbcl.errors import ConfigError
+from dbcl.features import ImageFeatures, extract
+from dbcl.features.extract import Features
+from dbcl.model import networks
+from dbcl.simulation.config import SCATTERING, RunConfig
+from dbcl.user_code import made
+
+Progress = Callable[[int, int], None]
+Maker = Callable[[int], nn.Module]
+
+
+def no_progress(done: int, total: int) -> None:
+    """Show nothing."""
+
+
+def on_features(
+    config: RunConfig,
+    train: Examples,
+    held_out: Examples,
+    images: Dataset | None,
+    features: Features | None = None,
+    *,
+    cache: str | Path | None = None,
+    progress: Progress = no_progress,
+) -> tuple[Examples, Examples, Maker | None]:
+    """Return both sets of examples on features, and a maker of the head if the settings name a built-in one.
+
+    Args:
+        config: The settings.
+        train: The training examples.
+        held_out: The held-out examples.
+        images: The same examples as images, if they are.
+        features: A frozen network or a function of inputs, in place of what the settings name.
+        cache: Folder in which features of images are kept for other runs.
+        progress: Called with the number of examples that are done, and of all.
+    """
+    if features is None and config.feature_map == SCATTERING:
+        if images is not None:  # pixels as they are: no statistic of the training examples
+            train, held_out = _pixels(images)
+        features = ImageFeatures(_image_shape(train))
+    elif features is None:
+        assert config.feature_map is not None
+        features = made(config.feature_map, "features")
+    count, total = len(train), len(train) + len(held_out)
+    made_train = extract(features, train, cache=cache, progress=lambda done, _: progress(done, total))
+    made_held_out = extract(features, held_out, cache=cache, progress=lambda done, _: progress(count + done, total))
+    head = _head(config.model, made_train, images) if config.model in networks.SCATTER else None
+    return made_train, made_held_out, head
+
+
+def _pixels(dataset: Dataset) -> tuple[Examples, Examples]:
+    """Return the examples of a dataset with pixels from 0 to 1."""
+    pairs = (dataset.x_train, dataset.y_train), (dataset.x_test, dataset.y_test)
+    train, test = (TensorExamples(x * dataset.std + dataset.mean, y) for x, y in pairs)
+    return train, test
+
+
+def _image_shape(examples: Examples) -> tuple[int, int, int]:
+    inputs = examples.first(1).inputs
+    if not isinstance(inputs, Tensor) or inputs.ndim != 4 or not inputs.is_floating_point():
+        raise ConfigError(
+            "scattering is for images: inputs of shape (n, channels, height, width) in floating point; for other data "
+            "give `features=module:factory`, or the features themselves as data"
+        )
+    channels, height, width = inputs.shape[1:]
+    return channels, height, width
+
+
+def _head(name: str, train: Examples, images: Dataset | None) -> Maker:
+    """Return a maker of a built-in head on these features."""
+    batch = train.first(len(train))
+    if not isinstance(batch.inputs, Tensor) or batch.inputs.ndim != 4 or not isinstance(batch.targets, Tensor):
+        raise ConfigError(f"{name} is for scattering features and classes; give `model=module:factory` of your own")
+    channels, height, width = batch.inputs.shape[1:]
+    outputs = int(batch.targets.max()) + 1 if images is None else images.outputs
+    return lambda seed: networks.build(name, shape=(channels, height, width), outputs=outputs, seed=seed)

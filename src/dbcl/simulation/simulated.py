@@ -1,0 +1,151 @@
+"""One call from a model and data in Python to a finished run."""
+
+import copy
+import logging
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dbcl.config import Layers
+from dbcl.engines.training import OptimizerFactory, Schedule
+from dbcl.errors import ConfigError
+from dbcl.features.extract import Features
+from dbcl.files import user_path
+from dbcl.objective import Loss, Metric, Objective, name_of
+from dbcl.simulation.build import resolve_device
+from dbcl.simulation.config import CROSS_ENTROPY, IN_PYTHON, RunConfig
+from dbcl.simulation.presets import PRESETS, preset
+from dbcl.simulation.run import RESUMABLE, Run, read_config
+from dbcl.simulation.task import Task, given, with_features
+from dbcl.trackers import ProgressBar, Tracker
+
+log = logging.getLogger(__name__)
+
+
+def simulate(
+    model: nn.Module | Callable[[], nn.Module],
+    clients: Any,
+    held_out: Any,
+    /,
+    *,
+    loss: Loss | type[nn.Module] | None = None,
+    metric: Metric | None = None,
+    metric_mode: str = "higher",
+    optimizer: str | OptimizerFactory = "SGD",
+    lr_schedule: str | Schedule = "constant",
+    features: Features | str | None = None,
+    properties: Mapping[str, Any] | None = None,
+    layers: Layers | None = None,
+    settings: str | Path = PRESETS[0],
+    folder: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = False,
+    trackers: Iterable[Tracker] = (),
+    **more: Any,
+) -> Run:
+    """Train a model double-blind with simulated clients, and give the finished run.
+
+    `clients` is a list with the examples of each client, or one set that is divided among `clients=` of them; each set
+    is a pair (inputs, targets) of tensors, a dataset or a DataLoader. Inputs and targets may be tuples and dictionaries
+    of tensors: the model is called with a tuple by position and with a dictionary by keywords. `held_out` is what the
+    server measures on. `loss` and `metric` take a batch's outputs and targets; without them it is cross entropy and
+    accuracy. `properties` are yes-or-no facts about the training examples that an audit looks for, and `layers` says
+    what the inputs of layers of your own are, as `dbcl.SketchPlan.from_model` takes it.
+
+    `settings` is a preset or a TOML file, and `more` are settings by their flat names, as `dbcl train` has options.
+    All clients take part in every round unless `fraction` says otherwise. The run's folder is `folder`, or a temporary
+    one; with `resume=True` a run in that folder goes on, with the same objects. Clients whose updates were rejected or
+    counted for less are named in the log at the end, and in `run.contributions`.
+
+    >>> import torch.nn.functional as F
+    >>> x = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
+    >>> y = x[:, :1] - x[:, 1:2]
+    >>> net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    >>> clients = [(x[:20], y[:20]), (x[20:40], y[20:40])]
+    >>> run = simulate(net, clients, (x[40:], y[40:]), loss=F.mse_loss, rounds=3, lr=0.05)
+    >>> run.history[-1].round, run.history[-1].metric, type(run.model).__name__
+    (3, 'loss', 'Sequential')
+    """
+    objective = Objective.from_loss(loss, metric, metric_mode=metric_mode)
+    count = more.pop("clients", None)
+    divided = isinstance(clients, list)
+    if divided and count is not None:
+        raise ConfigError(
+            f"clients is a list of {len(clients)} clients already; give one set to divide it among {count}"
+        )
+    task = given(
+        _maker(model),
+        clients,
+        held_out,
+        objective=objective,
+        properties=properties,
+        optimizer=None if isinstance(optimizer, str) else optimizer,
+        schedule=None if isinstance(lr_schedule, str) else lr_schedule,
+    )
+    task = replace(task, layers=layers)
+    named = {
+        "features": features if features is None or isinstance(features, str) else _label(features, "features"),
+        "model": _label(model, "model"),
+        "data": "data" + IN_PYTHON,
+        "loss": CROSS_ENTROPY if objective.classifies else _label(objective.loss, "loss"),
+        "metric": None if metric is None else _label(metric, "metric"),
+        "metric_mode": metric_mode,
+        "optimizer": optimizer if isinstance(optimizer, str) else _label(optimizer, "optimizer"),
+        "lr_schedule": lr_schedule if isinstance(lr_schedule, str) else _label(lr_schedule, "schedule"),
+        "clients": len(clients) if divided else (count or 10),
+        "fraction": 1.0,
+    }
+    config = preset(str(settings), **{**{key: value for key, value in named.items() if value is not None}, **more})
+    task = with_features(task, config, None if isinstance(features, str) else features)
+    place = user_path(folder or tempfile.mkdtemp(prefix="dbcl-"))
+    if resume and (place / "config.toml").exists():
+        run = _go_on(place, config, task)
+    else:
+        run = Run.start(config, place, task=task)
+    if folder is None:  # its files stay for as long as the run is held
+        weakref.finalize(run, shutil.rmtree, place, ignore_errors=True)
+    bar = [ProgressBar(objective.shown)] if progress else []
+    for _ in run.play(*trackers, *bar):
+        pass
+    if warning := run.contributions.warning():
+        log.warning("%s", warning)
+    return run
+
+
+def _go_on(place: Path, config: RunConfig, task: Task) -> Run:
+    before, now = read_config(place).options(), resolve_device(config).options()
+    changed = sorted(name for name in now if now[name] != before[name] and name not in RESUMABLE)
+    if changed:
+        told = ", ".join(f"{name} was {before[name]!r} and is {now[name]!r}" for name in changed)
+        raise ConfigError(f"the run in {place} has other settings: {told}; a run may change {', '.join(RESUMABLE)}")
+    return Run.resume(place, task=task, **{name: now[name] for name in RESUMABLE})
+
+
+def _maker(model: nn.Module | Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
+    if isinstance(model, nn.Module):
+        return lambda seed: copy.deepcopy(model)
+    if not callable(model):
+        raise ConfigError(f"model is a torch.nn.Module or a function that makes one, got {type(model).__name__}")
+
+    def make(seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = model()
+        if not isinstance(made, nn.Module):
+            raise ConfigError(
+                f"the function {name_of(model)} made a {type(made).__name__}, and must make a torch.nn.Module"
+            )
+        return made
+
+    return make
+
+
+def _label(thing: Any, nameless: str) -> str:
+    return name_of(thing, nameless) + IN_PYTHON

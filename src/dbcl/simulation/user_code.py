@@ -1,0 +1,56 @@
+"""Errors of code that is not ours: one sentence with the function and the line, instead of a traceback through dbcl."""
+
+import contextlib
+import traceback
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from dbcl.errors import ConfigError, DbclError
+from dbcl.simulation.config import RunConfig
+from dbcl.simulation.task import code_of
+from dbcl.user_code import short
+
+
+@contextlib.contextmanager
+def own_code(config: RunConfig, then: str = "") -> Iterator[None]:
+    """Whatever the code that the settings name raises becomes one sentence, with its function and line, and `then`.
+
+    Errors of dbcl and of the system pass, and so does everything where the settings name no code.
+
+    >>> with own_code(RunConfig(loss="torch.nn.functional:mse_loss"), then="; mend it"):
+    ...     torch.nn.functional.mse_loss(None, None)
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ConfigError: torch.nn.functional:mse_loss failed: AttributeError: ... line ...; mend it
+    """
+    code = code_of(config)
+    try:
+        yield
+    except (DbclError, OSError):
+        raise
+    except (Exception, SystemExit) as error:
+        if not code or out_of_memory(error):
+            raise
+        raise ConfigError(f"{_blame(error, code)}{then}") from error
+
+
+def _blame(error: BaseException, code: Mapping[str, str]) -> str:
+    modules = {value.partition(":")[0] for value in code.values()}
+    steps = list(traceback.walk_tb(error.__traceback__))
+    own = [step for step in steps if step[0].f_globals.get("__name__") in modules]
+    frame, line = (own or steps)[-1]
+    what = f"{type(error).__name__}: {short(error)} ({frame.f_code.co_filename}, line {line})"
+    if not own:
+        return f"the run's own code ({', '.join(code.values())}) does not do what it must: {what}"
+    first = own[0][0]
+    return f"{first.f_globals['__name__']}:{first.f_code.co_qualname} failed: {what}"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no more memory, in Python's words, in CUDA's or in PyTorch's on a CPU.
+
+    >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), out_of_memory(MemoryError())
+    (True, True)
+    """
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,100 @@
+"""Import functions, classes and data of the user's own by `module:name`."""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from dbcl.errors import ConfigError
+
+SHORT = 300
+"""So many characters of somebody else's error are shown."""
+
+
+def imported(name: str, what: str) -> Callable[..., Any]:
+    """A function or class of the user's own by `module:name`, looked for beside the caller too; `what` is for errors.
+
+    >>> imported("torch.nn.functional:mse_loss", "loss").__name__
+    'mse_loss'
+    """
+    module_name, _, attribute = name.partition(":")
+    with _own_folder(), _explained(f"cannot import the {what} {name!r}"):
+        found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+    if not callable(found):
+        raise ConfigError(f"the {what} {name!r} is a {type(found).__name__}, and must be a function or a class")
+    return found
+
+
+def made(name: str, what: str) -> Any:
+    """What a factory of the user's own makes, which is called without arguments.
+
+    >>> made("torch.nn:Identity", "model")
+    Identity()
+    """
+    factory = imported(name, what)
+    if isinstance(factory, nn.Module):
+        raise ConfigError(f"the {what} {name!r} is a network, and must be a function that makes one")
+    if missing := needed(factory):
+        raise ConfigError(
+            f"the factory {name!r} needs arguments ({', '.join(missing)}); write a function that needs none"
+        )
+    with _own_folder(), _explained(f"the factory {name!r} failed"):
+        return factory()
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[None]:
+    """Let a file beside the caller be found, as `python -m` would."""
+    here = os.getcwd()
+    sys.path.append(here)  # last, so that no file there stands in for an installed package
+    try:
+        yield
+    finally:
+        sys.path.reverse()
+        sys.path.remove(here)  # the last of its kind
+        sys.path.reverse()
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Whatever code that is not ours raises becomes one sentence, with the place where it was raised."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        own = place.filename in (__file__, importlib.__file__) or place.filename.startswith("<frozen")
+        where = "" if own else f" ({place.filename}, line {place.lineno})"
+        spoken = own and isinstance(error, ImportError | AttributeError | ValueError)  # they say themselves what it is
+        kind = "" if spoken else f"{type(error).__name__}: "
+        raise ConfigError(f"{what}: {kind}{short(error)}{where}") from error
+
+
+def short(error: object) -> str:
+    """What an error says, on one line and no longer than a person reads; PyTorch's may hold a stack of C++.
+
+    >>> short(ValueError("one\\n  two"))
+    'one two'
+    """
+    said = " ".join(str(error).split(" Exception raised from")[0].split())
+    return said if len(said) <= SHORT else f"{said[:SHORT]}..."
+
+
+def needed(factory: Callable[..., object]) -> list[str]:
+    """The arguments without which a factory cannot be called; none where Python cannot tell.
+
+    >>> needed(nn.Linear)
+    ['in_features', 'out_features']
+    """
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (ValueError, TypeError):
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]

@@ -1,0 +1,321 @@
+"""Pictures of a class that another client alone holds, drawn by a generator (Hitaj et al. 2017). Reads: client-N.
+
+The attacker is a client that follows the protocol. In every round it trains a generator whose pictures the model that
+it received shall take for the victim's class. It then calls its drawings a class of their own, `fake`, and trains on
+them with its other examples, so that the victim must say better what its class looks like: the model that all share is
+the discriminator of a GAN, whose real pictures only the victim has. No update is estimated, and no round needs an
+earlier one; what hides updates does not stop it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dbcl.data import Dataset, TensorExamples
+from dbcl.data.examples import Rows
+from dbcl.engines import StackedEngine
+from dbcl.errors import ConfigError
+from dbcl.model import networks
+from dbcl.protocol import Broadcast, Update, blinded
+from dbcl.transcripts import Transcript
+from dbcl_audit import picture_quality as quality
+from dbcl_audit.estimators.smoother import known_scales, smoother
+from dbcl_audit.estimators.view import views
+
+ATTACKER, VICTIM = 0, 1
+BLOCKS = (2, 4, 7)
+"""Sides of the blocks of pixels in what the judge learns to be no picture."""
+REPLAY = 5
+"""The drawings of so many rounds are kept: a model that forgot older ones would let the generator run in circles."""
+
+
+@dataclass(frozen=True)
+class GanSettings:
+    """How the attacker trains its generator: `steps` of Adam in every round that it takes part in.
+
+    >>> GanSettings(target=3, steps=0)
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ConfigError: steps, batch, latent and channels must be at least 1, got 0, 32, 64, 16
+    """
+
+    target: int
+    """The class that only the victim holds."""
+    steps: int = 10
+    batch: int = 32
+    lr: float = 1e-3
+    latent: int = 64
+    channels: int = 16
+    tv: float = 0.1
+    """The weight of the drawings' total variation: pictures are smooth, as the attacker knows from its own."""
+
+    def __post_init__(self) -> None:
+        sizes = (self.steps, self.batch, self.latent, self.channels)
+        if min(sizes) < 1:
+            raise ConfigError(f"steps, batch, latent and channels must be at least 1, got {', '.join(map(str, sizes))}")
+
+
+def generator(shape: Sequence[int], settings: GanSettings) -> nn.Module:
+    """A small DCGAN generator: a dense layer and two transposed convolutions, from noise to pixels within +-1.
+
+    >>> generator((1, 28, 28), GanSettings(target=3))(torch.zeros(2, 64)).shape
+    torch.Size([2, 1, 28, 28])
+    """
+    channels, height, width = shape
+    if height % 4 or width % 4:
+        raise ConfigError(f"the generator doubles its pictures twice: {height} x {width} must be divisible by 4")
+    wide, narrow = 2 * settings.channels, settings.channels
+    return nn.Sequential(
+        nn.Linear(settings.latent, wide * height * width // 16),
+        nn.Unflatten(1, (wide, height // 4, width // 4)),
+        nn.BatchNorm2d(wide),
+        nn.ReLU(),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+        nn.Conv2d(wide, narrow, 3, padding=1),
+        nn.BatchNorm2d(narrow),
+        nn.ReLU(),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+        nn.Conv2d(narrow, channels, 3, padding=1),
+        nn.Tanh(),
+    )
+
+
+class GanAttacker:
+    """A client's generator, with the models that it receives as discriminators.
+
+    `box` is the range of the values that pictures have. `drawings` holds so many, of the last `REPLAY` models.
+
+    >>> attacker = GanAttacker((1, 28, 28), (-1.0, 1.0), GanSettings(target=3, steps=2), count=10, seed=0)
+    >>> attacker.learn(networks.build("mnist-mlp", outputs=11))
+    >>> attacker.drawings.shape
+    torch.Size([10, 1, 28, 28])
+    """
+
+    def __init__(
+        self, shape: Sequence[int], box: tuple[float, float], settings: GanSettings, *, count: int, seed: int
+    ) -> None:
+        self.settings, self.box, self.turns = settings, box, 0
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.generator = generator(shape, settings)
+        self.noise = torch.Generator().manual_seed(seed)
+        self.optimizer = torch.optim.Adam(self.generator.parameters(), lr=settings.lr, betas=(0.5, 0.999))
+        self.drawings = self._drawn(count)
+
+    def learn(self, model: nn.Module) -> None:
+        """Train the generator so that a model takes its pictures for the victim's class, and draw new ones."""
+        model.eval()
+        self.generator.train()
+        wanted = torch.full((self.settings.batch,), self.settings.target)
+        for _ in range(self.settings.steps):
+            self.optimizer.zero_grad()
+            drawn = self._pictures(self.settings.batch)
+            loss = F.cross_entropy(model(drawn), wanted) + self.settings.tv * _variation(drawn)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+        place = self.turns % REPLAY
+        self.drawings[place::REPLAY] = self._drawn(len(self.drawings[place::REPLAY]))
+        self.turns += 1
+
+    @torch.no_grad()
+    def _drawn(self, count: int) -> Tensor:
+        self.generator.eval()
+        return self._pictures(count)
+
+    def _pictures(self, count: int) -> Tensor:
+        low, high = self.box
+        noise = torch.randn(count, self.settings.latent, generator=self.noise)
+        drawn: Tensor = low + (high - low) * (self.generator(noise) + 1) / 2
+        return drawn
+
+
+class GanEngine(StackedEngine):
+    """An engine one of whose clients attacks: it learns from each broadcast, and trains on what it draws.
+
+    `drawings` are the rows of the examples of all clients that hold its drawings; None where it only looks on.
+
+    >>> import dbcl
+    >>> from dbcl.engines import LocalTraining
+    >>> net = networks.build("mnist-mlp", outputs=11)
+    >>> examples = TensorExamples(torch.zeros(12, 1, 28, 28), torch.arange(12) % 10)
+    >>> clients = examples.divide([np.arange(6), np.arange(6, 12)])
+    >>> engine = GanEngine(dbcl.Server(net), net, clients, LocalTraining(), seed=bytes(32))
+    >>> settings = GanSettings(target=3, steps=1)
+    >>> engine.attacker = GanAttacker((1, 28, 28), (-1.0, 1.0), settings, count=2, seed=0)
+    >>> engine.drawings = np.arange(2)
+    >>> engine.play_round().report.accepted, bool(examples.inputs[:2].equal(engine.attacker.drawings))
+    (2, True)
+    """
+
+    attacker: GanAttacker | None = None
+    drawings: Rows | None = None
+
+    def train_cohort(self, sent: Mapping[int, Broadcast]) -> Mapping[str, Update | bytes]:
+        if self.attacker is not None and ATTACKER in sent:
+            self.attacker.learn(blinded(self.template, sent[ATTACKER]))
+            own = self.clients[ATTACKER]
+            if self.drawings is not None:
+                assert isinstance(own, TensorExamples)
+                assert isinstance(own.inputs, Tensor)
+                own.inputs[torch.from_numpy(self.drawings)] = self.attacker.drawings.to(own.inputs)
+        return super().train_cohort(sent)
+
+
+def _variation(pictures: Tensor) -> Tensor:
+    """The mean absolute difference of neighbouring pixels."""
+    return pictures.diff(dim=-1).abs().mean() + pictures.diff(dim=-2).abs().mean()
+
+
+def with_drawings(dataset: Dataset, drawings: int) -> Dataset:
+    """The same dataset with one class more, whose training examples are the attacker's drawings: blank, so far.
+
+    >>> from dbcl import data
+    >>> more = with_drawings(data.load("digits"), 50)
+    >>> more.outputs, len(more.y_train), int(more.y_train[-1])
+    (11, 4050, 10)
+    """
+    blank = torch.full((drawings, *dataset.shape), quality.span(dataset)[0])
+    labels = torch.full((drawings,), dataset.outputs)
+    return replace(
+        dataset,
+        x_train=torch.cat([dataset.x_train, blank]),
+        y_train=torch.cat([dataset.y_train, labels]),
+        outputs=dataset.outputs + 1,
+    )
+
+
+def divide_classes(labels: Tensor, target: int, fake: int, clients: int, *, held: bool = True) -> list[Rows]:
+    """Who has which examples: the victim all of the target class, the attacker all drawings, and all share the rest.
+
+    Where the target class is not `held`, nobody has it: what is drawn then is not the victim's.
+
+    >>> rows = divide_classes(torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]), target=1, fake=3, clients=2)
+    >>> [sorted(torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])[row].tolist()) for row in rows]
+    [[0, 2, 3, 3], [0, 1, 1, 2]]
+    """
+    classes = labels.numpy()
+    shared = np.flatnonzero((classes != target) & (classes != fake))
+    order = np.argsort(classes[shared], kind="stable")  # dealt out class by class, so that all have the same share
+    parts = [shared[order[number::clients]] for number in range(clients)]
+    parts[ATTACKER] = np.concatenate([parts[ATTACKER], np.flatnonzero(classes == fake)])
+    if held:
+        parts[VICTIM] = np.concatenate([parts[VICTIM], np.flatnonzero(classes == target)])
+    return parts
+
+
+def estimated_models(transcript: Transcript) -> Iterator[nn.Module]:
+    """The model of each round as a smoother knows it from all rounds together: W, without the sketch.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.simulation import preset, task_of
+    >>> config = preset("paper", model="dlg-lenet")
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> len(list(estimated_models(played.attacker)))
+    3
+    """
+    seen, veil = views(transcript), transcript.setting.veil
+    walks = {name: smoother(view, known_scales(view, veil)).weights(view) for name, view in seen.items()}
+    for _ in transcript.rounds:
+        model = transcript.template()
+        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        with torch.no_grad():
+            for name, walk in walks.items():
+                layout, weights = seen[name].layout, next(walk)
+                whole = weights if layout is None else layout.weight(weights)
+                own[name].copy_(whole.reshape(own[name].shape))
+        yield model
+
+
+def judge(dataset: Dataset, *, steps: int, seed: int = 0) -> nn.Module:
+    """A classifier that no party of the run has: a CNN that learns from the held-out examples alone.
+
+    It has one class more, for what is no picture of any, or it would call any pattern some class: held-out pictures
+    whose blocks of pixels change places, and blots.
+
+    >>> from dbcl import data
+    >>> judge(data.load("digits"), steps=1)(torch.zeros(2, 1, 28, 28)).shape
+    torch.Size([2, 11])
+    """
+    model = networks.build("mnist-cnn", shape=dataset.shape, outputs=dataset.outputs + 1, seed=seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    rng = np.random.default_rng(seed)
+    for number in range(steps):
+        rows = torch.from_numpy(rng.integers(len(dataset.y_test), size=64))
+        whole, block = dataset.x_test[rows], BLOCKS[number % len(BLOCKS)]
+        none = torch.cat([scrambled(whole[::2], block, rng), blots(whole[1::2], block, quality.span(dataset), rng)])
+        labels = torch.cat([dataset.y_test[rows], torch.full((len(none),), dataset.outputs)])
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.cat([whole, none])), labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return model.eval()
+
+
+def scrambled(pictures: Tensor, block: int, rng: np.random.Generator) -> Tensor:
+    """Pictures whose blocks of pixels change places, in each its own way.
+
+    >>> mixed = scrambled(torch.arange(16.0).view(1, 1, 4, 4), 2, np.random.default_rng(0))
+    >>> mixed.shape, sorted(mixed.flatten().tolist()) == list(range(16))
+    (torch.Size([1, 1, 4, 4]), True)
+    """
+    blocks = F.unfold(pictures, block, stride=block)  # (n, channels * block^2, blocks)
+    places = torch.from_numpy(rng.permuted(np.tile(np.arange(blocks.shape[2]), (len(blocks), 1)), axis=1))
+    mixed = blocks.gather(2, places[:, None].expand_as(blocks))
+    return F.fold(mixed, pictures.shape[-2:], block, stride=block)
+
+
+def blots(like: Tensor, block: int, box: tuple[float, float], rng: np.random.Generator) -> Tensor:
+    """Smooth noise of the shape of pictures: a normal value for every block of pixels, interpolated, in the box.
+
+    >>> found = blots(torch.zeros(3, 1, 28, 28), 7, (-1.0, 1.0), np.random.default_rng(0))
+    >>> found.shape, float(found.abs().max()) <= 1
+    (torch.Size([3, 1, 28, 28]), True)
+    """
+    count, channels, height, width = like.shape
+    coarse = rng.normal(size=(count, channels, height // block, width // block))
+    shift, contrast = (torch.from_numpy(rng.uniform(*ends, size=(count, 1, 1, 1))) for ends in ((-0.5, 1), (0.1, 1)))
+    smooth = F.interpolate(torch.from_numpy(coarse), size=(height, width), mode="bilinear")
+    low, high = box
+    return (low + (high - low) * (contrast * (smooth - shift)).clamp(0, 1)).to(like)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """How far drawings are pictures of the target class.
+
+    `called` is the share that the judge takes for it, `nearest` the share of those nearest to the mean of that class
+    among the means of all, and `psnr` the median PSNR with that mean, in dB.
+
+    >>> Drawn(called=0.9, nearest=0.8, psnr=12.0).called
+    0.9
+    """
+
+    called: float
+    nearest: float
+    psnr: float
+
+
+@torch.no_grad()
+def measure(pictures: Tensor, dataset: Dataset, target: int, judge: nn.Module) -> Drawn:
+    """Measure drawings by a judge and by the class means of the held-out examples.
+
+    >>> from dbcl import data
+    >>> digits = data.load("digits")
+    >>> found = measure(digits.x_test[digits.y_test == 0], digits, 0, nn.Flatten())
+    >>> found.nearest > 0.8, 8 < found.psnr < 16
+    (True, True)
+    """
+    box = quality.span(dataset)
+    means = torch.stack([dataset.x_test[dataset.y_test == label].mean(dim=0) for label in range(dataset.outputs)])
+    each = torch.stack([quality.psnr(pictures, mean.expand_as(pictures), box, ordered=True) for mean in means])
+    return Drawn(
+        called=float((judge(pictures).argmax(dim=1) == target).double().mean()),
+        nearest=float((each.argmax(dim=0) == target).double().mean()),
+        psnr=float(each[target].median()),
+    )

@@ -1,0 +1,84 @@
+"""The victim's labels, from what two broadcasts show of the output layer's bias. Reads: client-0 of a rehearsal."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dbcl.data import Dataset
+from dbcl.errors import ConfigError
+from dbcl_audit.estimators.options import option_2
+from dbcl_audit.estimators.view import views
+from dbcl_audit.findings import Finding
+from dbcl_audit.rehearsal import VICTIM, Rehearsal
+
+
+def labels_of_gradient(weight: Tensor | None, bias: Tensor | None, count: int = 1) -> Tensor:
+    """Labels from the gradient of the output layer alone: its bias if there is one, else the rows' sums (iDLG).
+
+    The bias gradient of class c is mean(p_c) - n_c / count, and a row's sum is that times the layer's inputs, which
+    sigmoid and ReLU keep positive: one example makes exactly one entry negative. In a batch the most negative entry is
+    taken `count` times, each time with what one example adds taken back (exact for biases while p is even).
+
+    >>> labels_of_gradient(None, torch.tensor([0.1, 0.1, -0.9, 0.7]))
+    tensor([2])
+    >>> labels_of_gradient(None, torch.tensor([-0.4, 0.2, -0.1, 0.3]), count=2)
+    tensor([0, 2])
+    """
+    if bias is not None:
+        evidence = bias.detach().double().clone()
+        one = 1 / count
+    elif weight is not None:
+        evidence = weight.detach().double().flatten(1).sum(dim=1)
+        one = float(evidence.abs().sum() / 2) / count
+    else:
+        raise ConfigError("labels need the gradient of the output layer's weight or bias")
+    if len(evidence) == 1:  # one logit speaks for class 1 and against class 0
+        evidence = torch.cat([-evidence, evidence])
+    found = []
+    for _ in range(count):
+        found.append(int(evidence.argmin()))
+        evidence[found[-1]] += one
+    return torch.tensor(sorted(found))
+
+
+def label_chance(labels: Tensor) -> float:
+    """How often a guess is right that always names the most common class.
+
+    >>> label_chance(torch.tensor([0, 1, 0, 1])), label_chance(torch.tensor([0, 1, 1, 1]))
+    (0.5, 0.75)
+    """
+    return int(torch.bincount(labels).max()) / len(labels)
+
+
+def label_finding(rehearsal: Rehearsal, dataset: Dataset, rounds: Sequence[int]) -> Finding:
+    """The victim's labels in rehearsed rounds of one example each, with no attack on the rest of the network at all.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl import data
+    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.simulation import preset, task_of
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> config = preset("paper", model="dlg-lenet")
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> label_finding(played, data.load("digits"), range(2)).value
+    1.0
+    """
+    transcript = rehearsal.attacker
+    biases = [part.name for part in transcript[rounds[0]].broadcast.plan.tensors if part.name.endswith("bias")]
+    value, note = float("nan"), ""
+    failures: tuple[str, ...] = ("the network has no bias",)
+    if biases:
+        layer = biases[-1]
+        changes = option_2(views(transcript, [layer])[layer])
+        right = []
+        for round in rounds:
+            label = labels_of_gradient(None, -changes[transcript.rounds.index(round)].flatten())
+            right.append(int(label[0]) == int(dataset.y_train[rehearsal.script[round, VICTIM, 0]]))
+        value, note, failures = float(np.mean(right)), f"from {layer} alone, one example a round", ()
+    return Finding(
+        "label from the output layer's bias", "client", "naive", "label", "accuracy", value,
+        chance=label_chance(dataset.y_train), budget={"rounds": len(rounds)}, failures=failures, note=note,
+    )  # fmt: skip

@@ -1,0 +1,268 @@
+"""Whether an example was trained on: loss threshold, and likelihood ratio (LiRA, Carlini et al. 2022).
+
+Reads no transcript: the finished model, which anyone may have, and one broadcast of it, as a client would receive it.
+
+Every attack gives each example a score, higher for more likely members. What counts is how many members are found at
+very few false alarms, not the average over all thresholds.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dbcl import seeds
+from dbcl.data import Batch, examples_of
+from dbcl.data.trees import Tree, call, map_tensors, tensors
+from dbcl.engines import LocalTraining
+from dbcl.objective import CLASSIFICATION, Objective
+from dbcl.simulation.task import Task, pooled
+from dbcl_audit.attacks import OnProgress
+from dbcl_audit.attacks.roc import Array, Flags, roc
+from dbcl_audit.findings import Curve, Finding
+
+ENOUGH = 64  # values of an example from which on it has a variance of its own, as in the original
+
+
+def membership_findings(
+    model: nn.Module,
+    view: nn.Module,
+    task: Task,
+    training: LocalTraining,
+    *,
+    shadow_models: int,
+    seed: int,
+    tell: OnProgress,
+) -> list[Finding]:
+    """Loss threshold and LiRA on the finished model, and on `view`, the model that a client would receive of it.
+
+    Shadow models are trained by `training`.
+
+    >>> from dataclasses import replace
+    >>> from dbcl.simulation import RunConfig, task_of
+    >>> task = task_of(RunConfig(model="dlg-lenet"))
+    >>> few = replace(task, **{name: getattr(task, name).subset(np.arange(20)) for name in ("train", "held_out")})
+    >>> make = task.make_model
+    >>> findings = membership_findings(make(0), make(1), few, LocalTraining(), shadow_models=4, seed=0, tell=str)
+    >>> sorted({finding.attack for finding in findings if finding.seat == "anyone"})
+    ['LiRA on the final model', 'loss threshold on the final model']
+    """
+    count = min(1000, len(task.held_out), len(task.train))
+    inside = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(seed))[:count].numpy()
+    examples = pooled([task.train.subset(inside), task.held_out.subset(np.arange(count))])
+    members = np.arange(2 * count) < count
+    tell("membership: shadow models")
+    trained = shadows(task.make_model, examples, shadow_models, training, seed, task.objective)
+    findings = []
+    for seat, what, target in (("anyone", "the final model", model), ("client", "a client's view of it", view)):
+        values = confidences(target, examples, task.objective)
+        attacks = {
+            "loss threshold": ("naive", loss_threshold(values)),
+            "LiRA": ("adaptive", lira(values, trained.inside, trained.outside)),
+        }
+        for name, (kind, scores) in attacks.items():
+            result = judge(scores, members)
+            named: dict[str, Any] = {
+                "attack": f"{name} on {what}", "seat": seat, "attacker": kind, "target": "membership",
+                "budget": {"members": count, "non-members": count, "shadow models": shadow_models},
+            }  # fmt: skip
+            curve = Curve("", *result.roc)
+            axes = ("false positive rate", "true positive rate")
+            found = [
+                Finding(**named, measure="membership auc", value=result.auc, chance=0.5, curves=(curve,), axes=axes),
+                Finding(**named, measure="tpr at 1 % fpr", value=result.tpr_at_1_percent, chance=0.01),
+                Finding(**named, measure="tpr at 0.1 % fpr", value=result.tpr_at_01_percent, chance=0.001),
+            ]
+            # Of fewer than 1,000 others one in a thousand cannot be told: no attack has failed, so nothing is said.
+            findings += [finding for finding in found if not math.isnan(finding.value)]
+    return findings
+
+
+@torch.no_grad()
+def confidences(
+    model: nn.Module, examples: Any, objective: Objective = CLASSIFICATION, *, batch_size: int = 1000
+) -> Array:
+    """How sure a model is of each example's own target, on a scale that is unbounded at both ends.
+
+    For classes log(p / (1 - p)), with the probability p of the example's class: z_y - log sum_(j != y) exp(z_j). A
+    model with a single output gives the logit of class 1. No probability is computed, so nothing saturates. With
+    another loss about the negative logarithm of the example's loss, -arsinh(10^6 loss), which exists for all losses.
+
+    >>> confidences(nn.Identity(), (torch.tensor([[100.0, 0.0], [0.0, 0.0]]), torch.tensor([0, 1])))
+    array([100.,   0.])
+    >>> confidences(nn.Identity(), (torch.tensor([[3.0], [3.0]]), torch.tensor([1, 0])))
+    array([ 3., -3.])
+    """
+    examples = examples_of(examples)
+    training = model.training
+    model.eval()
+    found = []
+    for start in range(0, len(examples), batch_size):
+        batch = examples.take(np.arange(start, min(start + batch_size, len(examples))))
+        outputs = call(model, batch.inputs)
+        one_class_each = objective.classifies and isinstance(batch.targets, Tensor) and batch.targets.ndim == 1
+        found.append(_logits_of(outputs, batch.targets) if one_class_each else _of_losses(outputs, batch, objective))
+    model.train(training)
+    return np.asarray(torch.cat(found).cpu().numpy(), dtype=np.float64)
+
+
+def _logits_of(logits: Tensor, labels: Tensor) -> Tensor:
+    logits, label = logits.double(), labels[:, None]
+    if logits.shape[-1] == 1:
+        return (logits * (2 * label - 1)).squeeze(-1)
+    others = logits.scatter(1, label, -math.inf).logsumexp(-1)
+    return logits.gather(1, label).squeeze(-1) - others
+
+
+def _of_losses(outputs: Tree, batch: Batch, objective: Objective) -> Tensor:
+    count = len(next(tensors(batch.targets)))
+    each = [
+        objective.loss(*map_tensors(lambda tensor: tensor[row : row + 1], (outputs, batch.targets)))  # noqa: B023
+        for row in range(count)
+    ]
+    return -torch.arcsinh(1e6 * torch.stack(each).double())
+
+
+def loss_threshold(target: Array) -> Array:
+    """Score examples by their loss alone: log p = -log(1 + exp(-confidence)).
+
+    >>> loss_threshold(np.array([0.0, 100.0])).round(3)
+    array([-0.693, -0.   ])
+    """
+    return np.asarray(-np.logaddexp(0, -target), dtype=np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Shadows:
+    """What the attacker's own models say about each example, and which of them had it; a row for each model.
+
+    >>> shadows = Shadows(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[True, False], [False, True]]))
+    >>> shadows.inside
+    array([[ 1., nan],
+           [nan,  4.]])
+    """
+
+    confidences: Array
+    members: Flags
+
+    @property
+    def inside(self) -> Array:
+        """The confidences of models that had the example, NaN elsewhere."""
+        return np.where(self.members, self.confidences, np.nan)
+
+    @property
+    def outside(self) -> Array:
+        """The confidences of models that had not, NaN elsewhere."""
+        return np.where(self.members, np.nan, self.confidences)
+
+
+def shadows(
+    make_model: Callable[[int], nn.Module],
+    examples: Any,
+    count: int,
+    training: LocalTraining,
+    seed: int,
+    objective: Objective = CLASSIFICATION,
+) -> Shadows:
+    """Train `count` models on random halves of the examples, two on each division, and ask all about every example.
+
+    So every example is in half of the models. `make_model` makes a fresh model from a number.
+
+    >>> examples = torch.eye(4), torch.tensor([0, 1, 0, 1])
+    >>> found = shadows(lambda number: nn.Linear(4, 2), examples, 2, LocalTraining(), seed=0)
+    >>> found.confidences.shape, found.members.sum(axis=0)
+    ((2, 4), array([1, 1, 1, 1]))
+    """
+    if count < 2 or count % 2:
+        raise ValueError(f"count must be even and 2 or more, got {count}")
+    examples = examples_of(examples)
+    root = seeds.derive(bytes(seeds.SEED_BYTES), "shadows", seed)
+    members = np.zeros((count, len(examples)), dtype=np.bool_)
+    found = np.empty((count, len(examples)))
+    for number in range(count):
+        order = seeds.permutation(root, "half", number // 2, n=len(examples))
+        members[number, order[number % 2 :: 2]] = True
+        model = make_model(int(seeds.words(root, "model", number, n=1)[0] >> np.uint64(32)))
+        own = examples.subset(np.flatnonzero(members[number]))
+        training.train(model, own, seed=root, round=0, client=number, loss=objective.loss)
+        found[number] = confidences(model, examples, objective)
+    return Shadows(found, members)
+
+
+def lira(target: Array, inside: Array | None, outside: Array) -> Array:
+    """Score examples by how a target's confidence t fits those of shadow models with and without the example.
+
+    Online: log N(t; mu_in, s_in) - log N(t; mu_out, s_out). Offline (`inside` None): (t - mu_out) / s_out, which orders
+    as the original's one-sided test does. Rows are models, NaN where one does not count. With fewer than 64 values for
+    an example, all examples share one variance about their own means.
+
+    >>> outside = np.array([[0.0, 5.0], [1.0, 6.0]])
+    >>> lira(np.array([4.0, 6.0]), None, outside).round(2)  # the second is an easy example
+    array([4.95, 0.71])
+    >>> lira(np.array([4.0, 6.0]), outside + 3, outside).round(1)
+    array([12., -6.])
+    """
+    mean, spread = _normal(outside)
+    out = (target - mean) / spread
+    if inside is None:
+        return out
+    mean_in, spread_in = _normal(inside)
+    scores: Array = np.square(out) / 2 - np.square((target - mean_in) / spread_in) / 2 + np.log(spread / spread_in)
+    return scores
+
+
+def _normal(values: Array) -> tuple[Array, Array]:
+    """The mean of each column without its NaN, and its standard deviation, or the one that all columns share."""
+    known = ~np.isnan(values)
+    count = known.sum(axis=0)
+    if count.min() < 1 or count.max() < 2:
+        raise ValueError(f"every example needs a shadow model and some need 2, got {count.min()} to {count.max()}")
+    mean = np.where(known, values, 0).sum(axis=0) / count
+    squares = np.where(known, np.square(values - mean), 0).sum(axis=0)
+    shared = squares.sum() / (count - 1).sum()
+    variance = np.where(count < ENOUGH, shared, squares / np.maximum(count - 1, 1))
+    return mean, np.sqrt(np.maximum(variance, 1e-12))
+
+
+@dataclass(frozen=True)
+class Membership:
+    """How well scores tell members from others.
+
+    The rates are the shares of members found with at most 1 % and 0.1 % of the others taken for members; NaN where
+    fewer than 100 or 1,000 others were scored, which is too few to see such a rate. Guessing gives 0.5, 0.01 and 0.001.
+    `roc` holds the false and the true positive rates, both rising; draw it with logarithmic axes.
+
+    >>> Membership(0.5, 0.01, 0.001, ((0.0, 1.0), (0.0, 1.0))).auc
+    0.5
+    """
+
+    auc: float
+    tpr_at_1_percent: float
+    tpr_at_01_percent: float
+    roc: tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def judge(scores: Array, members: Flags) -> Membership:
+    """Measure an attack's scores exactly, counting equal scores against it at low rates and by half in the AUC.
+
+    >>> judge(np.arange(200.0), np.arange(200) >= 100)
+    Membership(auc=1.0, tpr_at_1_percent=1.0, tpr_at_01_percent=nan, roc=((0.0, 0.0, 1.0), (0.0, 1.0, 1.0)))
+    """
+    if not members.any() or members.all() or np.isnan(scores).any():
+        raise ValueError(
+            f"need scores of members and of others and no NaN, got {members.sum()} of {len(members)} members"
+        )
+    alarms, hits = roc(scores, members)
+    auc = float(np.diff(alarms) @ (np.array(hits[1:]) + np.array(hits[:-1])) / 2)
+    return Membership(auc, _tpr(scores, members, 0.01), _tpr(scores, members, 0.001), (alarms, hits))
+
+
+def _tpr(scores: Array, members: Flags, fpr: float) -> float:
+    """The share of members above the highest threshold that lets no more than fpr of the others through."""
+    others = np.sort(scores[~members])[::-1]
+    allowed = math.floor(fpr * len(others) + 1e-9)
+    return float((scores[members] > others[allowed]).mean()) if allowed else math.nan

@@ -1,0 +1,122 @@
+"""Whether the victim's batch had a property, such as thick strokes. Reads: server; client-0 (with its own examples).
+
+The random forest, the published learner, is trained once, on whole batches of all rounds. The two matched filters of
+round_filters.py are made anew for every round.
+"""
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dbcl.errors import AuditError
+from dbcl.protocol import Broadcast, blinded
+from dbcl.simulation.task import Task
+from dbcl_audit.attacks import OnProgress
+from dbcl_audit.attacks.learners import Samples, forest, melis_features
+from dbcl_audit.attacks.own_data import OwnBatches, OwnExamples, over_weights, own_batches
+from dbcl_audit.attacks.roc import Array, Flags, measure_auc
+from dbcl_audit.attacks.round_filters import filter_scores
+from dbcl_audit.attacks.sources import Source, sources
+from dbcl_audit.attacks.updates import MIN_LAG
+from dbcl_audit.attacks.victim import Changes
+from dbcl_audit.findings import Curve, Finding
+from dbcl_audit.rehearsal import VICTIM, Rehearsal
+
+
+def property_findings(
+    rehearsal: Rehearsal,
+    task: Task,
+    holds: NDArray[np.bool_],
+    own: NDArray[np.int64],
+    found: Mapping[str, Changes],
+    *,
+    batches: int,
+    examples: int,
+    seed: int,
+    tell: OnProgress,
+    min_lag: int = MIN_LAG,
+) -> list[Finding]:
+    """Infer whether the victim's batch had a property, from each seat, by forest and by matched filters.
+
+    `holds` says which training examples have it, and `own` which of them are the attacker's. For the forest the
+    attacker makes so many `batches` of each kind in each round, at the models that the victim received, as far as the
+    attacker has them (victim.py); for the filters it takes the gradients of so many `examples` of each kind.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.simulation import preset, task_of
+    >>> config, holds = preset("paper", model="dlg-lenet"), np.arange(4000) % 2 == 0
+    >>> task = task_of(config)
+    >>> script = draw_batches(np.arange(100), (16, 2, 1), seed=0)
+    >>> played = rehearse(config, task, script, Path(tempfile.mkdtemp()))
+    >>> own = np.arange(100, 200)
+    >>> found = property_findings(played, task, holds, own, {}, batches=1, examples=4, seed=0, tell=str)
+    >>> [finding.attack for finding in found if finding.seat == "server"]
+    ['random forest on the update itself', 'matched filter on the update itself', 'matched filter of magnitudes on ...']
+    """
+    attacker, size = rehearsal.attacker, rehearsal.script.shape[2]
+    seen = attacker.rounds[:-1]
+    tested = seen[: len(seen) - min(min_lag, len(seen) // 3)]
+    truth = np.array([bool(holds[rehearsal.script[round, VICTIM]].mean() > 0.5) for round in tested])
+    if min(truth.sum(), (~truth).sum()) < 5:
+        raise AuditError(f"only {truth.sum()} of {len(truth)} tested rounds have the property")
+    own_examples = OwnExamples(task, holds, own)
+    template = attacker.template()
+    forests, filters = [], []
+    for group in _by_broadcasts(sources(rehearsal, found, tested)):
+        broadcasts = [victim.broadcast for victim in group[0].victims]
+        tell("property: the attacker's own batches")
+        made = own_batches(template, broadcasts, own_examples, batches=batches, size=size, seed=seed)
+        budget = {"own batches": len(made.gradients), "tested rounds": len(tested)}
+        for source in group:
+            tell(f"property: random forest on {source.name}, {source.seat}'s seat")
+            began = perf_counter()
+            scores = _forest_scores(source, made, broadcasts, seed)
+            forests.append(_finding("random forest", source, scores, truth, budget, began, seed))
+        began = perf_counter()
+        models = [blinded(template, broadcast) for broadcast in broadcasts]
+        filtered = filter_scores(
+            models, own_examples, group, made, own_examples=examples, size=size, seed=seed, tell=tell
+        )
+        budget = {"own examples a round": examples * 2, "tested rounds": len(tested)}
+        for learner, of_sources in filtered.items():
+            for source, scores in zip(group, of_sources, strict=True):
+                filters.append(_finding(learner, source, scores, truth, budget, began, seed))
+    return forests + filters
+
+
+def _by_broadcasts(every: Sequence[Source]) -> list[list[Source]]:
+    """The sources in groups that have the victim's models alike: those of the server, and those of the clients."""
+    groups: dict[tuple[int, ...], list[Source]] = {}
+    for source in every:
+        groups.setdefault(tuple(id(victim.broadcast) for victim in source.victims), []).append(source)
+    return list(groups.values())
+
+
+def _finding(
+    learner: str, source: Source, scores: Array, truth: Flags, budget: Mapping[str, object], began: float, seed: int
+) -> Finding:
+    result = measure_auc(scores, truth, seed)
+    return Finding(
+        f"{learner} on {source.name}", source.seat, source.attacker, "property", "auc",
+        result.auc, result.low, result.high, 0.5, {**budget, "seconds": round(perf_counter() - began, 1)},
+        curves=(Curve("", *result.roc),), axes=("false positive rate", "true positive rate"),
+    )  # fmt: skip
+
+
+def _forest_scores(source: Source, made: OwnBatches, broadcasts: Sequence[Broadcast], seed: int) -> Array:
+    """Scores by the published learner; from all features of a round the mean of the attacker's own is subtracted."""
+    names = list(source.gradients[0])
+    lifted = [over_weights(broadcast, row) for broadcast, row in zip(broadcasts, source.gradients, strict=True)]
+    train, test = (
+        np.stack([melis_features({name: row[name] for name in names}, vectors=True) for row in rows])
+        for rows in (made.gradients, lifted)
+    )
+    for index in range(len(test)):
+        mean = train[made.rounds == index].mean(axis=0)
+        train[made.rounds == index] -= mean
+        test[index] -= mean
+    return forest(Samples(train, made.holds), test, seed)

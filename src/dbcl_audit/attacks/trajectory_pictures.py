@@ -1,0 +1,397 @@
+"""The victim's pictures by maximum likelihood over all rounds, where it trains on the same ones in every round.
+
+Reads: client-0 and its allies; server, for the victim's plan.
+
+Such pictures x are the parameters of one regression over all that the attacker saw. In round t it saw
+V_t = W_t R_t + tau Z_t, and W_t = W_0 + S_t(x): its own updates are known, and the victim's follow from x by the
+gradients of the loss at the model that the victim was sent. W_0 is integrated out, and noise averages
+out over the rounds.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from torch import Tensor, nn
+
+from dbcl.data import Dataset
+from dbcl.errors import AuditError, ConfigError
+from dbcl.round_plan import RoundPlan
+from dbcl.transcripts import Setting
+from dbcl_audit import picture_quality as pictures
+from dbcl_audit.attacks import OnProgress
+from dbcl_audit.attacks.images import Attack, picture_findings
+from dbcl_audit.attacks.labels import labels_of_gradient
+from dbcl_audit.attacks.matching import Recovered
+from dbcl_audit.attacks.trajectory_first_layer import FirstLayerLikelihood
+from dbcl_audit.attacks.trajectory_likelihood import TensorLikelihood
+from dbcl_audit.attacks.trajectory_victim import SimulatedVictim, likelihood_of
+from dbcl_audit.estimators.view import View, views
+from dbcl_audit.findings import Finding
+from dbcl_audit.rehearsal import VICTIM, Rehearsal
+
+Array = NDArray[np.float64]
+OnStep = Callable[[], None]
+Limit = float | None
+PARTS = 3
+"""A simulated victim is believed to have been sent what follows from its pictures so far, so many times."""
+SIZE_KNOWN = 0.02
+"""How far the logarithm of a picture's size may be off while it is fitted."""
+
+
+@dataclass(frozen=True)
+class TrajectoryMatching:
+    """How pictures are fitted to a trajectory: by L-BFGS with bounds, in `steps` steps.
+
+    `starts` points are tried for `trial` steps each, and the likeliest goes on. The prior is Laplacian: `tv` times the
+    sum of the differences of neighbouring pixels, in a range from 0 to 1, is added to -log p; where the victim is
+    simulated it is `simulated_tv`. There the `candidates` that the output layer's bias makes likeliest are tried, if
+    labels are unknown, and `local_steps` is how many steps of SGD on all its pictures the victim takes in a round.
+
+    >>> TrajectoryMatching(steps=40).tv
+    6.0
+    """
+
+    steps: int = 60
+    starts: int = 3
+    trial: int = 12
+    tv: float = 6.0
+    simulated_tv: float = 2.0
+    candidates: int = 2
+    local_steps: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "starts", "trial", "candidates", "local_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        for name in ("tv", "simulated_tv"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
+
+
+class VictimsTrajectory(NamedTuple):
+    """What a fit takes from a rehearsal: what the attacker saw, and the plans that the victim was sent."""
+
+    template: nn.Module
+    setting: Setting
+    seen: dict[str, View]
+    plans: list[RoundPlan]  # of all rounds but the last
+    box: tuple[float, float]
+    own: Tensor  # pictures of the attacker's own
+    own_labels: Tensor
+
+
+def trajectory_of(rehearsal: Rehearsal, dataset: Dataset) -> VictimsTrajectory:
+    """What the attacker of a rehearsal of two parties, or of its colluders and one more, fits pictures to."""
+    attackers = rehearsal.colluders or (0,)
+    setting = rehearsal.attacker.setting
+    if setting.cohort != len(attackers) + 1:
+        raise AuditError(
+            f"{setting.cohort} clients a round, {len(attackers)} of them attackers: the fit takes one more client"
+        )
+    seen = views(rehearsal.attacker, allies=rehearsal.allies)
+    plans = [rehearsal.server[round].answered(str(VICTIM)).plan for round in rehearsal.attacker.rounds[:-1]]
+    rows = torch.from_numpy(np.unique(rehearsal.script[:, list(attackers)]))
+    own, own_labels = dataset.x_train[rows].double(), dataset.y_train[rows]
+    return VictimsTrajectory(
+        rehearsal.attacker.template(), setting, seen, plans, pictures.span(dataset), own, own_labels
+    )
+
+
+def fit_pictures(
+    trajectory: VictimsTrajectory,
+    *,
+    count: int = 1,
+    labels: Tensor | None = None,
+    start: Mapping[str, Tensor] | None = None,
+    settings: TrajectoryMatching | None = None,
+    seed: int = 0,
+    on_step: OnStep = lambda: None,
+) -> Recovered:
+    """The `count` pictures that make what the attacker saw likeliest; `on_step` is called after every step.
+
+    One picture behind a dense first layer follows from that layer alone (trajectory_first_layer.py). Several would be
+    known only up to mixtures of them: there, and behind other layers, the victim is simulated (trajectory_victim.py),
+    with `labels` where they are known. `start` is W_0, where that is known.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl import data
+    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.simulation import preset, task_of
+    >>> config, digits = preset("blind", model="dlg-lenet", lr=0.1), data.load("digits")
+    >>> script = draw_batches(np.arange(100), (4, 2, 1), seed=0)
+    >>> script[:, VICTIM] = script[0, VICTIM]
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> found = fit_pictures(trajectory_of(played, digits), settings=TrajectoryMatching(steps=3, trial=1))
+    >>> found.images.shape, found.labels.shape
+    (torch.Size([1, 1, 28, 28]), torch.Size([1]))
+    """
+    settings, began = settings or TrajectoryMatching(), perf_counter()
+    generator = torch.Generator().manual_seed(seed)
+    kind = _DenseFit if count == 1 and _dense_first_layer(trajectory) else _SimulatedFit
+    best = kind(trajectory, start, settings, on_step).best(count, labels, generator)
+    return Recovered(best.images, best.labels, best.value, (best.value,), (), perf_counter() - began)
+
+
+class _Point(NamedTuple):
+    """Where a fit stands: -log p with the prior, the pictures, their labels, and all else that is fitted."""
+
+    value: float
+    images: Tensor  # (count, *shape)
+    labels: Tensor
+    rest: Array
+
+
+class _Fit:
+    """A fit of pictures and of some more numbers, by L-BFGS with bounds: what both kinds share."""
+
+    def __init__(self, trajectory: VictimsTrajectory, settings: TrajectoryMatching, on_step: OnStep) -> None:
+        self.trajectory, self.settings, self.on_step = trajectory, settings, on_step
+        names = [name for name in trajectory.seen if name.endswith("bias")]
+        self.output_bias = names[-1] if names else None
+
+    def label_scores(self, sizes: Tensor, likelihood: TensorLikelihood) -> Tensor:  # (rounds,) -> (classes,)
+        """How fast -log p falls where the output layer's bias grows for a class, by the size of each round's errors."""
+        return (sizes[:, None] * likelihood.at_zero[:, 0].double()).sum(dim=0)
+
+    def minimized(
+        self, objective: Callable[[Tensor, Tensor], Tensor], point: _Point, bounds: tuple[Limit, Limit], steps: int
+    ) -> _Point:
+        """Steps of L-BFGS from a point; `bounds` are those of the rest."""
+        shape, inside = point.images.shape, point.images.numel()
+
+        def of_values(values: Array) -> tuple[float, Array]:
+            vector = torch.from_numpy(values.copy()).requires_grad_()
+            value = objective(vector[:inside].reshape(shape), vector[inside:])
+            (slope,) = torch.autograd.grad(value, vector)
+            return float(value.detach()), slope.numpy()
+
+        best = minimize(
+            of_values,
+            np.concatenate([point.images.flatten().numpy(), point.rest]),
+            method="L-BFGS-B",
+            jac=True,
+            bounds=[self.trajectory.box] * inside + [bounds] * len(point.rest),
+            options={"maxiter": steps, "maxfun": 3 * steps, "maxcor": 20},
+            callback=lambda _: self.on_step(),
+        )
+        images = torch.from_numpy(best.x[:inside].copy()).reshape(shape)
+        return point._replace(value=float(best.fun), images=images, rest=best.x[inside:])
+
+
+class _DenseFit(_Fit):
+    """Pictures from a dense first layer; the rest are the logarithms of the errors' sizes in every round.
+
+    How bright a picture is, the layer hardly says: a darker one with larger errors is as likely, and leaves the noise
+    more room within the box. So its size is held at that of the attacker's own pictures, until it is `stretched`.
+    """
+
+    def __init__(
+        self,
+        trajectory: VictimsTrajectory,
+        start: Mapping[str, Tensor] | None,
+        settings: TrajectoryMatching,
+        on_step: OnStep,
+    ) -> None:
+        super().__init__(trajectory, settings, on_step)
+        layer = trajectory.plans[0].tensors[0].name.removesuffix("weight")
+        names = {f"{layer}weight", f"{layer}bias", self.output_bias or f"{layer}bias"}
+        made = {
+            name: likelihood_of(trajectory.seen[name], trajectory.setting, trajectory.plans, start) for name in names
+        }
+        self.likelihood = FirstLayerLikelihood(made[f"{layer}weight"], made[f"{layer}bias"])
+        self.of_output = made[self.output_bias or f"{layer}bias"]
+        self.typical = _log_size(trajectory.own).mean()
+
+    def best(self, count: int, labels: Tensor | None, generator: torch.Generator) -> _Point:
+        """The likeliest of several starts, taken further, stretched and fitted again."""
+        size, unknown = self.typical.expand(count), torch.zeros(count, dtype=torch.long)
+        tried = []
+        for images in self._starts(count, self.settings.starts, generator):
+            rest = min(np.arange(-6.0, 0.0), key=lambda each: self._likeliness(images, each))
+            begun = _Point(math.inf, images, unknown, np.full(self.likelihood.rounds, rest))
+            tried.append(self._fitted(begun, size, self.settings.trial))
+        best = self._fitted(min(tried, key=lambda point: point.value), size, self.settings.steps)
+        images = self._stretched(best.images)
+        best = self._fitted(best._replace(images=images), _log_size(images), max(1, self.settings.steps // 2))
+        scores = self.label_scores(torch.from_numpy(np.exp(best.rest)), self.of_output)
+        guessed = scores.topk(min(count, len(scores))).indices.repeat(-(-count // len(scores)))[:count]
+        return best._replace(labels=guessed if labels is None else labels)
+
+    def _starts(self, count: int, starts: int, generator: torch.Generator) -> list[Tensor]:
+        """The mean of the attacker's own pictures, then means of it and single ones, to tell several apart."""
+        own, found = self.trajectory.own, list[Tensor]()
+        mean = own.mean(dim=0, keepdim=True).repeat(count, *(1 for _ in self.trajectory.setting.shape))
+        for number in range(starts):
+            single = own[torch.randint(len(own), (count,), generator=generator)]
+            found.append(mean if number == 0 and count == 1 else (mean + single) / 2)
+        return found
+
+    def _likeliness(self, images: Tensor, size: float) -> float:
+        with torch.no_grad():
+            sizes = torch.full((self.likelihood.rounds,), math.exp(size), dtype=torch.float64)
+            return float(self.likelihood(images.flatten(1), sizes))
+
+    def _fitted(self, point: _Point, size: Tensor, steps: int) -> _Point:
+        def objective(images: Tensor, rest: Tensor) -> Tensor:
+            off = _log_size(images) - size
+            prior = self.settings.tv * variation(images, self.trajectory.box) / off.exp() + (off / SIZE_KNOWN) ** 2 / 2
+            return self.likelihood(images.flatten(1), rest.exp()) + prior.sum() + (rest + 3).square().sum() / 200
+
+        return self.minimized(objective, point, (-12.0, 3.0), steps)
+
+    def _stretched(self, images: Tensor) -> Tensor:
+        """As bright as the box lets them be, apart from a tenth of the dark and a hundredth of the bright pixels."""
+        low, high = self.trajectory.box
+        darkest, brightest = (images.flatten(1).quantile(part, dim=1) for part in (0.1, 0.99))
+        times = torch.minimum(
+            torch.where(darkest < 0, low / darkest, math.inf), torch.where(brightest > 0, high / brightest, math.inf)
+        )
+        return (images * times.clamp(1, 2).reshape(-1, 1, 1, 1)).clamp(low, high)
+
+
+class _SimulatedFit(_Fit):
+    """Pictures by simulating the victim; the rest is the veil of what it was sent, where that is unknown."""
+
+    def __init__(
+        self,
+        trajectory: VictimsTrajectory,
+        start: Mapping[str, Tensor] | None,
+        settings: TrajectoryMatching,
+        on_step: OnStep,
+    ) -> None:
+        super().__init__(trajectory, settings, on_step)
+        template, setting, seen, plans, *_ = trajectory
+        self.victim = SimulatedVictim(template, setting, seen, plans, start=start, local_steps=settings.local_steps)
+
+    def best(self, count: int, labels: Tensor | None, generator: torch.Generator) -> _Point:
+        """The likeliest labels by a few steps each; the steps with them in three parts, each with a better W."""
+        rest = np.zeros(sum(each.numel() for each in self.victim.noise().values()))
+        asked = self._candidates(count) if labels is None else [labels]
+        points = [_Point(math.inf, self._start(each, generator), each, rest) for each in asked]
+        if len(points) > 1:
+            points = [self._fitted(point, self.settings.trial) for point in points]
+        best = min(points, key=lambda point: point.value)
+        for _ in range(PARTS):
+            best = self._fitted(best, -(-self.settings.steps // PARTS))
+            self.victim.believe(self.victim.changes(best.images, best.labels, self._noise(torch.from_numpy(best.rest))))
+        return best
+
+    def _start(self, labels: Tensor, generator: torch.Generator) -> Tensor:
+        """For each label the mean of the attacker's own pictures with it; of several, half of that and half of one."""
+        own, found = self.trajectory.own, list[Tensor]()
+        for label in labels:
+            alike = own[self.trajectory.own_labels == label]
+            alike = alike if len(alike) else own
+            single = alike[torch.randint(len(alike), (), generator=generator)]
+            found.append(alike.mean(dim=0) if len(labels) == 1 else (alike.mean(dim=0) + single) / 2)
+        return torch.stack(found)
+
+    def _candidates(self, count: int) -> list[Tensor]:
+        """The labels that the output layer's bias makes likeliest: for one picture several, for more one choice."""
+        if self.output_bias is None:
+            raise AuditError("labels cannot be guessed without a bias of the output layer: give them")
+        likelihood = self.victim.likelihoods[self.output_bias]
+        scores = self.label_scores(torch.ones(len(likelihood.at_zero), dtype=torch.float64), likelihood)
+        if count == 1:
+            return list(scores.topk(min(self.settings.candidates, len(scores))).indices.reshape(-1, 1))
+        return [labels_of_gradient(None, -scores, count)]
+
+    def _noise(self, rest: Tensor) -> dict[str, Tensor]:
+        empty = self.victim.noise()
+        parts = torch.split(rest, [each.numel() for each in empty.values()]) if empty else ()
+        return {
+            name: part.reshape(each.shape).to(each) for (name, each), part in zip(empty.items(), parts, strict=True)
+        }
+
+    def _fitted(self, point: _Point, steps: int) -> _Point:
+        def objective(images: Tensor, rest: Tensor) -> Tensor:
+            likeliness = self.victim(images, point.labels, self._noise(rest))
+            prior = self.settings.simulated_tv * variation(images, self.trajectory.box).sum()
+            return likeliness + prior + rest.square().sum() / 2
+
+        return self.minimized(objective, point, (None, None), steps)
+
+
+def variation(images: Tensor, box: tuple[float, float]) -> Tensor:
+    """The sum of |x_ij - x_(i+1)j| + |x_ij - x_i(j+1)| of each picture, with pixels from 0 to 1, smoothed at 0.
+
+    >>> variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]), (0.0, 1.0)).round(decimals=2)
+    tensor([2.])
+    """
+    across, down = images.diff(dim=-1), images.diff(dim=-2)
+    rough = sum((each.square() + 1e-6).sqrt().flatten(1).sum(dim=1) for each in (across, down))
+    assert isinstance(rough, Tensor)
+    return rough / (box[1] - box[0])
+
+
+def _log_size(images: Tensor) -> Tensor:
+    """The logarithm of the root mean square of each picture's pixels."""
+    return images.flatten(1).square().mean(dim=1).clamp(min=1e-12).log() / 2
+
+
+def _dense_first_layer(trajectory: VictimsTrajectory) -> bool:
+    first, *_ = tensors = trajectory.plans[0].tensors
+    whole = len(first.shape) == 2 and first.shape[1] == math.prod(trajectory.setting.shape)
+    return whole and any(part.name == first.name.removesuffix("weight") + "bias" for part in tensors)
+
+
+def trajectory_picture_findings(
+    rehearsals: Sequence[Rehearsal],
+    dataset: Dataset,
+    settings: TrajectoryMatching | None = None,
+    *,
+    tell: OnProgress = lambda text: None,
+    step: OnStep = lambda: None,
+) -> list[Finding]:
+    """Fit the victim's pictures in each of several rehearsals of two parties, in all rounds of which it has the same.
+
+    `step` is called after every step of a fit.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl import data
+    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.simulation import preset, task_of
+    >>> config, digits = preset("blind", model="dlg-lenet", lr=0.1), data.load("digits")
+    >>> script = draw_batches(np.arange(100), (4, 2, 1), seed=0)
+    >>> script[:, VICTIM] = script[0, VICTIM]
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> few = TrajectoryMatching(steps=3, trial=1)
+    >>> [finding.measure for finding in trajectory_picture_findings([played], digits, few)]
+    ['psnr', 'ssim', 'share above 20 dB', 'accuracy']
+    """
+    results, victims, seat = list[Recovered | str](), list[int](), rehearsals[0].seat
+    for number, rehearsal in enumerate(rehearsals):
+        tell(f"pictures, {seat}'s seat, all rounds together: {number + 1} of {len(rehearsals)}")
+        rows = rehearsal.script[0, VICTIM]
+        victims += rows.tolist()
+        try:
+            found = fit_pictures(
+                trajectory_of(rehearsal, dataset), count=len(rows), settings=settings, seed=number, on_step=step
+            )
+        except (AuditError, ConfigError, RuntimeError) as error:
+            results += [str(error).split("\n")[0]] * len(rows)
+            continue
+        results += _paired(found, dataset.x_train[torch.from_numpy(rows)].double(), pictures.span(dataset))
+    attack = Attack("fitting pictures to all rounds", seat, "adaptive")
+    note = "the victim trains on the same pictures in every round"
+    findings = picture_findings(attack, results, dataset, torch.tensor(victims))
+    return [replace(each, note=f"{note}; {each.note}" if each.note else note) for each in findings]
+
+
+def _paired(found: Recovered, truth: Tensor, span: pictures.Span) -> list[Recovered | str]:
+    """Pictures that were found together one by one, in the order of the true ones that they are nearest to."""
+    ordered = pictures.pair(found.images, truth, span)
+    places = [next(n for n, each in enumerate(found.images) if torch.equal(each, image)) for image in ordered]
+    share = found.seconds / len(places)
+    return [
+        replace(found, images=found.images[n : n + 1], labels=found.labels[n : n + 1], seconds=share) for n in places
+    ]

@@ -1,0 +1,130 @@
+"""Whether the victim's batch had a property, from all rounds together.
+
+Reads: client-N and its allies; server, for the victim's lane.
+
+In every round the attacker has gradients of its own examples, with the property and without, and knows how much noise
+is on what it sees of the victim's. The filter that tells the two means apart best is
+
+    w = (Sigma / batch + I)^-1 (mu_with - mu_without)
+
+in coordinates in which that noise is 1. It is computed from inner products of the examples alone. What is seen of one
+round is mixed with what its neighbours did, in a way that the attacker knows, so the scores are unmixed at last.
+"""
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dbcl.data import Examples
+from dbcl.errors import AuditError
+from dbcl_audit.attacks.layer_gradients import layer_gradients
+from dbcl_audit.attacks.roc import Array, measure_auc
+from dbcl_audit.attacks.trajectory import Lane, Trajectory, loaded
+from dbcl_audit.estimators.covariance import solve
+from dbcl_audit.findings import Curve, Finding
+from dbcl_audit.rehearsal import VICTIM, Rehearsal
+
+RIDGE = 0.1
+"""Relative to the mean variance of the scores: how much of it is not the veil's."""
+
+
+def group_direction(
+    trajectory: Trajectory, index: int, lane: Lane, examples: Examples, holds: NDArray[np.bool_], batch: int
+) -> dict[str, Tensor]:
+    """The change of W to look for, if a client of a lane trains on a batch of examples of which `holds` is true.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl_audit.attacks.trajectory import Knowledge
+    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.simulation import preset, task_of
+    >>> config = preset("veil", lr=0.01)
+    >>> task = task_of(config)
+    >>> played = rehearse(config, task, draw_batches(np.arange(100), (3, 2, 4), seed=0), Path(tempfile.mkdtemp()))
+    >>> own = task.train.subset(np.arange(100, 200))
+    >>> trajectory = Trajectory(played.attacker, Knowledge(own, examples=50))
+    >>> found = group_direction(trajectory, 0, trajectory.lanes[0][0], own, np.arange(100) % 2 == 0, 4)
+    >>> found["5.weight"].shape
+    torch.Size([10, 200])
+    """
+    model, rate = loaded(trajectory.template, trajectory.middle(lane)), trajectory.rate(index, lane)
+    kernel = torch.zeros(len(examples), len(examples), dtype=torch.float64)
+    for each in layer_gradients(model, examples, trajectory.knowledge.objective):
+        if each.name in trajectory.views:
+            seen = float(trajectory.information(each.name)[index, index])
+            kernel += seen * each.through(lane.broadcast.plan).products(0).double()
+    gram = (rate**2 / (len(examples) * batch)) * kernel
+    gram = gram - gram.mean(dim=0) - gram.mean(dim=1, keepdim=True) + gram.mean()
+    contrast = np.where(holds, 1 / holds.sum(), -1 / (~holds).sum())
+    weights = solve(gram + torch.eye(len(gram), dtype=gram.dtype), torch.from_numpy(contrast)[:, None])[:, 0].numpy()
+    return trajectory.weighted_change(index, lane, examples, weights - weights.mean())
+
+
+def unmixed_scores(trajectory: Trajectory, directions: Sequence[dict[str, Tensor]]) -> Array:
+    """How far the others went along the direction of each round: <d_t, pull_t>, unmixed over the rounds.
+
+    Since pull is K^-1 of what was seen, E <d_t, pull_t> = sum_s H_ts x_s for others that went x_s d_s, and its
+    covariance is H, with H_ts = J_ts <d_t, d_s>: so x = (H + ridge)^-1 s.
+    """
+    count = len(directions)
+    mixing, scores = np.zeros((count, count)), np.zeros(count)
+    for name, posterior in trajectory.posteriors.items():
+        if name in directions[0]:
+            stacked = torch.stack([each[name].flatten().float() for each in directions])
+            mixing += trajectory.information(name)[:count, :count] * (stacked @ stacked.T).double().numpy()
+            scores += [float((d * posterior.pull(t)[0].flatten()).sum()) for t, d in enumerate(stacked)]
+    ridge = RIDGE * np.trace(mixing) / count
+    found: Array = solve(torch.from_numpy(mixing + ridge * np.eye(count)), torch.from_numpy(scores)[:, None])[
+        :, 0
+    ].numpy()
+    return found
+
+
+def trajectory_property_findings(
+    rehearsal: Rehearsal,
+    trajectory: Trajectory,
+    examples: Examples,
+    holds: NDArray[np.bool_],
+    truth: Sequence[bool],
+    *,
+    seed: int = 0,
+) -> list[Finding]:
+    """How well it is told whether the victim's batch had the property: the filter of every seen round but the last.
+
+    `holds` says which of the attacker's own `examples` have it, and `truth` which of the victim's batches have.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl_audit.attacks.trajectory import Knowledge
+    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.simulation import preset, task_of
+    >>> config = preset("veil", lr=0.01)
+    >>> task = task_of(config)
+    >>> played = rehearse(config, task, draw_batches(np.arange(100), (3, 2, 4), seed=0), Path(tempfile.mkdtemp()))
+    >>> own, holds = task.train.subset(np.arange(100, 200)), np.arange(100) % 2 == 0
+    >>> trajectory = Trajectory(played.attacker, Knowledge(own, examples=50))
+    >>> [finding.measure for finding in trajectory_property_findings(played, trajectory, own, holds, [True, False])]
+    ['auc']
+    """
+    began, directions = perf_counter(), []
+    if min(holds.sum(), (~holds).sum()) < 2:
+        raise AuditError(f"{int(holds.sum())} of the attacker's {len(holds)} examples have the property: it needs both")
+    for index, number in enumerate(trajectory.rounds[:-1]):
+        plan = rehearsal.server[number].answered(str(VICTIM)).plan.digest
+        lane = next(lane for lane in trajectory.lanes[index] if lane.broadcast.plan.digest == plan)
+        directions.append(group_direction(trajectory, index, lane, examples, holds, rehearsal.script.shape[2]))
+        trajectory.step()
+    scores = unmixed_scores(trajectory, directions)
+    result = measure_auc(scores, np.array(truth), seed)
+    budget = {"tested rounds": len(scores), "own examples": len(examples), "seconds": round(perf_counter() - began, 1)}
+    return [
+        Finding(
+            "matched filter over all rounds", rehearsal.seat, "adaptive", "property", "auc",
+            result.auc, result.low, result.high, 0.5, budget,
+            curves=(Curve("", *result.roc),), axes=("false positive rate", "true positive rate"),
+        )
+    ]  # fmt: skip

@@ -1,0 +1,184 @@
+"""A victim with given pictures, as an attacker who saw all rounds simulates it. Reads: views and plans."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dbcl.objective import cross_entropy
+from dbcl.round_plan import RoundPlan
+from dbcl.sketch import Identity, Sketch
+from dbcl.transcripts import Setting
+from dbcl_audit.attacks.trajectory_likelihood import TensorLikelihood, projection
+from dbcl_audit.estimators.smoother import known_scales
+from dbcl_audit.estimators.view import View
+
+Stacks = dict[str, Tensor]
+"""For each tensor its values in all rounds."""
+NUMBERS = 1_000_000
+"""A hidden veil of more numbers is not estimated: it would take minutes a picture."""
+
+
+def likelihood_of(
+    view: View, setting: Setting, plans: Sequence[RoundPlan], start: Mapping[str, Tensor] | None = None
+) -> TensorLikelihood:
+    """How likely a tensor's broadcasts are, given the only other client's summed gradients dL/dW_eff in every round.
+
+    `plans` are those that it was sent in all rounds but the last; `start` holds W_0 where it is known.
+    """
+    sketches = [plan.sketches.get(view.name) or Identity(view.dim) for plan in plans]
+    maps = [projection(sketch, 1, -setting.local.lr / setting.cohort) for sketch in sketches]
+    return TensorLikelihood(view, known_scales(view, setting.veil), (start or {}).get(view.name), maps)
+
+
+class SimulatedVictim:
+    """The only other client of a run, which trains on the same pictures in every round.
+
+    Its gradients of all rounds are computed at once, at the effective weights V D R^T of what it was sent. In the
+    attacker's own lane that is what the attacker was sent. In another lane it is (W + N) R with an unknown N; W is as
+    the changes say that are believed at the time, and `hidden` names the tensors whose N R is estimated together with
+    the pictures, unless it has more than `NUMBERS`; then it is taken for 0. `plans` are the victim's,
+    of all rounds but the last.
+    """
+
+    def __init__(
+        self,
+        template: nn.Module,
+        setting: Setting,
+        seen: Mapping[str, View],
+        plans: Sequence[RoundPlan],
+        *,
+        start: Mapping[str, Tensor] | None = None,
+        local_steps: int = 1,
+    ) -> None:
+        self.rate, self.local_steps, self.seen = setting.local.lr, local_steps, dict(seen)
+        self.layouts = {part.name: part.layout for part in plans[0].tensors if part.sketched}
+        self.shapes = {part.name: part.shape for part in plans[0].tensors}
+        self.sketches = {name: [plan.sketches[name] for plan in plans] for name in self.layouts}
+        self.likelihoods = {name: likelihood_of(view, setting, plans, start) for name, view in seen.items()}
+        single = all(each.dtype == torch.float32 for each in self.likelihoods.values())
+        self.dtype = torch.float32 if single else torch.float64
+        self.unknown = {
+            name: torch.tensor([not _shows(*pair) for pair in zip(seen[name].sketches, sketches, strict=False)])
+            for name, sketches in self.sketches.items()
+        }
+        hidden = [name for name, rounds in self.unknown.items() if setting.veil and rounds.any()]
+        numbers = sum(
+            likelihood.view.seen[0].numel() * len(plans)
+            for name, likelihood in self.likelihoods.items()
+            if name in hidden
+        )
+        self.hidden = hidden if numbers <= NUMBERS else []
+        self.model = template.to(self.dtype)
+        self.of_rounds = torch.func.vmap(torch.func.grad(self._loss), in_dims=(0, None, None))
+        self.believe({})
+
+    def _loss(self, weights: Stacks, images: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(torch.func.functional_call(self.model, weights, (images,)), labels)
+
+    def believe(self, changes: Mapping[str, Tensor]) -> None:
+        """Take the victim to have been sent what follows from W as these changes, or none, say that it was."""
+        self.sent = {}
+        for name, view in self.seen.items():
+            likelihood = self.likelihoods[name]
+            if name not in self.sketches or not self.unknown[name].any():
+                sent = torch.stack([each.to(self.dtype) for each in view.seen[:-1]])
+                self.sent[name] = self._effective(name, sent) if name in self.sketches else self._shaped(name, sent)
+                continue
+            zero = likelihood.at_zero.new_zeros(()).expand_as(likelihood.at_zero)
+            guesses = []
+            for t, weights in enumerate(likelihood.weights(changes.get(name, zero))[:-1]):
+                mine = view.sketches[t]
+                guess = weights + mine.lift(view.seen[t].to(weights) - mine.apply(weights))
+                guesses.append(self.sketches[name][t].apply(guess).to(self.dtype))
+            self.sent[name] = self._effective(name, _stack(guesses))
+
+    def noise(self) -> Stacks:
+        """No veil, in units of its size, for each hidden tensor in the space of V."""
+        found = {}
+        for name in self.hidden:
+            width = max(sketch.width for sketch in self.sketches[name])
+            found[name] = torch.zeros(len(self.sketches[name]), self.layouts[name].rows, width, dtype=self.dtype)
+        return found
+
+    def changes(self, images: Tensor, labels: Tensor, noise: Mapping[str, Tensor] | None = None) -> Stacks:
+        """The summed gradients of every round, as matrices over W's columns: what the likelihoods take."""
+        found = self._gradients(self.held(noise or {}), images.to(self.dtype), labels)
+        return {name: self.matrices(name, found[name]) for name in self.likelihoods}
+
+    def __call__(self, images: Tensor, labels: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
+        """-log p of the broadcasts given pictures and veil, up to a constant, for autograd."""
+        found = self._gradients(self.held(noise), images.to(self.dtype), labels)
+        value = torch.zeros((), dtype=torch.float64)
+        for name, likelihood in self.likelihoods.items():
+            part: Tensor = _LogLikelihood.apply(self.matrices(name, found[name]), likelihood)  # type: ignore[no-untyped-call]
+            value = value + part
+        return value
+
+    def held(self, noise: Mapping[str, Tensor]) -> Stacks:
+        """The effective weights of all rounds under a veil."""
+        held = dict(self.sent)
+        for name, each in noise.items():
+            size = self.likelihoods[name].precision ** -0.5 * self.unknown[name].to(self.dtype)
+            held[name] = held[name] + self._effective(name, size[:, None, None] * each)
+        return held
+
+    def _gradients(self, held: Stacks, images: Tensor, labels: Tensor) -> Stacks:
+        """The sum of dL/dW_eff over the local steps, for all rounds."""
+        total: Stacks = self.of_rounds(held, images, labels)
+        last = total
+        for _ in range(self.local_steps - 1):
+            moved = {}
+            for name, gradient in last.items():
+                step = self.matrices(name, gradient)
+                if name in self.sketches:  # a step of V moves V D R^T by as much through D R^T
+                    step = torch.stack([projection(s, 2)(g) for s, g in zip(self.sketches[name], step, strict=True)])
+                moved[name] = held[name] - self.rate * self._shaped(name, step)
+            held = moved
+            last = self.of_rounds(held, images, labels)
+            total = {name: total[name] + last[name] for name in total}
+        return total
+
+    def _effective(self, name: str, compact: Tensor) -> Tensor:
+        pairs = zip(self.sketches[name], compact, strict=True)
+        return self._shaped(name, torch.stack([sketch.expand(V[..., : sketch.width]) for sketch, V in pairs]))
+
+    def matrices(self, name: str, stacked: Tensor) -> Tensor:
+        """A tensor of all rounds as matrices."""
+        layout = self.layouts.get(name)
+        if layout is None or not layout.inputs:
+            return stacked.reshape(len(stacked), -1, self.likelihoods[name].view.dim)
+        return torch.stack([layout.matrix(each) for each in stacked])
+
+    def _shaped(self, name: str, matrices: Tensor) -> Tensor:
+        layout = self.layouts.get(name)
+        if layout is None or not layout.inputs:
+            return matrices.reshape(len(matrices), *self.shapes[name])
+        return torch.stack([layout.weight(each) for each in matrices])
+
+
+class _LogLikelihood(torch.autograd.Function):
+    """A tensor's -log p as a function of its changes, with the gradient that it comes with."""
+
+    @staticmethod
+    def forward(ctx: Any, changes: Tensor, likelihood: TensorLikelihood) -> Tensor:
+        value, slope = likelihood(changes.detach().to(likelihood.dtype))
+        ctx.slope = slope.to(changes.dtype)
+        return torch.tensor(value, dtype=torch.float64)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.slope * gradient.to(ctx.slope.dtype), None
+
+
+def _stack(matrices: Sequence[Tensor]) -> Tensor:
+    """Matrices whose widths may differ from round to round, filled up with zeros."""
+    width = max(each.shape[-1] for each in matrices)
+    return torch.stack([torch.nn.functional.pad(each, (0, width - each.shape[-1])) for each in matrices])
+
+
+def _shows(held: Sketch, asked: Sketch) -> bool:
+    """Whether what comes through one sketch can be told from what comes through another."""
+    probe = asked.lift(torch.linspace(1, 2, asked.width, dtype=torch.float64))
+    return bool(torch.allclose(held.lift(held.apply(probe)), probe))

@@ -1,0 +1,142 @@
+"""A client's few pictures, from one update of several local steps, by replaying its training.
+
+Reads no transcript: one client's update, which the server has without secure aggregation, and its broadcast. For a
+client with a dense first layer and many pictures `span.py` finds more; this attack is for any network and few pictures.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from dbcl.data import Dataset
+from dbcl.engines import LocalTraining
+from dbcl.errors import ConfigError
+from dbcl.protocol import blinded
+from dbcl_audit import picture_quality as pictures
+from dbcl_audit.attacks import OnProgress
+from dbcl_audit.attacks.gradients import as_gradient
+from dbcl_audit.attacks.images import Attack, picture_findings
+from dbcl_audit.attacks.local_steps import LocalSteps
+from dbcl_audit.attacks.matching import Matching, Recovered, recover
+from dbcl_audit.attacks.update_labels import Answered, LabelReader
+from dbcl_audit.findings import Finding
+
+COSINE = Matching("cosine", steps=300, restarts=1, tv=1e-2)
+"""For networks with ReLU, whose gradients jump: L-BFGS gets stuck there."""
+L2 = Matching("l2", steps=300, restarts=1, tv=1e-3)
+"""For smooth networks, on which it is far more exact."""
+
+
+def recover_from_update(
+    template: nn.Module,
+    answered: Answered,
+    shape: Sequence[int],
+    training: LocalTraining,
+    settings: Sequence[Matching] = (COSINE, L2),
+    *,
+    reader: LabelReader | None = None,
+    seed: int = 0,
+) -> Recovered:
+    """Find the pictures whose replayed training changes the model as the update says.
+
+    All `settings` are tried, and that whose pictures come nearest is kept. With a `reader` the labels of two pictures
+    or more are what it reads; a single one is plain to see in the output layer's gradient.
+
+    >>> import numpy as np
+    >>> from dbcl import Server, SketchConfig, make_update
+    >>> _ = torch.manual_seed(0)
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Sigmoid(), nn.Linear(8, 2))
+    >>> broadcast = Server(net, SketchConfig(veil=0, sketch="identity-v1")).open_round()
+    >>> local, training, x = blinded(net, broadcast), LocalTraining(lr=0.5, epochs=3), torch.rand(1, 1, 4, 4)
+    >>> _ = training.train(local, (x, torch.tensor([1])), seed=bytes(32), round=0, client=0)
+    >>> sent = Answered(broadcast, make_update(local, broadcast, examples=1).tensors, np.array([0]))
+    >>> found = recover_from_update(net, sent, (1, 4, 4), training, [Matching(steps=100, restarts=1)])
+    >>> found.labels, pictures.psnr(found.images, x).item() > 25
+    (tensor([1]), True)
+    """
+    broadcast, tensors, rows = answered
+    count = len(rows)
+    steps = LocalSteps.of(training, count, broadcast.round)
+    trained = {part.name for part in broadcast.plan.tensors if not part.measured}
+    changes = {name: tensor.double() for name, tensor in tensors.items() if name in trained}
+    target = as_gradient(changes, steps.rate, len(steps.batches))
+    labels = None
+    if reader is not None and count > 1:
+        counts = torch.from_numpy(reader.counts(broadcast, tensors, count))
+        labels = torch.arange(len(counts)).repeat_interleave(counts)
+        settings = [replace(one, label="known") for one in settings]
+    model = blinded(template, broadcast).double()
+    found = [recover(model, target, shape, labels, count, one, seed, steps) for one in settings]
+    best = min(found, key=lambda each: _misfit(model, target, steps, each))
+    return replace(best, seconds=sum(each.seconds for each in found))
+
+
+def _misfit(model: nn.Module, target: dict[str, Tensor], steps: LocalSteps, found: Recovered) -> float:
+    """|g - g*|^2 of the replayed training, with each tensor in units of its own size."""
+    replayed = steps.mean_gradient(model, found.images, found.labels)
+    parts = [
+        (replayed[name].detach() - wanted).square().sum() / wanted.square().sum()
+        for name, wanted in target.items()
+        if wanted.any()
+    ]
+    return float(torch.stack(parts).sum().nan_to_num(float("inf")))
+
+
+def update_picture_findings(
+    template: nn.Module,
+    updates: Sequence[Answered],
+    dataset: Dataset,
+    training: LocalTraining,
+    settings: Sequence[Matching] = (COSINE, L2),
+    *,
+    reader: LabelReader | None = None,
+    tell: OnProgress = lambda text: None,
+) -> list[Finding]:
+    """Recover clients' pictures from one update of each, by `recover_from_update`, and measure them over all pictures.
+
+    `rows` of the updates are those of the dataset's training pictures.
+
+    >>> import numpy as np
+    >>> from dbcl import Server, data, make_update
+    >>> from dbcl.model import networks
+    >>> digits, net, training = data.load("digits"), networks.build("dlg-lenet"), LocalTraining(lr=0.1, epochs=2)
+    >>> broadcast = Server(net).open_round()
+    >>> local, rows = blinded(net, broadcast), np.array([7])
+    >>> _ = training.train(local, (digits.x_train[rows], digits.y_train[rows]), seed=bytes(32), round=0, client=0)
+    >>> sent = Answered(broadcast, make_update(local, broadcast, examples=1).tensors, rows)
+    >>> found = update_picture_findings(net, [sent], digits, training, [Matching(steps=1, restarts=1)])
+    >>> [(one.target, one.measure) for one in found]
+    [('image', 'psnr'), ('image', 'ssim'), ('image', 'share above 20 dB'), ('label', 'accuracy')]
+    """
+    box, results = pictures.span(dataset), list[Recovered | str]()
+    boxed = [replace(one, box=box) for one in settings]
+    for number, each in enumerate(updates):
+        tell(f"pictures, server's seat, replaying local steps: {number + 1} of {len(updates)}")
+        try:
+            found = recover_from_update(template, each, dataset.shape, training, boxed, reader=reader, seed=number)
+            results += _in_order(found, dataset.x_train[each.rows].double(), box)
+        except (ConfigError, ValueError, RuntimeError) as error:
+            results += [str(error).split("\n")[0]] * len(each.rows)
+    victims = torch.cat([torch.as_tensor(each.rows) for each in updates])
+    attack = Attack("matching all local steps", "server", "adaptive")
+    more = {"clients": len(updates), "local steps": len(LocalSteps.of(training, len(updates[0].rows)).batches)}
+    findings = picture_findings(attack, results, dataset, victims)
+    return [replace(finding, budget={**finding.budget, **more}) for finding in findings]
+
+
+def _in_order(found: Recovered, truth: Tensor, box: tuple[float, float]) -> list[Recovered]:
+    """What was recovered together as single pictures, in the order of the true ones that they are nearest to."""
+    paired = pictures.pair(found.images, truth, box)
+    order = [next(n for n, image in enumerate(found.images) if torch.equal(image, one)) for one in paired]
+    return [
+        replace(
+            found,
+            images=found.images[place : place + 1],
+            labels=found.labels[place : place + 1],
+            failures=found.failures if number == 0 else (),
+            seconds=found.seconds / len(order),
+        )
+        for number, place in enumerate(order)
+    ]

@@ -1,0 +1,147 @@
+"""The victim's lane, as an attacker has it: what the victim was sent, and who else trained in that lane.
+
+Reads: server, for the victim's plan; client-0 and its allies.
+
+A client of another lane does not hold what the victim was sent, V_k = (W + N) R_k. It knows R_k and estimates the rest:
+W by a smoother over all rounds, corrected by what it saw itself, W_hat + (V - W_hat R) R^T. Who is in which lane no
+client is told. An auditor gives the attacker the plan of the victim's lane, and how many others were in it: the worst
+case, as an attacker could try one lane after another.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dbcl.protocol import Broadcast
+from dbcl.round_plan import RoundPlan
+from dbcl_audit.estimators.kalman import Smoothed
+from dbcl_audit.estimators.smoother import known_scales, smoother
+from dbcl_audit.estimators.view import View
+from dbcl_audit.rehearsal import VICTIM, Rehearsal
+
+Changes = dict[str, list[Tensor]]
+"""For each tensor the estimated changes from each seen round to the next, as matrices over W's columns."""
+
+
+@dataclass(frozen=True, eq=False)
+class VictimsRound:
+    """One round of the victim as an attacker has it.
+
+    `broadcast` is what the victim was sent, or an estimate of it. The updates of `others` clients are in the change of
+    a tensor that is not sketched, and those of `in_lane` clients in what the victim's sketch shows of one that is.
+
+    >>> import dbcl, torch
+    >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
+    >>> known = VictimsRound(broadcast, others=9, in_lane=5)
+    >>> known.crowd("weight"), known.crowd("bias")
+    (5, 9)
+    """
+
+    broadcast: Broadcast
+    others: int
+    in_lane: int
+
+    def crowd(self, name: str) -> int:
+        """How many clients' updates are in the sum that is seen of a tensor."""
+        return self.in_lane if name in self.broadcast.plan.sketches else self.others
+
+    def others_sum(self, changes: Mapping[str, Sequence[Tensor]], index: int, cohort: int) -> dict[str, Tensor]:
+        """The estimated sum of the others' updates in the space of the victim's V, as matrices.
+
+        `index` counts the rounds that the attacker saw.
+
+        >>> import dbcl, torch
+        >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
+        >>> changes = {"weight": [torch.ones(2, 6)], "bias": [torch.ones(1, 2)]}
+        >>> sums = VictimsRound(broadcast, 1, 1).others_sum(changes, 0, cohort=2)
+        >>> sums["weight"].shape, sums["bias"]
+        (torch.Size([2, 3]), tensor([[2., 2.]]))
+        """
+        sketches = self.broadcast.plan.sketches
+        found = {}
+        for name, guesses in changes.items():
+            guess = guesses[index] * cohort
+            found[name] = sketches[name].apply(guess) if name in sketches else guess
+        return found
+
+    def others_update(self, changes: Mapping[str, Sequence[Tensor]], index: int, cohort: int) -> dict[str, Tensor]:
+        """Their average, as a client of the victim's lane would have sent it: with one other client, its update.
+
+        >>> import dbcl, torch
+        >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
+        >>> VictimsRound(broadcast, 2, 1).others_update({"bias": [torch.ones(1, 2)]}, 0, cohort=3)
+        {'bias': tensor([[1.5000, 1.5000]])}
+        """
+        sums = self.others_sum(changes, index, cohort)
+        return {name: tensor / max(1, self.crowd(name)) for name, tensor in sums.items()}
+
+
+def victims_rounds(
+    rehearsal: Rehearsal, seen: Mapping[str, View], found: Mapping[str, Changes], rounds: Sequence[int]
+) -> list[VictimsRound]:
+    """The victim's rounds as the attacker has them: exactly in a lane of its own or its allies', else estimated.
+
+    The estimate of W is that of a smoother in `found`, or is made here.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> from dbcl_audit.estimators.view import views
+    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.simulation import preset, task_of
+    >>> config = preset("paper", model="dlg-lenet", lanes=2)
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> known = victims_rounds(played, views(played.attacker), {}, [0, 1])
+    >>> [each.broadcast.plan.lane == 1 - played.attacker[each.broadcast.round].broadcast.plan.lane for each in known]
+    [True, True]
+    """
+    pooled = (rehearsal.attacker, *rehearsal.allies)
+    own = {each.client for each in pooled}
+    cohort, weights = rehearsal.attacker.setting.cohort, None
+    known = []
+    for round in rounds:
+        digest, together = rehearsal.lane_of(round, VICTIM)
+        plan = next(sent.plan for sent in rehearsal.server[round].broadcasts if sent.plan.digest == digest)
+        in_lane = sum(str(client) not in own for client in together)
+        held = {(each := transcript[round].broadcast).plan.digest: each for transcript in pooled}
+        broadcast = held.get(plan.digest)
+        if broadcast is None:
+            weights = weights or _Weights(seen, found, rehearsal.attacker.setting.veil)
+            broadcast = _estimated(next(iter(held.values())), plan, seen, weights, round)
+        known.append(VictimsRound(broadcast, cohort - len(pooled), in_lane))
+    return known
+
+
+class _Weights:
+    """W before a round as a smoother expects it; rounds must be asked for in rising order."""
+
+    def __init__(self, seen: Mapping[str, View], found: Mapping[str, Changes], veil: float) -> None:
+        smoothed = (each for each in found.values() if all(isinstance(one, Smoothed) for one in each.values()))
+        changes = next(smoothed, {})
+        self.next, self.at = dict.fromkeys(seen, 0), dict[str, Tensor]()
+        self.walks: dict[str, Iterator[Tensor]] = {}
+        for name, view in seen.items():
+            if view.sketched:
+                each = changes[name] if name in changes else smoother(view, known_scales(view, veil))
+                assert isinstance(each, Smoothed)
+                self.walks[name] = each.weights(view)
+
+    def __call__(self, name: str, index: int) -> Tensor:
+        while self.next[name] <= index:
+            self.at[name] = next(self.walks[name])
+            self.next[name] += 1
+        return self.at[name]
+
+
+def _estimated(own: Broadcast, plan: RoundPlan, seen: Mapping[str, View], weights: _Weights, round: int) -> Broadcast:
+    """What the victim was sent by its plan: what all lanes share as it is, and the rest from the estimate of W."""
+    tensors = dict(own.tensors)
+    for name, sketch in plan.sketches.items():
+        view = seen[name]
+        index = view.rounds.index(round)
+        guess, mine = weights(name, index), view.sketches[index]
+        guess = guess + mine.lift(view.seen[index] - mine.apply(guess))
+        tensors[name] = sketch.apply(guess).to(own.tensors[name].dtype)
+    return Broadcast(plan, tensors, own.veil)

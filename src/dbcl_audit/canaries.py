@@ -1,0 +1,389 @@
+"""What a run with a guarantee really gives away: canaries whose traces are known, and the best test for them.
+
+The server shows S_t = W_t + N_t with W_(t+1) - W_0 = (A g)_t and N_(t+1) = (A C^-1 z)_t (`dbcl.privacy.factorization`).
+So whoever sees all of S can compute C A^-1 (S - W_0) = C g + z. The theorem lets the attacker know everybody else's
+updates; without them C g is what the canary alone has sent, C x in its own direction. The best test for that is a
+matched filter: its score is normal with mean mu where the canary took part and with mean 0 where it did not.
+
+One run measures mu: many canaries take part at once, in directions that do not meet, and as many directions that nobody
+used show what the score is by chance (Andrew et al., arXiv 2302.03098).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.linalg import toeplitz
+from sklearn.covariance import ledoit_wolf
+from torch import Tensor, nn
+
+from dbcl.engines.training_server import Updates
+from dbcl.errors import AuditError
+from dbcl.plan import SketchPlan
+from dbcl.privacy import PrivacyPlan, Spent, clip_factor, epsilon_of, norm, share
+from dbcl.privacy.factorization import quotient
+from dbcl.protocol import Broadcast, RoundReport, Server, Update, UpdateStack, decode_update
+from dbcl.protocol.aggregation import Weighted, stacked_sums, summed
+from dbcl_audit.estimators.covariance import cholesky, solve
+
+Vector = NDArray[np.float64]
+
+NUMBERS = 100_000_000
+"""So many float32 numbers all directions have together, at most: 400 MB."""
+CHUNK = 2**16
+"""So many numbers of each direction are turned at once."""
+FEWEST, MOST = 20, 500
+"""With fewer canaries nothing can be said; more are not needed."""
+TOO_LONG = 3.0
+"""Where the server clips, canaries send so many times what they may."""
+ROUNDING = 1e-3
+"""What sums in float32 may add to the norm of an example's contribution."""
+LEAST = 1e-300
+"""Divisor in place of 0, where canaries left no trace."""
+USUAL, SURE = 1.96, 3.09
+"""Standard errors to either end of a 95 % interval; and beyond which chance puts one sound run in a thousand."""
+
+
+@dataclass(frozen=True)
+class CanaryEstimate:
+    """The scores of canaries that took part and of directions that nobody used, and what follows from them.
+
+    `stated` is what the plan says of the `rounds` that were played, in which each canary had so many `turns`.
+
+    >>> stated = Spent(mu=1.0, epsilon=4.38, delta=1e-5)
+    >>> found = CanaryEstimate(seen=(0.0, 1.0, 2.0), unseen=(-1.0, 0.0, 1.0), stated=stated, rounds=9, turns=3)
+    >>> found.mu, round(found.epsilon, 2), round(found.auc, 2), round(found.auc_bound, 2), found.holds
+    (1.0, 4.38, 0.78, 0.76, True)
+    """
+
+    seen: tuple[float, ...]
+    unseen: tuple[float, ...]
+    stated: Spent
+    rounds: int
+    turns: int
+    largest: float = 0.0
+    """Where one example is the unit: the largest contribution of one, relative to the planned clip."""
+
+    @cached_property
+    def mu(self) -> float:
+        """How far apart the two kinds of scores are, in standard deviations of those by chance."""
+        return float((np.mean(self.seen) - np.mean(self.unseen)) / np.std(self.unseen, ddof=1))
+
+    @cached_property
+    def mu_error(self) -> float:
+        """The standard error of mu, to first order: of both means, and of the standard deviation.
+
+        With m canaries, n unused directions and s the ratio of their standard deviations it is the root of
+        s^2 / m + 1 / n + mu^2 / (2 (n - 1)).
+        """
+        ratio = np.var(self.seen, ddof=1) / np.var(self.unseen, ddof=1)
+        m, n = len(self.seen), len(self.unseen)
+        return math.sqrt(ratio / m + 1 / n + self.mu**2 / (2 * (n - 1)))
+
+    @property
+    def mu_interval(self) -> tuple[float, float]:
+        """95 %: mu and 1.96 standard errors to either side."""
+        return self.mu - USUAL * self.mu_error, self.mu + USUAL * self.mu_error
+
+    @cached_property
+    def epsilon(self) -> float:
+        """The epsilon of a Gaussian mechanism with this mu, at the plan's delta."""
+        return epsilon_of(self.mu, self.stated.delta)
+
+    @cached_property
+    def epsilon_interval(self) -> tuple[float, float]:
+        """That of both ends of mu's interval: epsilon grows with mu."""
+        low, high = (epsilon_of(end, self.stated.delta) for end in self.mu_interval)
+        return low, high
+
+    @cached_property
+    def auc(self) -> float:
+        """How often a canary that took part has the higher score of two."""
+        return float(self._placed(self.seen, self.unseen).mean())
+
+    @cached_property
+    def auc_interval(self) -> tuple[float, float]:
+        """95 %, from DeLong's standard error."""
+        won, lost = self._placed(self.seen, self.unseen), self._placed(self.unseen, self.seen)
+        half = USUAL * math.sqrt(won.var(ddof=1) / len(won) + lost.var(ddof=1) / len(lost))
+        return max(0.0, self.auc - half), min(1.0, self.auc + half)
+
+    @staticmethod
+    def _placed(scores: Sequence[float], others: Sequence[float]) -> Vector:
+        """For each score the share of the others that are below it; an equal one is half below."""
+        ordered = np.sort(others)
+        below, within = np.searchsorted(ordered, scores), np.searchsorted(ordered, scores, side="right")
+        placed: Vector = (below + within) / (2 * len(ordered))
+        return placed
+
+    @property
+    def auc_bound(self) -> float:
+        """Phi(mu / sqrt 2): the AUC that the stated mu allows, and that the best test reaches."""
+        return 0.5 * math.erfc(-self.stated.mu / 2)
+
+    @property
+    def holds(self) -> bool:
+        """Whether what was measured can be chance where the guarantee holds: one sound run in a thousand is beyond.
+
+        That an example contributes more than the clip is no chance.
+        """
+        return self.largest <= 1 + ROUNDING and self.mu - SURE * self.mu_error <= self.stated.mu
+
+
+class Canaries:
+    """A server for engines that adds canaries: what clients send goes on to `server`, with the canaries' updates.
+
+    `plan` is the guarantee that is measured, `server.privacy`. A canary contributes what is worst for it: a
+    direction of its own at the full length, in rounds 0, b, 2b, ... Where one client is the unit, each of them is a
+    client of the server's, and a malicious one: its update is too long by a factor of 3, counts for twice the examples
+    that may count, and it tries to come back a round early; the validator and the participation tracker must stop it.
+    Where one example is the unit, one more client sends the sum of what all canaries add, each with the norm that
+    `contribution` gives for a broadcast: what the clients' own code lets a real extreme example contribute
+    (`extreme_examples`). Its direction is exchanged for one of the canary's own, which changes nothing in isotropic
+    noise. Without `contribution` the norm is `plan.clip`, and only the server's part is measured.
+
+    The directions are orthonormal, of all tensors together; in a run with a sketch, of those that are not sketched. Of
+    each round only products with them are kept. `count` canaries take part, by default as many as NUMBERS allows; as
+    many directions again are used by nobody, and half as many show how the noise is correlated over rounds.
+
+    >>> import copy, dbcl
+    >>> from dbcl.engines import LocalEngine, LocalTraining
+    >>> plan = PrivacyPlan(epsilon=8, delta=1e-3, clip=0.5, rounds=6, clients=8, cohort=4)
+    >>> net, clients = nn.Linear(30, 4), [(torch.randn(5, 30), torch.arange(5) % 4)] * 8
+    >>> server = dbcl.Server(net, dbcl.SketchConfig(sketch="identity-v1"), privacy=plan)
+    >>> canaries = Canaries(server, plan, count=20)
+    >>> engine = LocalEngine(canaries, copy.deepcopy(net), clients, LocalTraining(), fraction=0.5, seed=bytes(32))
+    >>> engine.in_turns = True
+    >>> for _ in range(6):
+    ...     _ = engine.play_round()
+    >>> found = canaries.estimate()
+    >>> found.rounds, found.turns, len(found.seen), round(found.stated.epsilon, 3)
+    (6, 3, 20, 8.0)
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        plan: PrivacyPlan,
+        *,
+        count: int | None = None,
+        seed: int = 0,
+        contribution: Callable[[Broadcast], float] | None = None,
+    ) -> None:
+        if plan.noise_on_updates:
+            raise AuditError(
+                "the noise of this guarantee goes into the updates, before an optimiser that is not linear: what is "
+                "shown does not give it back, and canaries cannot be measured; dbcl privacy states what is promised"
+            )
+        if server.round != 0:
+            raise AuditError(f"canaries take part from round 0 on, and round {server.round} is next")
+        self.server, self.privacy = server, plan
+        self.largest = 0.0
+        """The largest contribution of an example so far, relative to the planned clip: above 1 clients do not clip."""
+        self._contribution = contribution or (lambda broadcast: plan.clip)
+        weights = server.weights()
+        self._shapes = {each.name: each.shape for each in server.plan.tensors if not each.sketched}
+        self._start = self._flat({name: weights[name].detach() for name in self._shapes}).clone()
+        self.count = _fitting(len(self._start)) if count is None else count
+        if self.count < FEWEST or 5 * self.count > len(self._start):
+            raise AuditError(
+                f"{self.count} canaries in the {len(self._start)} numbers of what is not sketched: they are {FEWEST} "
+                f"or more, with five numbers or more for each, and by default no more than {NUMBERS} numbers in all"
+            )
+        assert server.keeper.tracker is not None
+        server.keeper.tracker.clients += self.count + 1  # canaries are clients beside those of the plan
+        self._directions = _orthonormal(math.ceil(2.5 * self.count), self._start, seed)
+        self._used: list[bool] = []
+        self._shown: list[Vector] = []
+        self._honest: list[Vector] = []
+
+    @property
+    def round(self) -> int:
+        return self.server.round
+
+    @property
+    def plan(self) -> SketchPlan:
+        return self.server.plan
+
+    @property
+    def model(self) -> nn.Module:
+        return self.server.model
+
+    @property
+    def traffic(self) -> tuple[int, int] | None:
+        """Bytes of the last round besides broadcasts and updates."""
+        return self.server.traffic
+
+    def open_round(self, client: str | int | None = None) -> Broadcast:
+        """Return a client's broadcast of the round."""
+        return self.server.open_round(client)
+
+    def prepare(self) -> None:
+        """Precompute randomness of the next round."""
+        self.server.prepare()
+
+    def sums(self) -> Mapping[str, Update]:
+        """Return what a server that sees only sums has seen of the last round."""
+        return self.server.sums()
+
+    @torch.no_grad()
+    def close_round(self, updates: Updates) -> RoundReport:
+        """Close the round with the canaries' updates among the others, and look at what the next one shows."""
+        if not isinstance(updates, Mapping):
+            raise AuditError("a guarantee counts who takes part: give the updates as a dictionary by their senders")
+        sent = self._sent() if self._due() else {}
+        report = self.server.close_round(_together(updates, sent) if sent else updates)
+        refused = [who for who in (*sent, *updates) if who in report.rejected]
+        absent = sum(who in sent for who in refused)
+        if 0 < absent < len(sent):
+            raise AuditError(f"{absent} of {len(sent)} canaries were refused in round {report.round}, and others not")
+        self._used.append(bool(sent) and not absent)
+        self._honest.append(self._dots(self._average(updates, refused)))
+        self._shown.append(self._dots(self._flat(self.server.noisy_weights()) - self._start))
+        return report
+
+    def estimate(self) -> CanaryEstimate:
+        """What the rounds so far have shown of the canaries, beside what the plan says of them."""
+        rounds, turns = len(self._used), sum(self._used)
+        if not turns:
+            raise AuditError("no canary has taken part yet")
+        workload, strategy = self.privacy.workload, self.privacy.strategy
+        C = _lower(strategy.coefficients(rounds))
+        whole = quotient(np.convolve(strategy.numerator, workload.inverse), strategy.denominator, rounds)
+        y = _lower(whole / workload.lr) @ np.stack(self._shown) - C @ np.stack(self._honest)  # (rounds, directions)
+        seen, unseen, spare = np.split(y, [self.count, 2 * self.count], axis=1)
+        # From other directions than those that the filter is judged by.
+        weights = _matched(C @ np.array(self._used, dtype=np.float64), spare) / self.privacy.sigma
+        allowed = min(self.privacy.participations, -(-rounds // self.privacy.separation))
+        return CanaryEstimate(
+            tuple((weights @ seen).tolist()),
+            tuple((weights @ unseen).tolist()),
+            self.privacy.spent(rounds=rounds, participations=allowed),
+            rounds,
+            turns,
+            self.largest,
+        )
+
+    def _due(self) -> bool:
+        """Whether canaries send something in this round: a client also tries one round before it may."""
+        turns = [round for round, used in enumerate(self._used) if used]
+        if self.privacy.unit == "example":
+            return self.round % self.privacy.separation == 0
+        since = self.round - turns[-1] if turns else self.privacy.separation
+        return since in (self.privacy.separation - 1, self.privacy.separation)
+
+    def _sent(self) -> dict[str, Update]:
+        """The canaries' updates of a round, by who sends them."""
+        plan, rows = self.privacy, self._directions[: self.count]
+        if plan.unit == "example":
+            reached = self._contribution(self.server.open_round("canaries"))
+            self.largest = max(self.largest, reached / plan.clip)
+            return {"canaries": self._update("canaries", reached * rows.sum(dim=0), self.count)}
+        examples = max(1, math.ceil(2 * plan.weight_cap))
+        names = [f"canary {number}" for number in range(self.count)]
+        return {
+            name: self._update(name, TOO_LONG * plan.clip * row, examples)
+            for name, row in zip(names, rows, strict=True)
+        }
+
+    def _update(self, name: str, flat: Tensor, examples: int) -> Update:
+        broadcast = self.server.open_round(name)
+        sizes = [math.prod(each) for each in self._shapes.values()]
+        own = dict(zip(self._shapes, torch.split(flat, sizes), strict=True))
+        tensors = {
+            name: own[name].reshape(V.shape).to(V) if name in own else torch.zeros_like(V)
+            for name, V in broadcast.tensors.items()
+        }
+        return Update(broadcast.round, broadcast.plan.digest, tensors, examples)
+
+    def _average(self, updates: Mapping[str, Any], refused: Sequence[str]) -> Tensor:
+        """What clients other than the canaries add to the round's average, as the validator lets it through."""
+        plan, like = self.privacy, self.server.weights()
+        like = {name: like[name].detach() for name in self._shapes}
+
+        def factor(who: str, length: float, examples: int) -> float:
+            counted = share(examples, weight_cap=plan.weight_cap, per_round=1) if plan.weight_cap else 1.0
+            bound = plan.clip * (1 if plan.unit == "client" else min(examples, plan.batch) * (1 + 1e-6))
+            clipped = clip_factor(length, bound)
+            return 0.0 if who in refused else counted * clipped / plan.per_round
+
+        if isinstance(updates, UpdateStack):
+            stack = updates
+            lengths = stack.norms(stack.tensors).tolist()
+            row = [factor(*each) for each in zip(stack.senders, lengths, stack.examples, strict=True)]
+            return self._flat(stacked_sums({name: stack.tensors[name] for name in like}, [row], like)[0])
+        every = []
+        for who, message in updates.items():
+            update = message if isinstance(message, Update) else decode_update(message)
+            every.append(Weighted(update.tensors, factor(who, norm(update.tensors), update.examples)))
+        return self._flat(summed(every, like, whole=1.0))
+
+    def _flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([tensors[name].flatten() for name in self._shapes]) if self._shapes else torch.empty(0)
+
+    def _dots(self, flat: Tensor) -> Vector:
+        products: Vector = torch.mv(self._directions, flat.to(self._directions)).double().cpu().numpy()
+        return products
+
+
+def _fitting(dim: int) -> int:
+    """How many canaries there are by default, where directions have so many numbers."""
+    return min(MOST, int(NUMBERS / max(dim, 1) / 2.5), int(dim / 5))
+
+
+def _orthonormal(count: int, like: Tensor, seed: int) -> Tensor:
+    """So many random directions where `like` lies, of length 1 and at right angles. (count, dim)"""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    drawn = torch.randn(count, len(like), generator=generator, device=like.device)
+    root = cholesky((drawn @ drawn.T).double()).to(drawn)
+    for part in torch.split(drawn, CHUNK, dim=1):
+        part.copy_(torch.linalg.solve_triangular(root, part, upper=False))
+    return drawn
+
+
+def _matched(signal: Vector, noise: Vector) -> Vector:
+    """The filter, of length 1, that finds a signal best in noise of which there are samples. (rounds, samples)
+
+    Noise that is white, as it should be, gives the signal itself: covariances are shrunk to what chance cannot explain.
+    """
+    samples = noise.shape[1]
+    sizes = np.sqrt(np.mean(noise**2, axis=1))
+    logs = np.log(np.maximum(sizes, max(1e-9 * sizes.max(), LEAST)))
+    spread, by_chance = logs.var(), 1 / (2 * samples)
+    sizes = np.exp(logs.mean() + max(0.0, 1 - by_chance / max(spread, by_chance)) * (logs - logs.mean()))
+    covariance, _ = ledoit_wolf((noise / sizes[:, None]).T, assume_centered=True)
+    right = torch.from_numpy(signal / sizes)[:, None]
+    found: Vector = solve(torch.from_numpy(covariance), right)[:, 0].numpy() / sizes
+    return found / max(float(np.linalg.norm(found)), LEAST)
+
+
+def _lower(column: Vector) -> Vector:
+    """The lower triangular Toeplitz matrix with this first column."""
+    whole: Vector = toeplitz(column, np.zeros_like(column))
+    return whole
+
+
+def _together(updates: Mapping[str, Any], canaries: Mapping[str, Update]) -> Mapping[str, Any]:
+    """All updates of a round; a stack stays one where the canaries' tensors have the same shapes and kinds."""
+    if not isinstance(updates, UpdateStack):
+        return {**updates, **canaries}
+    own = list(canaries.values())
+    kinds = {name: (tensor.shape[1:], tensor.dtype, tensor.device) for name, tensor in updates.tensors.items()}
+    if any((V.shape, V.dtype, V.device) != kinds[name] for each in own for name, V in each.tensors.items()):
+        return {**updates, **canaries}
+    return UpdateStack(
+        updates.round,
+        (*updates.senders, *canaries),
+        (*updates.plans, *(each.plan for each in own)),
+        {
+            name: torch.cat([tensor, torch.stack([each.tensors[name] for each in own])])
+            for name, tensor in updates.tensors.items()
+        },
+        (*updates.examples, *(each.examples for each in own)),
+        (*updates.metrics, *(each.metrics for each in own)),
+    )

@@ -1,0 +1,150 @@
+"""Covariances: of an unknown update over W's columns, the same for every row, and how to invert any of them."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dbcl.errors import AuditError
+from dbcl.sketch import Sketch
+from dbcl.sketch.buckets import BucketSketch
+from dbcl_audit.estimators.view import View
+
+GROWTH = 10.0
+"""Factor by which jitter grows from one attempt at a factorisation to the next."""
+
+
+def cholesky(covariance: Tensor) -> Tensor:
+    """Lower Cholesky factor of a covariance matrix, which may be singular or, by rounding, slightly indefinite.
+
+    A pivot below the rounding error of its diagonal entry is noise: its sign and size depend on the CPU. Jitter in
+    proportion to the diagonal therefore grows from that rounding error on until every pivot exceeds it. A matrix that
+    is well-conditioned after scaling to a unit diagonal gets none.
+
+    Raises:
+        AuditError: if the matrix holds NaN or infinity.
+
+    >>> cholesky(torch.ones(2, 2)).isfinite().all()
+    tensor(True)
+    >>> cholesky(torch.tensor([[4.0, 0.0], [0.0, 9.0]])).diagonal()
+    tensor([2., 3.])
+    """
+    if not covariance.isfinite().all():
+        raise AuditError("a covariance of the attacker's model is not finite: the numbers behind it diverged")
+    rounding, smallest = torch.finfo(covariance.dtype).eps, torch.finfo(covariance.dtype).tiny
+    least = max(rounding * float(covariance.detach().abs().max()), smallest)
+    scale = covariance.detach().diagonal().clamp(min=least)
+    factor: Tensor
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    jitter = rounding
+    while failed or not (factor.diagonal().square() > rounding * scale).all():
+        factor, failed = torch.linalg.cholesky_ex(covariance + torch.diag(jitter * scale))
+        jitter *= GROWTH
+    return factor
+
+
+def solve(covariance: Tensor, right: Tensor) -> Tensor:
+    """Solve covariance x = right by `cholesky`.
+
+    >>> solve(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([[4.0], [0.0]])).T.round(decimals=4)
+    tensor([[2., 0.]])
+    """
+    return torch.cholesky_solve(right, cholesky(covariance))
+
+
+class WhiteUpdates:
+    """Updates whose entries in V's space are independent, with standard deviation `update`: covariance R R^T in W's.
+
+    With several lanes it is the mean of R_k R_k^T over the others, by the share of them in each lane. Of a round that
+    the client missed it does not know the sketch, so there the covariance is isotropic; without `known_range` it is so
+    in all rounds.
+
+    >>> from dbcl.sketch import Identity
+    >>> seen = (torch.zeros(1, 2), torch.ones(1, 2))
+    >>> view = View("w", (0, 1), (1, 1), (Identity(2), Identity(2)), seen, seen)
+    >>> WhiteUpdates(view, 0.5).times(0, torch.ones(1, 2))
+    tensor([[0.2500, 0.2500]])
+    """
+
+    def __init__(self, view: View, update: float, *, known_range: bool = True) -> None:
+        self.view, self.variance, self.known_range = view, update**2, known_range
+
+    def isotropic(self, t: int) -> float:
+        """The variance of each entry in a missed round, so that the update has the length of a seen round's."""
+        return self.variance * self.view.update_width(t) / self.view.dim
+
+    def add(self, t: int, covariance: Tensor, factor: float) -> None:
+        """Add `factor` times the covariance of the t-th seen round's update, in place."""
+        if not self.known_range:
+            return self.add_missed(t, covariance, factor)
+        for sketch, share in self.view.lanes(t):
+            for rows, columns, values in sketch_range(sketch, covariance):
+                covariance[rows, columns] += factor * share * self.variance * values
+        return None
+
+    def add_missed(self, t: int, covariance: Tensor, factor: float) -> None:
+        """Add `factor` times the covariance of one missed round's update after the t-th seen one, in place."""
+        covariance.diagonal().add_(factor * self.isotropic(t))
+
+    def times(self, t: int, x: Tensor) -> Tensor:
+        """x times the covariance of a seen round's update."""
+        if not self.known_range:
+            return self.times_missed(t, x)
+        found = torch.zeros_like(x)
+        for sketch, share in self.view.lanes(t):
+            found += share * self.variance * sketch.lift(sketch.apply(x))
+        return found
+
+    def times_missed(self, t: int, x: Tensor) -> Tensor:
+        """x times the covariance of a missed round's update."""
+        return self.isotropic(t) * x
+
+
+class ShapedUpdates(WhiteUpdates):
+    """Updates whose columns vary together as a matrix C over W's columns says, seen through R_t of each lane.
+
+    >>> from dbcl.sketch import Identity
+    >>> seen = (torch.zeros(1, 2), torch.ones(1, 2))
+    >>> view = View("w", (0, 1), (1, 1), (Identity(2), Identity(2)), seen, seen)
+    >>> ShapedUpdates(view, 1.0, torch.tensor([[1.0, 0.5], [0.5, 1.0]])).times(0, torch.ones(1, 2))
+    tensor([[1.5000, 1.5000]])
+    """
+
+    def __init__(self, view: View, update: float, columns: Tensor) -> None:
+        super().__init__(view, update)
+        self.columns = columns
+
+    def _dense(self, t: int) -> Tensor:
+        found = torch.zeros_like(self.columns)
+        for sketch, share in self.view.lanes(t):
+            compact = sketch.apply(sketch.apply(self.columns).T)
+            size = float(compact.diagonal().mean())
+            if size > 0:
+                found += share * self.variance / size * sketch.lift(sketch.lift(compact).T)
+        return found
+
+    def add(self, t: int, covariance: Tensor, factor: float) -> None:
+        covariance.add_(self._dense(t).to(covariance), alpha=factor)
+
+    def add_missed(self, t: int, covariance: Tensor, factor: float) -> None:
+        covariance.add_(self.columns.to(covariance), alpha=factor * self.isotropic(t))
+
+    def times(self, t: int, x: Tensor) -> Tensor:
+        return x @ self._dense(t).to(x)
+
+    def times_missed(self, t: int, x: Tensor) -> Tensor:
+        return self.isotropic(t) * (x @ self.columns.to(x))
+
+
+def sketch_range(sketch: Sketch, like: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The nonzero entries of R R^T as (rows, columns, values), no place twice: it joins the inputs of one bucket."""
+    if not isinstance(sketch, BucketSketch):
+        every = torch.arange(sketch.dim)
+        yield every, every, like.new_ones(sketch.dim)
+        return
+    tables = sketch.tables(like)
+    pairs = list(zip(tables.layers, tables.apply_weights, strict=True))
+    for one, weight in pairs:
+        for other, factor in pairs:
+            count = min(len(one), len(other))
+            yield one[:count], other[:count], weight[:count] * factor[:count]

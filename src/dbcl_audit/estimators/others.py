@@ -1,0 +1,69 @@
+"""Through which sketches the others' updates of a round come, as far as clients of it can know."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dbcl.round_plan import RoundPlan
+from dbcl.sketch import Sketch
+
+Lanes = tuple[tuple[Sketch, float], ...]
+"""The sketches that the others' updates of one round come through, each with the share of the others in it."""
+
+
+def lanes_of_others(plans: Sequence[RoundPlan], names: Sequence[str], cohort: int) -> dict[str, Lanes]:
+    """For each sketched tensor the sketches of all lanes, with the share of the others that is expected in each.
+
+    `plans` are those that the clients were sent who look. Seed and number of lanes are public, so a client can draw the
+    sketches of every lane; it does not know who is in which, but that all lanes have as many clients.
+
+    >>> import dbcl, torch
+    >>> plan = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all", lanes=2)).open_round().plan
+    >>> lanes_of_others([plan], ["weight"], cohort=2)
+    {'weight': ((LaneSketch(6 -> 3, lane 1 of 2), 1.0),)}
+    >>> [share for _, share in lanes_of_others([plan], ["weight"], cohort=6)["weight"]]
+    [0.4, 0.6]
+    """
+    others = max(cohort - len(plans), 1)
+    known = plans_of_others(plans, cohort)
+    found: dict[str, Lanes] = {}
+    for name in names:
+        if name in plans[0].sketches:
+            lanes = [(plan.sketches[name], number / others) for plan, number in known if number > 0]
+            found[name] = tuple(lanes) or ((plans[0].sketches[name], 1.0),)
+    return found
+
+
+def plans_of_others(plans: Sequence[RoundPlan], cohort: int) -> list[tuple[RoundPlan, float]]:
+    """Return the plan of every lane with the expected number of other clients in it.
+
+    >>> import dbcl, torch
+    >>> plan = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all", lanes=2)).open_round().plan
+    >>> [(each.lane, number) for each, number in plans_of_others([plan], cohort=6)]
+    [(0, 2.0), (1, 3.0)]
+    """
+    count = plans[0].lanes
+    held, taken = {plan.digest: plan for plan in plans}, Counter(plan.lane for plan in plans)
+    expected = expected_others([taken[lane] for lane in range(count)], cohort)
+    return [(_lane(held, plans[0], lane), number) for lane, number in enumerate(expected)]
+
+
+def expected_others(taken: Sequence[int], cohort: int) -> list[float]:
+    """How many others are in each lane, where `taken` says how many clients of each lane one knows.
+
+    Lanes differ by one client at most; those that are left over may be in any lane.
+
+    >>> expected_others([1, 0], cohort=10), expected_others([1, 0], cohort=3), expected_others([1, 1], cohort=3)
+    ([4.0, 5.0], [0.5, 1.5], [0.5, 0.5])
+    """
+    each = cohort // len(taken)
+    sure = [max(each - number, 0) for number in taken]
+    left = max(cohort - sum(taken) - sum(sure), 0)
+    free = [number <= each for number in taken]  # one of the lanes that may have one client more
+    return [number + left * is_free / max(sum(free), 1) for number, is_free in zip(sure, free, strict=True)]
+
+
+def _lane(held: dict[str, RoundPlan], one: RoundPlan, lane: int) -> RoundPlan:
+    """The plan of a lane; one that was received has drawn its sketches already."""
+    plan = one if one.lane == lane else replace(one, lane=lane)
+    return held.get(plan.digest, plan)

@@ -1,0 +1,28 @@
+"""Rewind: undo the rounds one by one, backward from a guess of the last W. Reads: client-N."""
+
+from torch import Tensor
+
+from dbcl_audit.estimators.view import View
+
+
+def rewind(view: View) -> list[Tensor]:
+    """Go backward from a guess: W_t = W_(t+1) + (V_t - W_(t+1) R_t) R_t^T, exact after enough rounds with no veil.
+
+    Outside the range of R_t nothing changed in round t, so there W_t is W_(t+1); inside it V_t says what it was. That
+    is so where all clients share one sketch. Others in other lanes change W outside, too: then the smoother, which
+    knows all lanes, is the exact attacker.
+
+    >>> import torch
+    >>> from dbcl.sketch import Identity
+    >>> seen, own = (torch.zeros(1, 2), torch.full((1, 2), 3.0)), torch.ones(1, 2)
+    >>> rewind(View("w", (0, 1), (1, 1), (Identity(2), Identity(2)), seen, (own, own)))
+    [tensor([[2., 2.]])]
+    """
+    weights = view.sketches[-1].expand(view.seen[-1])
+    changes = []
+    for t in range(len(view.rounds) - 2, -1, -1):
+        sketch = view.sketches[t]
+        moved = sketch.apply(weights) - view.seen[t]
+        changes.append(sketch.lift(moved - view.lr * view.own[t]))
+        weights = weights - sketch.lift(moved)
+    return changes[::-1]

@@ -1,0 +1,159 @@
+"""What one client, or several that pool it, saw of each tensor over all rounds: the input of every estimator.
+
+Reads: client-N.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dbcl.errors import AuditError, NotAttackableError
+from dbcl.model.layout import Layout
+from dbcl.sketch import Identity, Sketch
+from dbcl.transcripts import Seen, Transcript
+from dbcl_audit.estimators.others import Lanes, lanes_of_others
+from dbcl_audit.estimators.pooled import Part, pool
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """One tensor over all rounds that a client saw, as matrices; `own` is its own part of each update, in V's space.
+
+    `gaps` says how many rounds lie from each seen round to the next. `momentum` and `lr` are the server's.
+
+    >>> import torch
+    >>> view = View("w", (0, 2), (2, 1), (Identity(3),) * 2, (torch.zeros(4, 3),) * 2, (torch.zeros(4, 3),) * 2)
+    >>> view.dim, view.rows(slice(2)).seen[0].shape, view.first(1).rounds
+    (3, torch.Size([2, 3]), (0,))
+    """
+
+    name: str
+    rounds: tuple[int, ...]
+    gaps: tuple[int, ...]
+    sketches: tuple[Sketch, ...]
+    seen: tuple[Tensor, ...]  # (rows, width) each
+    own: tuple[Tensor, ...]
+    momentum: float = 0.0
+    lr: float = 1.0
+    layout: Layout | None = None
+    """How the tensor is a matrix, where it is sketched."""
+    others: tuple[Lanes, ...] = ()
+    """For each round the sketches that the others' updates come through; empty where that is the client's own."""
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """A change of the tensor as the matrix that the view is of."""
+        return weight.reshape(-1, self.dim) if self.layout is None else self.layout.matrix(weight)
+
+    def lanes(self, index: int) -> Lanes:
+        """The sketches that the others' updates of a seen round come through, with the share of each.
+
+        >>> import torch
+        >>> View("w", (0,), (1,), (Identity(3),), (torch.zeros(4, 3),), (torch.zeros(4, 3),)).lanes(0)
+        ((Identity(3 -> 3), 1.0),)
+        """
+        return self.others[index] if self.others else ((self.sketches[index], 1.0),)
+
+    def update_width(self, index: int) -> float:
+        """How many numbers of a row one other client's update has in a seen round, in V's space.
+
+        >>> import torch
+        >>> View("w", (0,), (1,), (Identity(3),), (torch.zeros(4, 3),), (torch.zeros(4, 3),)).update_width(0)
+        3.0
+        """
+        return sum(share * sketch.width for sketch, share in self.lanes(index))
+
+    @property
+    def dim(self) -> int:
+        return self.sketches[0].dim
+
+    @property
+    def sketched(self) -> bool:
+        """Whether the tensor is sent sketched; clients of all lanes together may still see the whole of it."""
+        return self.layout is not None or self.sketches[0].width < self.dim
+
+    def rows(self, which: slice | Tensor) -> "View":
+        """The same view of some rows only."""
+        return replace(self, seen=tuple(v[which] for v in self.seen), own=tuple(u[which] for u in self.own))
+
+    def first(self, count: int) -> "View":
+        """The same view of the first rounds only."""
+        parts = ("rounds", "gaps", "sketches", "seen", "own", "others")
+        return replace(self, **{part: getattr(self, part)[:count] for part in parts})
+
+
+def views(
+    transcript: Transcript, names: Sequence[str] | None = None, *, allies: Sequence[Transcript] = ()
+) -> dict[str, View]:
+    """Gather what a client saw, tensor by tensor, or of the tensors in `names` only.
+
+    `allies` are clients that show it what they saw: in every round the V of all their lanes are one observation. The
+    clients' share of a round's average is taken to be 1 / cohort each: they do not know how many examples others have.
+
+    >>> import tempfile, dbcl, torch
+    >>> from pathlib import Path
+    >>> from dbcl.engines import LocalEngine, LocalTraining
+    >>> from dbcl.transcripts import Recorder, Setting
+    >>> net, folder, training = torch.nn.Linear(6, 2), Path(tempfile.mkdtemp()), LocalTraining()
+    >>> clients = [(torch.ones(4, 6), torch.arange(4) % 2)] * 3
+    >>> server = dbcl.Server(net, dbcl.SketchConfig(coverage="all"))
+    >>> engine = LocalEngine(server, net, clients, training, seed=bytes(32))
+    >>> setting = Setting("net", (1, 1, 6), 2, training.settings(), clients=3, cohort=3)
+    >>> engine.observer = Recorder(folder, ["0", "1"], server, setting)
+    >>> for _ in range(3):
+    ...     report = engine.play_round()
+    >>> one, two = (Transcript(folder / f"client-{number}") for number in (0, 1))
+    >>> {name: (view.rounds, view.dim) for name, view in sorted(views(one).items())}
+    {'bias': ((0, 1, 2), 2), 'weight': ((0, 1, 2), 6)}
+    >>> views(one)["weight"].sketches[0].width, views(one, allies=[two])["weight"].sketches[0].width
+    (3, 6)
+    """
+    pooled, setting = (transcript, *allies), transcript.setting
+    for each in pooled:
+        if each.client is None:
+            raise AuditError(f"{each.party}: updates are estimated from a client's seat; the server knows them")
+    rounds = tuple(sorted({round for each in pooled for round in each.rounds}))
+    if len(rounds) < 3:
+        raise NotAttackableError(f"{transcript.party} saw {len(rounds)} rounds; estimating takes 3 or more")
+    if setting.optimizer == "adam":
+        raise NotAttackableError(
+            "the server's optimiser is Adam: its steps are no sums of updates, and no attack here undoes it"
+        )
+    gathered: dict[str, list[_Entry]] = {}
+    layouts: dict[str, Layout] = {}
+    for round in rounds:
+        present = [(each[round], each.client or "") for each in pooled if round in each.rounds]
+        plan = present[0][0].broadcast.plan
+        layouts |= {tensor.name: tensor.layout for tensor in plan.tensors if tensor.sketched}
+        # Statistics do not move by updates: clients report values of their own.
+        moving = [tensor.name for tensor in plan.tensors if not tensor.measured]
+        wanted = [name for name in moving if names is None or name in names]
+        known = [seen.broadcast.plan for seen, _ in present]
+        lanes = lanes_of_others(known, wanted, setting.cohort)
+        for name in wanted:
+            parts = [_part(seen, client, name, setting.cohort) for seen, client in present]
+            sketch, matrix, own = pool(parts)
+            gathered.setdefault(name, []).append((sketch, matrix, own, lanes.get(name, ((sketch, 1.0),))))
+    gaps = (*(int(gap) for gap in np.diff(rounds)), 1)
+    found = {}
+    for name, entries in gathered.items():
+        maps, matrices, owns, others = zip(*entries, strict=True)
+        layout = layouts.get(name)
+        found[name] = View(
+            name, rounds, gaps, maps, matrices, owns, setting.momentum, setting.server_lr, layout, others
+        )
+    return found
+
+
+_Entry = tuple[Sketch, Tensor, Tensor, Lanes]
+
+
+def _part(seen: Seen, client: str, name: str, cohort: int) -> Part:
+    """What one client received of a tensor in a round, and its own part of the round's change, as matrices."""
+    tensor = seen.broadcast.tensors[name].double()
+    matrix = tensor.reshape(len(tensor), -1) if tensor.ndim > 1 else tensor.reshape(1, -1)
+    sent = seen.updates.get(client)  # none where the client was only shown the round
+    own = torch.zeros_like(matrix) if sent is None else (sent.tensors[name] / cohort).double().reshape(matrix.shape)
+    return Part(seen.broadcast.plan.sketches.get(name) or Identity(matrix.shape[1]), matrix, own)

@@ -1,0 +1,367 @@
+"""One tensor over all rounds as an attacker models it: what is unknown, how it moves, and what was seen of it.
+
+The world is linear and Gaussian, so that every estimator, detector and reconstruction is a likelihood under it:
+
+    W_0 ~ N(start, weight^2)                     unknown, or known where `weight` is 0
+    m_(s+1) = beta m_s + own_s + drift_s + u_s   the server's momentum; u_s ~ N(0, update^2) in the lanes of the others
+    W_(s+1) = W_s + lr m_(s+1)
+    V_t = (W_t + N_t) R_t                        N white or correlated over the rounds, with a known covariance
+
+The drift is what the others are expected to do, as the attacker's own examples say (attacks/trajectory.py); u_s is what
+is left. The smoother of smoother.py is the case without drift, with a white veil.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dbcl.errors import AuditError
+from dbcl.sketch import Identity, Sketch
+from dbcl_audit.estimators.covariance import cholesky, sketch_range, solve
+from dbcl_audit.estimators.view import View
+
+Array = NDArray[np.float64]
+
+TOLERANCE = 1e-3
+"""Relative residual at which conjugate gradients stop."""
+STEPS = 200
+"""More of them are never taken."""
+LEAST_NOISE = 0.1
+"""Of sketches, noise of less than so many of the others' updates is taken for as much: steps without it do not end."""
+NO_NOISE = 1e-12
+"""Standard deviation taken for none at all, as of a tensor that is 0 in every round: 1 / noise^2 must stay finite."""
+NUMBERS = 40_000_000
+"""So many numbers a stack over all rounds has, at most: more rows are solved in parts."""
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """One more observation than the rounds give: a mean of W over rounds, known up to `noise`.
+
+    `shares` are by round: {60: 1.0} is W before round 60, and a running mean has all of its weights.
+
+    >>> Seen({60: 1.0}, torch.zeros(4, 3)).noise
+    0.0
+    """
+
+    shares: dict[int, float]
+    value: Tensor  # (rows, dim)
+    noise: float = 0.0
+
+
+class World:
+    """A tensor's observations as one Gaussian vector; `solve` says what they tell of every update.
+
+    `veil` is the standard deviation of the noise, or its covariance over the seen rounds. `update` is that of an entry
+    of the others' summed update beyond `drift`, which has a matrix over W's columns for each seen round. `start` is the
+    expected W before the first seen round, and `weight` how far off that may be. `more` are other observations of W,
+    such as the published model.
+
+    The covariance of what was seen in rounds t and t' is
+
+        K_tt' = G_tt' R_t^T R_t' + sum_s C_ts C_t's R_t^T Q_s R_t',      C_ts = lr (1 - beta^(t-s)) / (1 - beta)
+
+    with G of everything that is isotropic over W's columns (W_0, the veil, rounds that were missed) and Q_s of what the
+    lanes of round s carry. K is never formed: K e = y is solved by conjugate gradients, after W_0 is taken out exactly.
+
+    >>> one, zero = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
+    >>> view = View("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, tuple(t * one for t in range(4)), (zero,) * 4)
+    >>> [round(float(change), 3) for change in World(view, veil=1e-3, update=1.0, weight=1.0).solve().changes()]
+    [1.0, 1.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        view: View,
+        *,
+        veil: float | Tensor,
+        update: float | Array,
+        weight: float,
+        drift: Sequence[Tensor] | None = None,
+        start: Tensor | None = None,
+        more: Sequence[Seen] = (),
+    ) -> None:
+        self.view, self.weight, self.drift, self.start, self.more = view, weight, drift, start, tuple(more)
+        self.update = np.broadcast_to(np.asarray(update, dtype=np.float64), len(view.rounds))
+        if drift is not None and len(drift) < len(view.rounds) - 1:
+            raise AuditError(f"{view.name}: {len(drift)} rounds of drift, and {len(view.rounds)} were seen")
+        rounds, size = np.array(view.rounds), float(self.update.max())
+        last = max([int(rounds[-1]), *(max(each.shares) for each in more)])
+        self.ticks = np.arange(rounds[0], last)  # rounds whose updates move what is seen
+        self.index = {int(round): place for place, round in enumerate(rounds)}
+        self.sketches: list[Sketch] = [*view.sketches, *(Identity(view.dim) for _ in more)]
+        rows = [{int(round): 1.0} for round in rounds] + [each.shares for each in more]
+        self.kernel = np.stack([self._response(shares) for shares in rows])  # C, (observations, ticks)
+        noise = torch.as_tensor(veil, dtype=torch.float64).numpy()
+        noise = noise**2 * np.eye(len(rounds)) if noise.ndim == 0 else noise
+        self.noise = np.zeros((len(rows), len(rows)))
+        self.noise[: len(rounds), : len(rounds)] = noise
+        for place, each in enumerate(more, len(rounds)):
+            self.noise[place, place] = max(each.noise, 1e-6 * (weight + size)) ** 2
+        if view.sketches[0].width < view.dim:
+            np.fill_diagonal(self.noise, np.maximum(self.noise.diagonal(), (LEAST_NOISE * size) ** 2))
+        np.fill_diagonal(self.noise, np.maximum(self.noise.diagonal(), NO_NOISE**2))
+        # Where the veil is not tiny, its noise is far above the rounding of single precision, which is faster.
+        floor = float(self.noise.diagonal().min()) ** 0.5
+        coarse = floor > 1e-3 * max(weight, size) and view.dim > 64
+        self.dtype = torch.float32 if coarse else torch.float64
+
+    def _response(self, shares: dict[int, float]) -> Array:
+        """How much of an update of each tick is in a mean of W over rounds."""
+        beta, found = self.view.momentum, np.zeros(len(self.ticks))
+        for round, share in shares.items():
+            age = np.maximum(round - self.ticks, 0)
+            found += share * self.view.lr * (1 - beta**age) / (1 - beta)
+        return found
+
+    @cached_property
+    def known(self) -> NDArray[np.bool_]:
+        """Which ticks are rounds that were seen, so that their sketches are known."""
+        return np.isin(self.ticks, list(self.index))
+
+    @cached_property
+    def lanes(self) -> list[list[tuple[Sketch, float]]]:
+        """For each seen tick the sketches that updates come through, with the variance of an entry in each."""
+        seen = [self.index[int(tick)] for tick in self.ticks[self.known]]
+        return [[(sketch, share * self.update[t] ** 2) for sketch, share in self.view.lanes(t)] for t in seen]
+
+    @cached_property
+    def isotropic(self) -> Array:
+        """G: the covariance over observations of all that treats W's columns alike."""
+        found = self.noise + self.weight**2
+        missed = np.flatnonzero(~self.known)
+        if len(missed):
+            response = self.kernel[:, missed] * np.sqrt([self.missed(int(s)) for s in missed])
+            found = found + response @ response.T
+        beta = self.view.momentum
+        if beta and self.view.rounds[0] > 0:  # a velocity from before, as of an update one round ago
+            response = beta * self.kernel[:, 0] * (self.missed(0) / (1 - beta**2)) ** 0.5
+            found = found + np.outer(response, response)
+        return found
+
+    def before(self, place: int) -> int:
+        """The seen round at a tick, or the last one before it."""
+        return int(np.searchsorted(self.view.rounds, self.ticks[place], side="right")) - 1
+
+    def missed(self, place: int) -> float:
+        """The variance of an entry of W in a round that was missed, so that its update has the length of others."""
+        t = self.before(place)
+        return float(self.update[t] ** 2 * self.view.update_width(t) / self.view.dim)
+
+    @cached_property
+    def flat(self) -> Array | None:
+        """K as a matrix over observations, where nothing is sketched and all columns are alike; None elsewhere."""
+        if not all(isinstance(sketch, Identity) for sketch in self.sketches):
+            return None
+        variances = []
+        for lanes in self.lanes:
+            if not all(isinstance(sketch, Identity) for sketch, _ in lanes):
+                return None
+            variances.append(sum(variance for _, variance in lanes))
+        response = self.kernel[:, self.known]
+        found: Array = self.isotropic + (response * np.array(variances)) @ response.T
+        return found
+
+    @cached_property
+    def information(self) -> Array:
+        """What is seen of an entry of the updates: the covariance of its pulls over ticks, C^T K^-1 C.
+
+        It is that of a tensor that is not sketched, times the share of the columns that an observation shows.
+        """
+        response = self.kernel[:, self.known]
+        variances = np.array([sum(variance for _, variance in lanes) for lanes in self.lanes])
+        covariance = self.isotropic + (response * variances) @ response.T
+        share = np.mean([sketch.width / sketch.dim for sketch in self.sketches])
+        found: Array = (
+            share * self.kernel.T @ solve(torch.from_numpy(covariance), torch.from_numpy(self.kernel)).numpy()
+        )
+        return found
+
+    @cached_property
+    def precision(self) -> Tensor:
+        """The Cholesky factor of sum_t R_t R_t^T / noise_t + I / weight^2, by which W_0 is taken out."""
+        found = torch.zeros(self.view.dim, self.view.dim, dtype=torch.float64)
+        for sketch, noise in zip(self.sketches, self.noise.diagonal(), strict=True):
+            for rows, columns, values in sketch_range(sketch, found):
+                found[rows, columns] += values / float(noise)
+        found.diagonal().add_(1 / max(self.weight, 1e-12) ** 2)
+        return cholesky(found).to(self.dtype)
+
+    def mean(self, moved: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """What is expected of every observation: from the start, the attacker's own updates, and the drift or `moved`.
+
+        `moved` takes the drift's place, as an explanation of what the others did.
+        """
+        moved = self.drift if moved is None else moved
+        view, shape = self.view, (len(self.view.seen[0]), self.view.dim)
+        inputs = torch.zeros(len(self.ticks), *shape, dtype=self.dtype)
+        for place, tick in enumerate(self.ticks):
+            t = self.index.get(int(tick))
+            if t is not None:
+                inputs[place] = view.sketches[t].lift(view.own[t].to(self.dtype))
+            if moved is not None:  # of a missed round the last drift that is known
+                inputs[place] += moved[min(self.before(place), len(moved) - 1)].to(self.dtype)
+        kernel = torch.from_numpy(self.kernel).to(self.dtype)
+        weights = torch.tensordot(kernel, inputs, 1)
+        if self.start is not None:
+            weights += self.start.to(self.dtype)
+        return [sketch.apply(each) for sketch, each in zip(self.sketches, weights, strict=True)]
+
+    def solve(self, tolerance: float = TOLERANCE) -> "Posterior":
+        """Explain all that was seen: e = K^-1 (V - mean), and what follows from it."""
+        seen = [*self.view.seen, *(each.value for each in self.more)]
+        left = [each.to(self.dtype) - mean for each, mean in zip(seen, self.mean(), strict=True)]
+        if self.flat is not None:
+            stack = torch.stack(left).double()
+            solved = solve(torch.from_numpy(self.flat), stack.flatten(1)).reshape(stack.shape)
+            return Posterior(self, list(solved.to(self.dtype)))
+        rows = len(left[0])
+        step = max(1, min(rows, NUMBERS // (len(left) * self.view.dim)))
+        starts = range(0, rows, step)
+        parts = [self._conjugate([each[start : start + step] for each in left], tolerance) for start in starts]
+        return Posterior(self, [torch.cat(each) for each in zip(*parts, strict=True)])
+
+    def covariance_times(self, e: Sequence[Tensor]) -> list[Tensor]:
+        """K e, from the right to the left: lift, spread over rounds, restrict to the lanes, and back."""
+        lifted = torch.stack([sketch.lift(each) for sketch, each in zip(self.sketches, e, strict=True)])
+        total = _over_rounds(self.isotropic, lifted)
+        if self.known.any():
+            kernel = self.kernel[:, self.known]
+            carried = torch.stack(
+                [_restrict(lanes, each) for lanes, each in zip(self.lanes, _over_rounds(kernel.T, lifted), strict=True)]
+            )
+            total += _over_rounds(kernel, carried)
+        return [sketch.apply(each) for sketch, each in zip(self.sketches, total, strict=True)]
+
+    def _precondition(self, left: Sequence[Tensor]) -> list[Tensor]:
+        """What is left, less what W_0 explains of it, over the noise: the inverse of K without updates."""
+        scaled = [each / float(noise) for each, noise in zip(left, self.noise.diagonal(), strict=True)]
+        if not self.weight:
+            return scaled
+        pulled = sum(
+            (sketch.lift(each) for sketch, each in zip(self.sketches[1:], scaled[1:], strict=True)),
+            self.sketches[0].lift(scaled[0]),
+        )
+        start = torch.cholesky_solve(pulled.T, self.precision).T
+        return [
+            each - sketch.apply(start) / float(noise)
+            for each, sketch, noise in zip(scaled, self.sketches, self.noise.diagonal(), strict=True)
+        ]
+
+    def _conjugate(self, left: list[Tensor], tolerance: float) -> list[Tensor]:
+        solved = [torch.zeros_like(each) for each in left]
+        residual = [each.clone() for each in left]
+        direction = self._precondition(residual)
+        power = first = _inner(residual, direction)
+        if not first > 0:
+            return solved
+        for _ in range(STEPS):
+            image = self.covariance_times(direction)
+            curvature = _inner(direction, image)
+            if not curvature > 0:  # nothing but rounding is left
+                break
+            length = power / curvature
+            for s, r, d, i in zip(solved, residual, direction, image, strict=True):
+                s.add_(d, alpha=length)
+                r.sub_(i, alpha=length)
+            turned = self._precondition(residual)
+            power, before = _inner(residual, turned), power
+            if not power > tolerance**2 * first:
+                break
+            direction = [t + (power / before) * d for t, d in zip(turned, direction, strict=True)]
+        return solved
+
+
+class Posterior:
+    """What the observations say of one tensor's updates; `errors` is e = K^-1 (V - mean).
+
+    >>> one, zero = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
+    >>> view = View("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, tuple(t * one for t in range(4)), (zero,) * 4)
+    >>> found = World(view, veil=1e-3, update=1.0, weight=1.0).solve()
+    >>> [round(float(each), 2) for each in found.pulls()], [round(float(each), 2) for each in found.weights()]
+    ([1.0, 1.0, 1.0], [0.0, 1.0, 2.0, 3.0])
+    """
+
+    def __init__(self, world: World, errors: list[Tensor]) -> None:
+        self.world, self.errors = world, errors
+
+    @cached_property
+    def _lifted(self) -> Tensor:
+        pairs = zip(self.world.sketches, self.errors, strict=True)
+        return torch.stack([sketch.lift(each) for sketch, each in pairs])
+
+    @cached_property
+    def _pulls(self) -> Tensor:
+        """For every tick the derivative of the log-likelihood by its update, over W's columns."""
+        return _over_rounds(self.world.kernel.T, self._lifted)
+
+    def pulls(self) -> list[Tensor]:
+        """For each seen round but the last the derivative of the log-likelihood by the update of the others.
+
+        An update in direction d adds <d, pull> to it, to first order: the matched filter for any d.
+        """
+        seen = self._pulls[torch.from_numpy(np.flatnonzero(self.world.known))]
+        return list(seen[: len(self.world.view.rounds) - 1])
+
+    def pull(self, index: int) -> tuple[Tensor, Tensor]:
+        """The pull of a seen round, and the sum of those of the rounds after it that were missed."""
+        places = [place for place in range(len(self.world.ticks)) if self.world.before(place) == index]
+        missed = [self._pulls[place] for place in places if not self.world.known[place]]
+        here = int(np.flatnonzero(self.world.ticks == self.world.view.rounds[index])[0])
+        return self._pulls[here], sum(missed, torch.zeros_like(self._pulls[here]))
+
+    def changes(self) -> list[Tensor]:
+        """The expected change of W from each seen round to the next by the others' updates: lr (drift + Q pull)."""
+        world, found = self.world, list[Tensor]()
+        lanes = iter(world.lanes)
+        for place in range(len(world.ticks)):
+            if world.known[place]:
+                found.append(_restrict(next(lanes), self._pulls[place]))
+            else:
+                found[-1] = found[-1] + world.missed(place) * self._pulls[place]
+            if world.drift is not None:
+                found[-1] = found[-1] + world.drift[min(world.before(place), len(world.drift) - 1)].to(found[-1])
+        count = len(world.view.rounds) - 1
+        return [(world.view.lr * each).double() for each in found[:count]]
+
+    def weights(self) -> list[Tensor]:
+        """The expected W before each seen round, given all that was seen."""
+        world, count = self.world, len(self.world.view.rounds)
+        without = world.isotropic - world.noise
+        found = _over_rounds(without[:count], self._lifted)
+        known = np.flatnonzero(world.known)
+        if len(known):
+            pulls = self._pulls[torch.from_numpy(known)]
+            carried = torch.stack([_restrict(lanes, each) for lanes, each in zip(world.lanes, pulls, strict=True)])
+            found += _over_rounds(world.kernel[:count, known], carried)
+        plain = World(_unsketched(world.view), veil=1.0, update=0.0, weight=1.0, drift=world.drift, start=world.start)
+        return [(one + mean.to(one)).double() for one, mean in zip(found, plain.mean(), strict=True)]
+
+
+def _unsketched(view: View) -> View:
+    """The same view as if W were seen itself: only for what is expected of it."""
+    whole = tuple(sketch.lift(own) for sketch, own in zip(view.sketches, view.own, strict=True))
+    return replace(view, sketches=(Identity(view.dim),) * len(view.sketches), own=whole)
+
+
+def _over_rounds(matrix: Array, stack: Tensor) -> Tensor:
+    """A matrix over rounds times a stack with a leading axis of rounds."""
+    found: Tensor = torch.tensordot(torch.from_numpy(np.ascontiguousarray(matrix)).to(stack), stack, 1)
+    return found
+
+
+def _restrict(lanes: Sequence[tuple[Sketch, float]], x: Tensor) -> Tensor:
+    """x Q, with Q the sum of variance R R^T over lanes."""
+    found = torch.zeros_like(x)
+    for sketch, variance in lanes:
+        found += x * variance if isinstance(sketch, Identity) else variance * sketch.lift(sketch.apply(x))
+    return found
+
+
+def _inner(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    return float(sum((float((a * b).sum(dtype=torch.float64)) for a, b in zip(one, other, strict=True)), 0.0))

@@ -1,0 +1,92 @@
+"""Real extreme examples through the clients' own code: how far one of them moves an update.
+
+A guarantee for one example rests on clipping that happens on the clients, where no server looks. So it is measured: two
+clients train on the same examples, one of them with one more, as extreme as this task allows. Both run on the engine of
+the run, and by the same path of it. The norm of the difference of their updates is what this example contributes.
+"""
+
+from dataclasses import replace
+from operator import itemgetter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dbcl.data import DatasetExamples, Examples, TensorExamples
+from dbcl.data.trees import join, map_tensors
+from dbcl.engines import Engine
+from dbcl.engines.engine import client_name
+from dbcl.privacy import norm
+from dbcl.protocol import Broadcast, Update, decode_update
+from dbcl.simulation.task import Task
+
+PAIRS = 20
+"""Extreme examples, each with a pair of clients."""
+COMPANIONS = 2
+"""Ordinary examples in a client's batch beside the extreme one."""
+SCALES = (1.0, 30.0)
+"""The inputs are multiplied by these, in turn: large inputs have large gradients, unless they saturate a network."""
+
+
+def with_extremes(task: Task, *, separation: int, seed: int = 0) -> Task:
+    """Return a task whose clients come in pairs: the first of each has an extreme example more than the second.
+
+    Inputs are those of training examples, scaled where they are floating-point values, and targets are those of other
+    examples. The extreme example is the last one of its client, and its turn is in rounds 0, `separation`, ...
+
+    >>> from dbcl.simulation import RunConfig, task_of
+    >>> made = with_extremes(task_of(RunConfig()), separation=3)
+    >>> [len(rows) for rows in made.division[:4]], len(made.division)
+    ([7, 6, 7, 6], 40)
+    """
+    generator = np.random.default_rng(seed)
+    count = len(task.train)
+    ordinary, extreme, other = (generator.integers(count, size=size) for size in (COMPANIONS * PAIRS, PAIRS, PAIRS))
+    scales = torch.tensor([SCALES[number % len(SCALES)] for number in range(PAIRS)])
+
+    def scaled(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor * scales.to(tensor).view(-1, *(1,) * (tensor.ndim - 1))
+
+    inputs = map_tensors(scaled, task.train.take(extreme).inputs)
+    targets = map_tensors(scaled, task.train.take(other).targets)
+    every = join([tuple(task.train.take(ordinary)), (inputs, targets)])
+    train: Examples = TensorExamples(*every)
+    if not isinstance(task.train, TensorExamples):  # an engine takes another path for datasets
+        pairs = [map_tensors(itemgetter(row), every) for row in range(len(train))]
+        train = DatasetExamples(pairs)
+    division = []
+    for pair in range(PAIRS):
+        # Only every `separation`-th example has its turn together with the extreme one; the others fill the places.
+        first = COMPANIONS * pair
+        rows = np.repeat(np.arange(first, first + COMPANIONS), separation)
+        division += [np.append(rows, COMPANIONS * PAIRS + pair), rows]
+    return replace(task, train=train, division=division, pictures=None, holds=None)
+
+
+def contributions(engine: Engine, broadcast: Broadcast) -> list[float]:
+    """Return the norm of what each extreme example adds to its client's update of a round.
+
+    `engine` holds the clients of `with_extremes`. They train as in a run, and nothing is sent to a server.
+
+    >>> import dbcl
+    >>> from dbcl.engines import LocalEngine, LocalTraining
+    >>> from dbcl.simulation import RunConfig, task_of
+    >>> task = with_extremes(task_of(RunConfig()), separation=1)
+    >>> net, training = task.make_model(0), LocalTraining(lr=0.1, steps=1, example_clip=1.0)
+    >>> server = dbcl.Server(task.make_model(1))
+    >>> engine = LocalEngine(server, net, task.train.divide(task.division), training, seed=bytes(32))
+    >>> round(max(contributions(engine, server.open_round())), 4)  # the clip, times the learning rate
+    0.1
+    """
+    answers = engine.train_cohort(dict.fromkeys(range(len(engine.clients)), broadcast))
+    norms = []
+    for pair in range(len(engine.clients) // 2):
+        with_it, without = (_read(answers[client_name(2 * pair + place)]) for place in (0, 1))
+        norms.append(norm({name: tensor - without.tensors[name] for name, tensor in with_it.tensors.items()}))
+    return norms
+
+
+def _read(message: Update | bytes) -> Update:
+    return message if isinstance(message, Update) else decode_update(message)

@@ -1,0 +1,48 @@
+"""Divisions by what was computed: by a spread that may be rounding alone, and by norms that may be tiny."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[np.float64]
+
+ROUNDING = 1e-5
+"""A spread below this share of the values' size is taken for rounding errors in float32, which depend on the CPU."""
+
+
+def spread_floor(values: Array) -> float:
+    """The smallest spread that values of this size can have; 1 where all of them are 0.
+
+    >>> spread_floor(np.array([3.0, -100.0])), spread_floor(np.zeros(2))
+    (0.001, 1.0)
+    """
+    return ROUNDING * float(np.abs(values).max(initial=0.0)) or 1.0
+
+
+def standardized(values: Array, known: Array) -> Array:
+    """Subtract the mean of the `known` values and divide by their standard deviation, or by `spread_floor`.
+
+    >>> standardized(np.array([2.0, 5.0]), np.array([1.0, 3.0]))
+    array([0., 3.])
+    >>> standardized(np.array([2.0, 2.0]), np.array([2.0, 2.0]))
+    array([0., 0.])
+    """
+    found: Array = (values - known.mean()) / max(float(known.std()), spread_floor(np.concatenate([values, known])))
+    return found
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    """The cosine of two tensors, however small they are; 0 where one of them is 0.
+
+    PyTorch's `cosine_similarity` divides by 1e-8 at least, and understates that of tensors with smaller norms.
+
+    >>> x = torch.tensor([3e-30, 4e-30])
+    >>> cosine(x, x), cosine(x, 0 * x)
+    (1.0, 0.0)
+    """
+    one, other = one.flatten().double(), other.flatten().double()
+    sizes = float(torch.linalg.vector_norm(one)), float(torch.linalg.vector_norm(other))
+    if min(sizes) == 0:
+        return 0.0
+    return float((one / sizes[0]) @ (other / sizes[1]))

@@ -1,0 +1,266 @@
+"""How findings are rated: what counts as a leak, the worst of each risk, and which limits were exceeded."""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from dbcl.errors import ConfigError
+from dbcl_audit.findings import ATTACKERS, SEATS, Audit, Finding
+from dbcl_audit.report.measures import KINDS, chance_of, kind, number_text
+
+BAD, LEAKS, GUESS, FAILED, UNRATED = "as bad as no defence", "leaks", "close to guessing", "could not run", "not rated"
+WIDE = f"{GUESS}, but the interval is wide"
+UNSURE = "may leak, but the interval includes guessing"
+BROKEN, DOUBTFUL, KEPT = (
+    "above what is stated",
+    "above what is stated, perhaps by chance",
+    "consistent with what is stated",
+)
+RANK = {BAD: 4, BROKEN: 4, LEAKS: 3, UNSURE: 2, WIDE: 2, DOUBTFUL: 2, GUESS: 1, KEPT: 1, UNRATED: 0, FAILED: 0}
+CONFIDENT = ("share", "tpr", "auc", "accuracy")
+"""Families whose intervals are of confidence; those of cosines and pictures are the spread over rounds and pictures."""
+LIMITS = tuple(kind for kind in KINDS if kind != "error")
+
+RULES = {
+    "cosine, ssim, accuracy, AUC": "a tenth of the way from guessing to perfect is a leak, nine tenths is as bad as no "
+    "defence. A cosine below 0 and an AUC below 0.5 count as their mirror image: the attacker just turns it round.",
+    "error": "relative to the size of the truth; below 0.9 of what guessing gives is a leak, below 0.1 is as bad as no "
+    "defence.",
+    "PSNR": "2 dB above guessing is a leak; 30 dB, or 10 dB above guessing if that is more, is as bad as no defence.",
+    "share above 20 dB": "one in a hundred more than by guessing is a leak, nine in ten are as bad as no defence.",
+    "members found": "twice the rate of false alarms is a leak; half of all members, or four times that rate "
+    "if that is more, is as bad as no defence.",
+    "epsilon": "consistent with what is stated where its interval reaches down to that. One audit in forty of a sound "
+    "run is above by chance; one in a thousand is so far above that it is called a fault.",
+    "interval": "a share or an AUC that would be a leak may be luck where its 95 % interval includes guessing; and one "
+    "that is close to guessing is no relief where its interval reaches a leak. Both are marked.",
+    "guessing": "as the audit measured it; where it did not: cosine 0, AUC 0.5, accuracy 0, SSIM 0, share 0, error 1, "
+    "PSNR 13 dB (about what the mean picture of a class gives), true positives as many as false ones.",
+}
+
+
+@dataclass(frozen=True)
+class Risk:
+    """One target, seat and measure: what guessing gives, and the worst naive and the worst adaptive attack.
+
+    >>> Risk("update", "client", "cosine", 0.0, None, None).seat
+    'client'
+    """
+
+    target: str
+    seat: str
+    measure: str
+    chance: float
+    naive: Finding | None
+    adaptive: Finding | None
+
+
+def word(finding: Finding) -> str:
+    """What a finding means in a word, by `RULES`: its value against what guessing gives.
+
+    >>> word(Finding("rewind", "client", "adaptive", "update", "cosine", 0.99))
+    'as bad as no defence'
+    >>> word(Finding("forest", "client", "naive", "property", "auc", 0.52, low=0.4, high=0.64))
+    'close to guessing, but the interval is wide'
+    """
+    family = kind(finding.measure)
+    if math.isnan(finding.value):
+        return FAILED
+    if not family:
+        return UNRATED
+    if family == "epsilon":
+        return _against_stated(finding)
+    leaks, bad = _levels(family, chance_of(finding))
+    if _strength(finding) >= leaks:
+        if family in CONFIDENT and includes_guessing(finding):
+            return UNSURE
+        return BAD if _strength(finding) >= bad else LEAKS
+    ends = [end for end in (finding.low, finding.high) if end is not None]
+    return WIDE if any(_as_strength(family, end) >= leaks for end in ends) else GUESS
+
+
+def _against_stated(finding: Finding) -> str:
+    """A measured epsilon against the stated one."""
+    if finding.budget.get("holds") is False:
+        return BROKEN
+    low, stated = finding.low, finding.budget.get("stated epsilon")
+    if low is None or stated is None:
+        return UNRATED
+    return DOUBTFUL if low > stated else KEPT
+
+
+def risks(audit: Audit) -> list[Risk]:
+    """The worst attacks of an audit, in the order in which their targets, seats and measures first appear.
+
+    >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99, 0.98, 1.0, 0.0)
+    >>> [(risk.naive, risk.adaptive.attack) for risk in risks(Audit("a", {}, {}, (), (finding,), 1.0))]
+    [(None, 'rewind')]
+    """
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in audit.findings:
+        groups.setdefault((finding.target, finding.seat, finding.measure), []).append(finding)
+    found = []
+    for key, group in groups.items():
+        naive, adaptive = (
+            max((finding for finding in group if finding.attacker == side), key=severity, default=None)
+            for side in ATTACKERS
+        )
+        found.append(Risk(*key, chance_of(max(group, key=severity)), naive, adaptive))
+    return found
+
+
+def worst_by_seat(audit: Audit) -> dict[str, Finding | None]:
+    """For each seat the finding that is worst by `severity`; None where no attack from it gave a result.
+
+    Colluders are left out where none were rehearsed: with one lane they see no more than one client does.
+
+    >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99)
+    >>> {seat: worst and worst.attack for seat, worst in worst_by_seat(Audit("a", {}, {}, (), (finding,), 1.0)).items()}
+    {'client': 'rewind', 'server': None, 'anyone': None}
+    """
+    rated = [finding for finding in audit.findings if RANK[word(finding)]]
+    seats = [seat for seat in SEATS if seat != "colluders" or any(each.seat == seat for each in audit.findings)]
+    return {seat: max((f for f in rated if f.seat == seat), key=severity, default=None) for seat in seats}
+
+
+def worst(audit: Audit, family: str, seats: Collection[str] = SEATS) -> float | None:
+    """Return the largest leak that any attack of some adversaries reached, by all measures of a family.
+
+    An AUC below 0.5 and a negative cosine count as their mirror image. None where nothing was measured.
+
+    >>> found = [Finding("a", "client", "naive", "property", "auc", 0.6),
+    ...     Finding("b", "colluders", "adaptive", "membership", "membership auc", 0.9)]
+    >>> worst(Audit("a", {}, {}, (), tuple(found), 1.0), "auc", ("client", "colluders"))
+    0.9
+    """
+    values = [_strength(each) for each in audit.findings if each.seat in seats and kind(each.measure) == family]
+    return max((value for value in values if not math.isnan(value)), default=None)
+
+
+def includes_guessing(finding: Finding) -> bool:
+    """Whether what guessing gives lies inside the finding's interval, so that luck cannot be excluded.
+
+    >>> includes_guessing(Finding("a", "client", "naive", "label", "accuracy", 0.5, 0.09, 0.91, chance=0.1))
+    True
+    """
+    if finding.low is None or finding.high is None:
+        return False
+    return finding.low <= chance_of(finding) <= finding.high
+
+
+def parse_limits(text: str) -> dict[str, float]:
+    """Read limits such as those of `--fail-above`: measure=number for all seats, seat.measure=number for one.
+
+    >>> parse_limits("cosine=0.3, client.psnr=15")
+    {'cosine': 0.3, 'client.psnr': 15.0}
+    >>> parse_limits("speed=3")
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ConfigError: unknown measure 'speed' in a limit; choose from share, tpr, auc, ...
+    """
+    limits: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, number = (piece.strip() for piece in part.partition("="))
+        if not equals or not name:
+            raise ConfigError(
+                "a limit is written measure=number or seat.measure=number, as in cosine=0.3,client.psnr=15; "
+                f"got {part.strip()!r}"
+            )
+        seat, measure = _seat_and_measure(name)
+        if seat is not None and seat not in SEATS:
+            raise ConfigError(
+                f"unknown seat {seat!r} in a limit; choose from {', '.join(SEATS)}, or leave it out for all of them"
+            )
+        if measure == "error":
+            raise ConfigError("a large error is good, so it cannot be limited from above; limit cosine instead")
+        if measure not in LIMITS:
+            raise ConfigError(
+                f"unknown measure {measure!r} in a limit; choose from {', '.join(LIMITS)}, alone or after a seat "
+                f"({', '.join(SEATS)}), as in client.psnr"
+            )
+        if name in limits:
+            raise ConfigError(f"{name} has two limits; give one")
+        try:
+            limits[name] = float(number)
+        except ValueError:
+            raise ConfigError(f"the limit of {name} must be a number, got {number!r}") from None
+        if not math.isfinite(limits[name]):
+            raise ConfigError(f"the limit of {name} must be finite, got {number!r}")
+    return limits
+
+
+def _seat_and_measure(name: str) -> tuple[str | None, str]:
+    seat, dot, measure = name.partition(".")
+    return (seat, measure) if dot else (None, name)
+
+
+def exceeded(audit: Audit, limits: Mapping[str, float]) -> list[str]:
+    """Each limit that an attack broke, or that nothing was measured for, as a sentence; empty means all were kept.
+
+    >>> audit = Audit("a", {}, {}, (), (Finding("rewind", "client", "adaptive", "update", "cosine", 0.99),), 1.0)
+    >>> exceeded(audit, {"cosine": 0.3})
+    ['cosine: rewind (client, adaptive) reached 0.990 on the update, above the limit 0.3']
+    >>> exceeded(audit, {"client.cosine": 0.995})
+    []
+    """
+    sentences = []
+    for name, limit in limits.items():
+        seat, measure = _seat_and_measure(name)
+        of_seat = [each for each in audit.findings if seat in (None, each.seat)]
+        found = [each for each in of_seat if kind(each.measure) == measure and not math.isnan(each.value)]
+        if not found:
+            whose = "no attack" if seat is None else f"no attack from the seat of {seat}"
+            sentences.append(f"{name}: {whose} gave a value, so the limit {limit:g} could not be checked")
+            continue
+        worst = max(found, key=_strength)
+        if _strength(worst) > limit:
+            reached = f"{number_text(worst.value, worst.measure)} on the {worst.target}"
+            mirror = (
+                f", which turned round is {number_text(_strength(worst), measure)}"
+                if worst.value != _strength(worst)
+                else ""
+            )
+            by = f"{worst.attack} ({worst.seat}, {worst.attacker})"
+            sentences.append(f"{name}: {by} reached {reached}{mirror}, above the limit {limit:g}")
+    return sentences
+
+
+def severity(finding: Finding) -> tuple[int, float]:
+    """For sorting, whatever the measure: by word, then by how far a value is on the way from a leak to no defence.
+
+    Below a leak the second number is negative: how far the value is from a leak, in steps from guessing to a leak.
+
+    >>> severity(Finding("rewind", "client", "adaptive", "update", "cosine", 0.5))
+    (3, 0.5)
+    """
+    rank = RANK[word(finding)]
+    if rank == 0:
+        return 0, -math.inf
+    if kind(finding.measure) == "epsilon":
+        return rank, finding.value
+    family, chance = kind(finding.measure), chance_of(finding)
+    leaks, bad = _levels(family, chance)
+    step = bad - leaks if rank >= RANK[LEAKS] else leaks - _as_strength(family, chance)
+    return rank, (_strength(finding) - leaks) / max(step, 1e-9)
+
+
+def _levels(family: str, chance: float) -> tuple[float, float]:
+    """From where on a value leaks, and from where on it is as bad as no defence."""
+    special = {
+        "error": (-0.9 * chance, -0.1 * chance),
+        "psnr": (chance + 2, max(30.0, chance + 10)),
+        "share": (chance + 0.01, 0.9),
+        "tpr": (2 * chance, max(0.5, 4 * chance)),
+    }
+    return special.get(family, (chance + 0.1 * (1 - chance), chance + 0.9 * (1 - chance)))
+
+
+def _as_strength(family: str, value: float) -> float:
+    """A value as the strength of an attack, so that more is worse; an attacker can invert a wrong sign or order."""
+    if family == "auc":
+        return max(value, 1 - value)
+    return {"cosine": abs(value), "error": -value}.get(family, value)
+
+
+def _strength(finding: Finding) -> float:
+    return _as_strength(kind(finding.measure), finding.value)

@@ -1,0 +1,117 @@
+"""Compares estimates with ground truth; nothing else reads `truth/`."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dbcl.transcripts import Truth
+from dbcl_audit.estimators.smoother import known_scales
+from dbcl_audit.estimators.view import View
+from dbcl_audit.numerics import cosine
+from dbcl_audit.theory import veil_cosine
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How well the changes of one tensor were estimated, round by round.
+
+    `cosines` are with the true change, `errors` are |estimate - truth| / |truth|. `lags` counts the seen rounds that
+    came after each one: an attacker that goes backward knows old rounds best.
+
+    >>> Scores("w", (0, 1), (2, 1), (1.0, 0.0), (0.0, 1.0)).median_cosine(min_lag=2)
+    1.0
+    """
+
+    name: str
+    rounds: tuple[int, ...]
+    lags: tuple[int, ...]
+    cosines: tuple[float, ...]
+    errors: tuple[float, ...]
+
+    def median_cosine(self, min_lag: int = 0) -> float:
+        """The median cosine of the rounds with at least so many seen rounds after them."""
+        return self._median(self.cosines, min_lag)
+
+    def median_error(self, min_lag: int = 0) -> float:
+        """The median relative error of the same rounds."""
+        return self._median(self.errors, min_lag)
+
+    def _median(self, values: Sequence[float], min_lag: int) -> float:
+        picked = [value for value, lag in zip(values, self.lags, strict=True) if lag >= min_lag]
+        return float(np.median(picked)) if picked else float("nan")
+
+
+def true_change(truth: Truth, view: View, index: int) -> Tensor:
+    """The true change of a tensor from a seen round to the next one, as a matrix, less the client's own part.
+
+    `index` counts the seen rounds. With momentum on the server it is what the round's updates add, without what older
+    updates still move.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.simulation import preset, task_of
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> from dbcl_audit.estimators.view import views
+    >>> config = preset("paper", model="dlg-lenet")
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> true_change(played.truth, views(played.attacker)["1.bias"], index=0).shape
+    torch.Size([1, 10])
+    """
+    start, end = view.rounds[index], view.rounds[index] + view.gaps[index]
+    change = truth.change(start, end)[view.name].double()
+    if view.momentum and start > 0:
+        change = change - view.momentum * truth.change(start - 1, end - 1)[view.name].double()
+    return view.matrix(change) - view.lr * view.sketches[index].lift(view.own[index])
+
+
+def score(truth: Truth, view: View, changes: Iterable[Tensor]) -> Scores:
+    """Compare an estimator's changes of one tensor with what really happened.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.simulation import preset, task_of
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> from dbcl_audit.estimators.view import views
+    >>> config = preset("paper", model="dlg-lenet")
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> view = views(played.attacker)["1.bias"]
+    >>> [round(cosine, 3) for cosine in score(played.truth, view, [true_change(played.truth, view, 0)]).cosines]
+    [1.0]
+    """
+    cosines, errors = [], []
+    for index, guess in enumerate(changes):
+        real = true_change(truth, view, index)
+        length = float(torch.linalg.vector_norm(real))
+        cosines.append(cosine(guess, real))
+        errors.append(float(torch.linalg.vector_norm(guess - real)) / length if length else float("nan"))
+    count = len(cosines)
+    lags = tuple(len(view.rounds) - 1 - index for index in range(count))
+    return Scores(view.name, view.rounds[:count], lags, tuple(cosines), tuple(errors))
+
+
+def predicted_cosine(truth: Truth, view: View, veil: float) -> float:
+    """The isotropic formula 1 / (1 + 4 kappa^2)^(1/4), with the true size of the others' updates.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl.simulation import preset, task_of
+    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> from dbcl_audit.estimators.view import views
+    >>> config = preset("paper", model="dlg-lenet")
+    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> round(predicted_cosine(played.truth, views(played.attacker)["1.bias"], veil=0.0), 3)
+    1.0
+    """
+    rows = len(view.seen[0])
+    sizes = [
+        float(true_change(truth, view, index).square().sum()) / (rows * view.update_width(index))
+        for index in range(len(view.rounds) - 1)
+    ]
+    size = float(np.mean(sizes)) ** 0.5
+    return float(veil_cosine(known_scales(view, veil).veil / size)) if size > 0 else 0.0
