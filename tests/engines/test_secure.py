@@ -140,10 +140,11 @@ MALFORMED: dict[str, Callable[[Update], Any]] = {
     "no tensor": lambda own: replace(own, tensors={}),
     "a further tensor": lambda own: replace(own, tensors={**own.tensors, "more": torch.zeros(1)}),
     "a transposed tensor": transposed,
-    "half precision": lambda own: replace(own, tensors={name: each.half() for name, each in own.tensors.items()}),
+    "single precision": lambda own: replace(own, tensors={name: each.float() for name, each in own.tensors.items()}),
     "another round": lambda own: replace(own, round=7),
     "another plan": lambda own: replace(own, plan="ab" * 32),
     "examples that are no number": lambda own: replace(own, examples="many"),
+    "examples that are no whole number": lambda own: replace(own, examples=5.5),
     "no tensors": lambda own: replace(own, tensors=None),  # type: ignore[arg-type]
     "lists": lambda own: replace(own, tensors={name: each.tolist() for name, each in own.tensors.items()}),
     "sparse tensors": lambda own: replace(own, tensors={name: each.to_sparse() for name, each in own.tensors.items()}),
@@ -153,10 +154,22 @@ MALFORMED: dict[str, Callable[[Update], Any]] = {
 }
 
 
+SHARES = PrivacyPlan(
+    epsilon=8, delta=1e-4, clip=0.2, unit="example", noise_by="clients", correlation="independent", fewest=6,
+    colluders=1, rounds=4, separation=2, clients=8, cohort=8, examples=200, batch=100, values=115,
+)  # fmt: skip
+"""Silos that add shares of noise to sums of clipped gradients in float64."""
+
+
+def silos(masked: bool = True, plan: PrivacyPlan = SHARES) -> SecureServer:
+    return SecureServer(net(), privacy=plan, masked=masked, rounding_seed=SEED)
+
+
 @pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize("what", MALFORMED)
-def test_an_update_of_another_form_is_left_out_by_name(what: str, masked: bool) -> None:
-    server = secure(lanes=1, masked=masked)
+def test_an_update_of_another_form_is_left_out_by_name(what: str, noise: bool, masked: bool) -> None:
+    server = silos(masked) if noise else secure(lanes=1, masked=masked)
     made: dict[str, Any] = answers(server, NAMES)
     made["client 3"] = MALFORMED[what](made["client 3"])
     report = server.close_round(made)

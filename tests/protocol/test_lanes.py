@@ -468,5 +468,5 @@ def test_a_stack_of_wrong_shapes_is_refused_client_by_client() -> None:
     with pytest.raises(ProtocolError, match=r"needs 1(?s:.*)client 2: 0.bias has shape \(23,\) and must have \(24,\)"):
         server.close_round(dataclasses.replace(made, tensors=wrong))
     half = {name: tensor.float() for name, tensor in made.tensors.items()}
-    with pytest.raises(ProtocolError, match=r"client 0: .* is torch.float32, and torch.float64 was sent"):
+    with pytest.raises(ProtocolError, match=r"client 0: .* is torch.float32, and must be torch.float64"):
         server.close_round(dataclasses.replace(made, tensors=half))

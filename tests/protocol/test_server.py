@@ -80,7 +80,7 @@ BAD = {
     "shape": (lambda u: spoil(u, "0.weight", torch.zeros(6, 8)), r"0.weight has shape \(6, 8\) and must have \(6, 4\)"),
     "dtype": (
         lambda u: spoil(u, "0.bias", torch.zeros(6).half()),
-        "0.bias is torch.float16, and torch.float32 was sent",
+        "0.bias is torch.float16, and must be torch.float32",
     ),
     "whole numbers": (lambda u: spoil(u, "0.bias", torch.zeros(6).long()), "0.bias is torch.int64"),
     "extra": (lambda u: spoil(u, "more", torch.zeros(1)), "'more' was not asked for"),

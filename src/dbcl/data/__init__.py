@@ -1,11 +1,12 @@
 """Datasets, their download on request, their division among clients, and examples of one's own."""
 
-from dbcl.data.datasets import LOADERS, Dataset, data_root, load
+from dbcl.data.datasets import EMBEDDED, LOADERS, Dataset, data_root, load
 from dbcl.data.examples import Batch, DatasetExamples, Examples, TensorExamples, examples_of
 from dbcl.data.fetch import fetch
 from dbcl.data.partition import dirichlet, iid, shards
 
 __all__ = [
+    "EMBEDDED",
     "LOADERS",
     "Batch",
     "Dataset",

@@ -20,6 +20,8 @@ from dbcl.errors import DataError
 from dbcl.files import user_path
 
 Bytes = NDArray[np.uint8]
+EMBEDDED = "digits"
+"""The dataset that comes with the package; the others are read from files."""
 DAMAGED = (ValueError, TypeError, LookupError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
 """What NumPy raises on a file that is not what it should be."""
 

@@ -1,6 +1,7 @@
 """Features of a set of examples, computed once."""
 
 import hashlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from dbcl.data import Examples, TensorExamples
 from dbcl.data.trees import call, join
 from dbcl.errors import DataError
 from dbcl.files import make_folder, user_path, write_atomic
+
+log = logging.getLogger(__name__)
 
 BATCH = 50
 """Examples whose features are computed at a time: few, so that intermediate values stay in the cache."""
@@ -58,8 +61,11 @@ def extract(
         progress(min(start + BATCH, len(examples)), len(examples))
     whole = TensorExamples(*join(found))
     if place is not None and isinstance(whole.inputs, Tensor):
-        make_folder(place.parent)
-        write_atomic(place, safetensors.torch.save({"features": whole.inputs}))
+        try:
+            make_folder(place.parent)
+            write_atomic(place, safetensors.torch.save({"features": whole.inputs}))
+        except OSError as error:  # a folder that cannot be written costs time, and nothing else
+            log.warning("features are not kept in %s: %s", place.parent, error)
     return whole
 
 

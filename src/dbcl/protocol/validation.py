@@ -173,8 +173,8 @@ class UpdateValidator:
             raise RejectedError(Reason.FORM, "; ".join(problems[:5]))
         for name, tensor in tensors.items():
             if tensor.dtype != broadcast.tensors[name].dtype:
-                sent = broadcast.tensors[name].dtype
-                raise RejectedError(Reason.FORM, f"{name} is {tensor.dtype}, and {sent} was sent")
+                kind = broadcast.tensors[name].dtype
+                raise RejectedError(Reason.FORM, f"{name} is {tensor.dtype}, and must be {kind}")
 
     def _accepted(self, update: Update, size: float) -> AcceptedUpdate:
         if not self.reject_by_value:

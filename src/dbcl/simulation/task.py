@@ -86,7 +86,8 @@ def task_of(
         config: The settings.
         data_dir: Folder that holds the datasets.
         allow_code: Import code of the user's own.
-        cache: Folder in which public features of images are kept for other runs.
+        cache: Folder in which public features of images are kept for other runs; for the datasets that dbcl reads from
+            files it is the folder `features` beside them.
         progress: Called with the number of examples whose features are computed, and of all.
 
     >>> task = task_of(RunConfig())
@@ -94,6 +95,8 @@ def task_of(
     (4000, 1000, 'accuracy')
     """
     task = _task_on_inputs(config, data_dir, allow_code)
+    if cache is None and config.data in data.LOADERS and config.data != data.EMBEDDED:
+        cache = data.data_root(data_dir) / "features"
     return with_features(task, config, cache=cache, progress=progress)
 
 

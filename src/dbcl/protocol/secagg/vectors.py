@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dbcl.errors import ProtocolError, plain
 from dbcl.protocol.codec import decode_update, encode
 from dbcl.protocol.messages import Broadcast, Update
+from dbcl.protocol.rejection import Reason, RejectedError
 from dbcl.protocol.validation import UpdateValidator
 from dbcl.round_plan import RoundPlan
 
@@ -42,7 +42,7 @@ def update_vector(update: Update | bytes, broadcast: Broadcast, bound: float) ->
 def sum_vector(update: Update | bytes, broadcast: Broadcast) -> NDArray[np.float64]:
     """Return a sum of clipped gradients in the order of the plan, neither clipped nor weighted.
 
-    Raises `ProtocolError` if its form is wrong, or if it is not in float64: float32 rounds a sum of many gradients by
+    Raises `RejectedError` if its form is wrong, or if it is not in float64: float32 rounds a sum of many gradients by
     more than one of them may contribute. Values that are not finite make it a zero sum.
 
     >>> import dbcl
@@ -52,16 +52,18 @@ def sum_vector(update: Update | bytes, broadcast: Broadcast) -> NDArray[np.float
     array([3., 0., 4.])
     """
     own = decode_update(bytes(update)) if isinstance(update, bytes | bytearray | memoryview) else update
-    narrow = [name for name, tensor in own.tensors.items() if tensor.dtype != torch.float64]
-    if narrow:
-        raise ProtocolError(
-            f"{plain(narrow[0])} is {own.tensors[narrow[0]].dtype}: with shares of noise an update is a sum of clipped "
-            "gradients in float64, as dbcl.protocol.clipped_update makes it"
-        )
-    sent = broadcast.tensors
-    like = {name: tensor.to(sent[name].dtype) if name in sent else tensor for name, tensor in own.tensors.items()}
-    accepted = _FORM.validate(replace(own, tensors=like, examples=1), broadcast)
-    if not accepted.update.tensors or any(not tensor.isfinite().all() for tensor in own.tensors.values()):
+    wide = replace(broadcast, tensors={name: tensor.double() for name, tensor in broadcast.tensors.items()})
+    try:
+        _FORM.validate(own, wide)
+    except RejectedError as error:
+        if error.rejection.reason is not Reason.FORM:
+            raise
+        raise RejectedError(
+            Reason.FORM,
+            f"{error}; with shares of noise an update is a sum of clipped gradients in float64, as "
+            "dbcl.protocol.clipped_update makes it",
+        ) from error
+    if not all(tensor.isfinite().all() for tensor in own.tensors.values()):
         return np.zeros(vector_length(broadcast.plan))
     return flat({part.name: own.tensors[part.name] for part in broadcast.plan.tensors})
 
