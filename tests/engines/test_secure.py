@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dbcl.engines.secure import SecureServer
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import Update
-from dbcl.protocol.secagg import SecAggConfig, SecureRounds, SumHistory
+from dbcl.protocol.secagg import SecAggConfig, SecureRounds, SumHistory, WeightedMean
 from dbcl.protocol.secagg.quantizer import Quantizer
 from dbcl.protocol.secagg.vectors import shaped
 from dbcl.simulation import RunConfig
@@ -276,6 +276,44 @@ def test_with_a_guarantee_the_sum_is_divided_by_the_planned_cohort() -> None:
     tracker = server.keeper.tracker
     assert tracker is not None
     assert (tracker.uses("client 0"), tracker.uses("client 3")) == (1, 0)
+
+
+@dataclass(frozen=True)
+class Parks(WeightedMean):
+    """A bad client, whose words move every coordinate of the sum to one place in the ring."""
+
+    place: int = 0
+
+    def words(self, vector: Any, examples: int, clients: int, rng: np.random.Generator | None = None) -> Any:
+        words = super().words(vector, examples, clients, rng)
+        words[:-1] = self.place & int(Quantizer(self.config.clip, clients).mask)
+        return words
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("off", [-1, 0, 1])
+@pytest.mark.parametrize("place", ["half the ring", "where the fold begins"])
+def test_a_bad_client_does_not_make_another_one_count_for_more(place: str, off: int, masked: bool) -> None:
+    """At half the ring a sum wraps around: a victim at its clip would move W by 15 times clip / cohort."""
+    plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.5, rounds=4, clients=16, cohort=8)
+    config = SecAggConfig(clip=0.4995, min_cohort=4)
+    ring = Quantizer(config.clip, plan.cohort)
+    parked = off + (1 << (ring.bits - 1) if place == "half the ring" else ring.largest)
+    ends = []
+    for value in (0.0, config.clip):
+        server = secure(config, masked=masked, privacy=plan, lanes=1)
+        made = {
+            name: replace(own, tensors={n: 0 * t for n, t in own.tensors.items()})
+            for name, own in answers(server, NAMES).items()
+        }
+        count = sum(tensor.numel() for tensor in made["client 0"].tensors.values())
+        victim = {name: tensor + value / math.sqrt(count) for name, tensor in made["client 0"].tensors.items()}
+        made["client 0"] = replace(made["client 0"], tensors=victim)
+        server._client("client 7").encoding = Parks(config, parked)
+        report = server.close_round(made)
+        assert (report.accepted, report.refused) == (8, ())
+        ends.append(flat(server))
+    assert float((ends[1] - ends[0]).norm()) <= plan.clip / plan.cohort * 1.001
 
 
 # Going on, and what is recorded
