@@ -217,7 +217,7 @@ MORE: dict[str, tuple[Any, str]] = {
     ),
     "weights": (
         lambda: fedavg(weighted_by_key="quality"),
-        "all updates count alike, or by their examples up to the plan's `most`",
+        "all updates count alike, or by their examples up to the plan's weight_cap",
     ),
     "evaluation": (flower.FedAvg, r"take FedAvg\(fraction_evaluate=0.0\), and evaluate_fn"),
     "a fraction": (lambda: fedavg(fraction_train=0.5), "planned for 2 clients in a round.*leave out fraction_train"),
@@ -370,7 +370,7 @@ def test_a_node_whose_key_ends_with_its_process_takes_no_part(secure: bool, capl
     strategy = double_blind(privacy=plan, secagg=config if secure else None, lanes=1)
     with caplog.at_level(logging.WARNING), pytest.raises(ProtocolError, match="none of 4 nodes shows a key"):
         strategy.start(LocalGrid(app, 4), num_rounds=1)
-    assert "its key ends with its process, and a guarantee counts nodes by their keys" in caplog.text
+    assert "its key ends with its process, and a guarantee counts nodes by key" in caplog.text
     with pytest.raises(TypeError, match="folder"):
         GuaranteeMod(plan)  # type: ignore[call-arg]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -396,14 +397,74 @@ def test_too_few_nodes_are_waited_for_and_named() -> None:
         strategy.start(Nodes(nodes=5), num_rounds=1, timeout=0.5)
 
 
+# With a guarantee, whose noise the server adds
+
+PLAN = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.5, rounds=4, clients=8, cohort=4)
+CLIPPED = SecAggConfig(clip=0.499, min_cohort=4, colluding=0.0)
+
+
+def guaranteed(folder: Path, **more: Any) -> tuple[DoubleBlind, Nodes]:
+    grid = Nodes(SecureMod(CLIPPED, folder, privacy=PLAN), nodes=8)
+    return double_blind(privacy=PLAN, secagg=CLIPPED, insecure_seed=None, **more), grid
+
+
 def test_with_a_guarantee_nodes_take_turns_in_the_batches_that_it_plans(tmp_path: Path) -> None:
-    plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.5, rounds=4, clients=8, cohort=4)
-    config = SecAggConfig(clip=0.499, min_cohort=3, colluding=0.0)
-    strategy = double_blind(privacy=plan, secagg=config, insecure_seed=None)
-    grid = Nodes(SecureMod(config, tmp_path), nodes=8)
+    strategy, grid = guaranteed(tmp_path)
     assert play(strategy, grid, 4) == 2 * [list(grid.contexts)[::2], list(grid.contexts)[1::2]]
     assert strategy.server.keeper.tracker is not None
     assert {strategy.server.keeper.tracker.uses(name_of(strategy, node)) for node in grid.contexts} == {2}
+
+
+def test_the_nodes_count_whatever_the_server_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not count asks the nodes of round 0 again in round 1."""
+    strategy, grid = guaranteed(tmp_path)
+    ((*first,),) = play(strategy, grid, 1)
+    ledgers = {path: path.read_bytes() for path in tmp_path.glob("*/participation.dbcl")}
+    assert len(ledgers) == 4
+    assert strategy._secure is not None
+    strategy._secure._batches = [[name_of(strategy, node) for node in first]]
+    grid.absent = set(grid.contexts) - set(first)
+    monkeypatch.setattr(strategy.server.keeper.tracker, "refusal", lambda *_: None)
+    grid.came.clear()
+    with pytest.raises(ProtocolError, match="no sum could be made"):
+        strategy.start(grid, num_rounds=2)
+    assert len(grid.came) == 4 * 3  # three attempts, of which no key and no update came
+    assert all("took part in round 0, and may again from round 2 on" in each.error.reason for each in grid.came)
+    assert {path: path.read_bytes() for path in ledgers} == ledgers
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (None, "it does not count its own participations"),
+        (replace(PLAN, rounds=8, participations=4), "by another plan than the server's"),
+    ],
+)
+def test_a_node_without_a_ledger_of_the_plan_takes_no_part(
+    plan: PrivacyPlan | None, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy, grid = guaranteed(tmp_path)
+    grid.mod = SecureMod(CLIPPED, tmp_path, privacy=plan)
+    with pytest.raises(ProtocolError, match="none of 8 nodes shows a key"):
+        strategy.start(grid, num_rounds=1)
+    assert reason in caplog.text
+    with pytest.raises(ConfigError, match="a guarantee needs a folder"):
+        SecureMod(CLIPPED, privacy=PLAN)
+
+
+def test_a_node_that_is_lost_for_a_moment_does_not_leave_a_round_without_a_batch(tmp_path: Path) -> None:
+    """The others of its batch have counted the round: if the second batch took its place, round 1 had nobody left."""
+    strategy, grid = guaranteed(tmp_path, round_timeout=5.0)
+    lost = FIRST_NODE + 4
+    grid.faults, grid.once = {(lost, 2): "silent"}, True
+    looks = iter(range(100))
+
+    def there() -> list[int]:
+        away = lost if not grid.faults and next(looks) < 2 else None
+        return [node for node in grid.contexts if node != away]
+
+    grid.get_node_ids = there  # type: ignore[method-assign]
+    assert play(strategy, grid, 4) == 2 * [list(grid.contexts)[::2], list(grid.contexts)[1::2]]
 
 
 # Once, and by nobody else

@@ -12,7 +12,7 @@ from dbcl.flower.client import received
 from dbcl.flower.identity import NodeStore, introduction, node_store
 from dbcl.flower.records import STEP, message_bytes
 from dbcl.privacy import ParticipationTracker, PrivacyPlan
-from dbcl.protocol import encode
+from dbcl.protocol import Broadcast, encode
 from dbcl.protocol.secagg.keys import digest
 from dbcl.state import State
 
@@ -61,33 +61,36 @@ class GuaranteeMod:
         if category != "train" or message_bytes(message, STEP) is not None:
             return call_next(message, context)
         with node_store(self.folder, context) as store:
-            hello = introduction(store, message)
+            hello = introduction(store, message, self.privacy)
             if hello is not None:
                 return hello
-            self._check(message, store)
+            check_turn(self.privacy, received(message), store)
         answer = call_next(message, context)
         if not answer.has_error():
             with node_store(self.folder, context) as store:
-                self._check(message, store, count=True)
+                check_turn(self.privacy, received(message), store, count=True)
         return answer
 
-    def _check(self, message: Message, store: NodeStore, *, count: bool = False) -> None:
-        """Raise `ProtocolError` where the node must not answer this broadcast. An answer counts once."""
-        broadcast = received(message)
-        round, shown = broadcast.round, digest(encode(broadcast)).hex()
-        ledger, kept = _ledger(self.privacy), store.read("participation")
-        if kept is not None:
-            values = json.loads(kept)
-            if values["last"] == [round, shown]:
-                return
-            if values["last"][0] == round:
-                raise ProtocolError(f"this node has answered another broadcast of round {round}")
-            ledger.load_state(State(values["ledger"], {}))
-        if (reason := ledger.refusal(round, OWN)) is not None:
-            raise ProtocolError(f"round {round}: this node {reason}, by its own count")
-        if count:
-            ledger.use(round, [OWN])
-            store.write("participation", json.dumps({"last": [round, shown], "ledger": ledger.state().values}).encode())
+
+def check_turn(privacy: PrivacyPlan, broadcast: Broadcast, store: NodeStore, *, count: bool = False) -> None:
+    """Raise `ProtocolError` where a node must not answer a broadcast, by its own ledger.
+
+    With `count` the answer is counted, on the disk and once, however often the same broadcast comes.
+    """
+    round, shown = broadcast.round, digest(encode(broadcast)).hex()
+    ledger, kept = _ledger(privacy), store.read("participation")
+    if kept is not None:
+        values = json.loads(kept)
+        if values["last"] == [round, shown]:
+            return
+        if values["last"][0] == round:
+            raise ProtocolError(f"this node has answered another broadcast of round {round}")
+        ledger.load_state(State(values["ledger"], {}))
+    if (reason := ledger.refusal(round, OWN)) is not None:
+        raise ProtocolError(f"round {round}: this node {reason}, by its own count")
+    if count:
+        ledger.use(round, [OWN])
+        store.write("participation", json.dumps({"last": [round, shown], "ledger": ledger.state().values}).encode())
 
 
 def _ledger(privacy: PrivacyPlan) -> ParticipationTracker:

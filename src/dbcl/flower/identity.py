@@ -6,12 +6,13 @@ each new node for its public key (`NodeNames`), and the node signs a nonce with 
 """
 
 import contextlib
+import json
 import logging
 import math
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -20,6 +21,7 @@ from flwr.serverapp import Grid
 from dbcl.errors import ConfigError, ProtocolError, plain
 from dbcl.files import SECRET, locked, make_folder, user_path, write_atomic
 from dbcl.flower.records import RECORD, message_bytes, node_name
+from dbcl.privacy import PrivacyPlan
 from dbcl.protocol.secagg.keys import KEY, SIGNATURE, Registry, SigningKey, digest
 from dbcl.state import State
 
@@ -29,6 +31,8 @@ HELLO = "hello"
 """In a message to a node the nonce that it signs, in its answer the public key and the signature."""
 NONCE = 32
 """Bytes of a nonce."""
+IN_MEMORY, ON_DISK = b"in memory", b"on disk"
+"""What a node without a plan states of its key."""
 ASK_AGAIN = 5.0
 """Seconds after which a node that showed no key is asked again."""
 
@@ -162,19 +166,29 @@ def node_store(folder: str | Path | None, context: Context) -> Iterator[NodeStor
         yield NodeStore(place, context)
 
 
-def introduction(store: NodeStore, message: Message) -> Message | None:
-    """Return a node's answer to a server that asks for its key; None where the message asks for something else."""
+def introduction(store: NodeStore, message: Message, privacy: PrivacyPlan | None = None) -> Message | None:
+    """Return a node's answer to a server that asks for its key; None where the message asks for something else.
+
+    With a plan the node also states that it counts its own participations by this plan.
+    """
     nonce = message_bytes(message, HELLO)
     if nonce is None:
         return None
-    identity = store.identity()
-    answer = identity.public + identity.sign(*_hello(nonce, lasting=store.lasting))
+    identity, kept = store.identity(), IN_MEMORY
+    if store.lasting:
+        kept = ON_DISK if privacy is None else _counted(privacy)
+    answer = identity.public + identity.sign(*_hello(nonce, kept)) + kept
     return Message(RecordDict({RECORD: ConfigRecord({HELLO: answer})}), reply_to=message)
 
 
-def _hello(nonce: bytes, *, lasting: bool) -> tuple[bytes, ...]:
-    """Return what a node signs: also whether its key outlives its process."""
-    return b"hello", nonce, b"on disk" if lasting else b"in memory"
+def _hello(nonce: bytes, kept: bytes) -> tuple[bytes, ...]:
+    """Return what a node signs: also what it keeps from one process to the next."""
+    return b"hello", nonce, kept
+
+
+def _counted(privacy: PrivacyPlan) -> bytes:
+    """Return the statement of a node that keeps its key and counts its participations by a plan."""
+    return b"counts " + digest(b"guarantee", json.dumps(asdict(privacy), sort_keys=True).encode())
 
 
 # On the server
@@ -183,8 +197,8 @@ def _hello(nonce: bytes, *, lasting: bool) -> tuple[bytes, ...]:
 class NodeNames:
     """The server's names of the nodes: by their keys where `by_key`, else by their Flower ids.
 
-    With `lasting` only nodes have names that keep their keys on a disk: a node whose key ends with its process would
-    have another name, and another count of participations, after every start.
+    With a plan of a guarantee only nodes have names that keep their keys on a disk and count their participations by
+    this plan. A node whose key ends with its process would have another name, and another count, after every start.
 
     >>> names = NodeNames(by_key=True)
     >>> names.load_state(State({"nodes": {"7": "node ab"}}, {}))
@@ -192,8 +206,8 @@ class NodeNames:
     ('node ab', None, 'node 8')
     """
 
-    def __init__(self, *, by_key: bool, lasting: bool = False) -> None:
-        self.by_key, self.lasting = by_key, lasting
+    def __init__(self, *, by_key: bool, privacy: PrivacyPlan | None = None) -> None:
+        self.by_key, self.privacy = by_key, privacy
         self._names: dict[int, str] = {}
         self._failed: dict[int, float] = {}  # of nodes that showed no key: when they were asked
 
@@ -226,7 +240,7 @@ class NodeNames:
             if node not in nonces:
                 continue
             try:
-                self._names[node] = _signed_name(reply, nonces[node], lasting=self.lasting)
+                self._names[node] = _signed_name(reply, nonces[node], self.privacy)
             except ProtocolError as error:
                 log.warning("node %s takes no part: %s", node, error)
                 self._failed[node] = time.monotonic()
@@ -234,7 +248,7 @@ class NodeNames:
             raise ProtocolError(
                 f"none of {len(self._failed)} nodes shows a key, so nobody could take part; the app needs a mod: "
                 "ClientApp(mods=[dbcl.flower.SecureMod(config)]) under secure aggregation, GuaranteeMod(plan, folder) "
-                "with a guarantee, and where there are both, with the same folder"
+                "with a guarantee, and SecureMod(config, folder, privacy=plan) with both"
             )
 
     def state(self) -> State:
@@ -246,18 +260,19 @@ class NodeNames:
         self._names = {int(node): str(name) for node, name in state.values["nodes"].items()}
 
 
-def _signed_name(reply: Message, nonce: bytes, *, lasting: bool) -> str:
+def _signed_name(reply: Message, nonce: bytes, privacy: PrivacyPlan | None) -> str:
     if reply.has_error():
         raise ProtocolError(
             f"it does not show a key: {plain(str(reply.error.reason or 'it failed without a reason'), 300)}"
         )
-    answer = message_bytes(reply, HELLO) or b""
-    public, signature = answer[:KEY], answer[KEY:]
-    kept, lost = (SigningKey.signed_by(public, signature, *_hello(nonce, lasting=each)) for each in (True, False))
-    if len(answer) != KEY + SIGNATURE or not (kept or lost):
+    answer, end = message_bytes(reply, HELLO) or b"", KEY + SIGNATURE
+    public, signature, kept = answer[:KEY], answer[KEY:end], answer[end:]
+    if len(signature) != SIGNATURE or not SigningKey.signed_by(public, signature, *_hello(nonce, kept)):
         raise ProtocolError("its answer is not signed with its key")
-    if lasting and not kept:
-        raise ProtocolError(
-            "its key ends with its process, and a guarantee counts nodes by their keys: give the mod a folder"
-        )
+    if privacy is not None and kept != _counted(privacy):
+        reasons = {
+            IN_MEMORY: "its key ends with its process, and a guarantee counts nodes by key: give its mod a folder",
+            ON_DISK: "it does not count its own participations: give its mod the plan of the guarantee",
+        }
+        raise ProtocolError(reasons.get(kept, "it counts its participations by another plan than the server's"))
     return key_name(public)

@@ -10,9 +10,11 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.flower.client import received
-from dbcl.flower.identity import KeyRegistry, introduction, key_name, node_store
+from dbcl.flower.guarantee_node import check_turn
+from dbcl.flower.identity import KeyRegistry, NodeStore, introduction, key_name, node_store
 from dbcl.flower.records import RECORD, SECURE, STEP, message_bytes, update_of
 from dbcl.privacy import PrivacyPlan
+from dbcl.protocol import Broadcast
 from dbcl.protocol.codec import CHECKPOINT, pack, unpack
 from dbcl.protocol.secagg import NoisySum, SecAggConfig, SecureClient
 from dbcl.protocol.secagg.encoding import noisy_config
@@ -35,8 +37,10 @@ class SecureMod:
             in `context.state`, which is enough for a server that keeps to the protocol and states no guarantee.
         registry: The public keys of all nodes, which are in the files `public-key` of their folders, or which
             `make_key` returns. Without it a server can invent nodes.
-        privacy: Plan of a guarantee whose noise the clients add: the node adds its share before anything leaves it. It
-            needs a folder and a registry, and takes `config` from the plan.
+        privacy: Plan of a guarantee, the same as in `DoubleBlind(privacy=plan)`; it needs a folder. The node counts its
+            own participations there and refuses more than were planned, whatever the server says. If the clients add
+            the noise, the node adds its share before anything leaves it; then it needs a registry, too, and takes
+            `config` from the plan.
 
     >>> import torch, dbcl.flower
     >>> from flwr.clientapp import ClientApp
@@ -60,24 +64,31 @@ class SecureMod:
     privacy: PrivacyPlan | None = None
 
     def __post_init__(self) -> None:
+        if self.config is None and not self._noisy:
+            raise ConfigError("SecureMod needs a config, what the node insists on, or a plan with noise_by='clients'")
         if self.privacy is None:
-            if self.config is None:
-                raise ConfigError(
-                    "SecureMod needs a config, what the node insists on, or a plan with noise_by='clients'"
-                )
             return
-        if self.config not in (None, noisy_config(self.privacy)):
-            raise ConfigError("with a plan the config follows from it: leave it out")
-        if self.folder is None or self.registry is None or self.registry.keys is None:
+        if self._noisy and self.config not in (None, noisy_config(self.privacy)):
+            raise ConfigError("with noise_by='clients' in the plan the config follows from it: leave it out")
+        if self.folder is None:
             raise ConfigError(
-                "a guarantee against the server needs a folder on the node's own disk, where its noise is kept, and "
-                "the keys of all nodes: SecureMod(folder=..., registry=KeyRegistry.read(file), privacy=plan)"
+                "a guarantee needs a folder on the node's own disk, where the node counts its participations and keeps "
+                "its noise: SecureMod(folder=..., privacy=plan)"
             )
+        if self._noisy and (self.registry is None or self.registry.keys is None):
+            raise ConfigError(
+                "a guarantee against the server needs the keys of all nodes: "
+                "SecureMod(folder=..., registry=KeyRegistry.read(file), privacy=plan)"
+            )
+
+    @property
+    def _noisy(self) -> bool:
+        return self.privacy is not None and self.privacy.shared
 
     @property
     def conditions(self) -> SecAggConfig:
         """What the node insists on."""
-        if self.privacy is not None:
+        if self.privacy is not None and self.privacy.shared:
             return noisy_config(self.privacy)
         assert self.config is not None
         return self.config
@@ -94,10 +105,10 @@ class SecureMod:
             return call_next(message, context)
         step = message_bytes(message, STEP)
         with node_store(self.folder, context) as store:
-            hello = introduction(store, message)
+            hello = introduction(store, message, self.privacy)
             if hello is not None:
                 return hello
-        with self._client(context) as client:
+        with self._client(context) as (client, store):
             if step is not None:
                 return _answer(message, client.answer(step))
             record = message.content.get(RECORD)
@@ -108,24 +119,32 @@ class SecureMod:
                 )
             broadcast = received(message)
             client.check(broadcast)
+            self._check_turn(broadcast, store)
         trained = call_next(message, context)
         if trained.has_error():
             return trained
-        with self._client(context) as client:
-            return _answer(message, client.begin(broadcast, update_of(trained)))
+        with self._client(context) as (client, store):
+            keys = client.begin(broadcast, update_of(trained))
+            self._check_turn(broadcast, store, count=True)
+            return _answer(message, keys)
+
+    def _check_turn(self, broadcast: Broadcast, store: NodeStore, *, count: bool = False) -> None:
+        """Count the node's participations by the plan of a guarantee; with shares of noise `NoisySum` counts them."""
+        if self.privacy is not None and not self.privacy.shared:
+            check_turn(self.privacy, broadcast, store, count=count)
 
     @contextlib.contextmanager
-    def _client(self, context: Context) -> Iterator[SecureClient]:
+    def _client(self, context: Context) -> Iterator[tuple[SecureClient, NodeStore]]:
         """Restore the node as it was after its last step. Its state is written before an answer leaves."""
         with node_store(self.folder, context) as store:
             identity, kept = store.identity(), store.read("secure")
-            encoding = None if self.privacy is None else NoisySum.of_client(self.privacy)
+            encoding = NoisySum.of_client(self.privacy) if self.privacy is not None and self.privacy.shared else None
             name, registry = key_name(identity.public), self.registry or KeyRegistry()
             client = SecureClient(name, identity, self.conditions, registry, encoding)
             if kept is not None:
                 client.load_state(State(*unpack(CHECKPOINT, kept)))
             try:
-                yield client
+                yield client, store
             finally:  # a step that failed half way counts as taken
                 store.write("secure", pack(CHECKPOINT, *client.state()))
 

@@ -72,8 +72,7 @@ class SecureExchange:
             return self._in_turn(there)
         self._divide(there)
         self._away = []
-        turn = self.server.round % max(1, len(self._batches))
-        for batch in self._batches[turn:] + self._batches[:turn]:
+        for batch in self._order():
             for name in batch:  # in a fixed order, also those who are away: lanes follow it
                 self.server.open_round(name)
             here = [name for name in batch if name in there and self._may(name)]
@@ -83,6 +82,17 @@ class SecureExchange:
                 return chosen
             self._away += [name for name in batch if name not in there]
         return []
+
+    def _order(self) -> list[list[str]]:
+        """Return the batches in the order in which they are tried in this round.
+
+        If a guarantee leaves no batch to spare, only the batch whose turn it is can play: its nodes count a round that
+        failed as one of theirs, and with two batches for one round there would be none for the next one.
+        """
+        turn, privacy = self.server.round % max(1, len(self._batches)), self.server.privacy
+        order = self._batches[turn:] + self._batches[:turn]
+        tight = privacy is not None and privacy.separation >= privacy.clients // privacy.cohort
+        return order[:1] if tight else order
 
     def _in_turn(self, there: Sequence[str]) -> list[str]:
         """Return whose turn it is with shares of noise, where groups may change: those with the fewest turns."""

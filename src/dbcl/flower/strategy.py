@@ -169,7 +169,7 @@ class DoubleBlind(Strategy):
         self.reports: list[RoundReport] = []
         self.folder = None if checkpoint is None else user_path(checkpoint).absolute()
         self._secure: SecureExchange | None = None
-        self._names = NodeNames(by_key=secagg is not None or privacy is not None, lasting=privacy is not None)
+        self._names = NodeNames(by_key=secagg is not None or privacy is not None, privacy=privacy)
         if secagg is not None:
             fewest = self._fewest("train")
             self._secure = SecureExchange(
