@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
 from torch import nn
@@ -27,6 +28,12 @@ MAX_RATE = 12.0
 """Largest learning rate of the server for fleets."""
 NO_NOISE = 1e6
 """An epsilon at which there is practically no noise: the same training, to compare with."""
+NO_NOISE_ROUNDS = {"mnist": 800, "cifar10": 800}
+"""Rounds without noise, as many as at the largest epsilon; 200 for smaller data sets."""
+FEWER = "fewer"
+"""Unit of jobs with a part of the examples; it is one example, too."""
+SIZES, SIZE_EPSILONS = (250, 500, 1000, 2000), (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Numbers of examples of the digits, from which the loss of accuracy of a plan is estimated."""
 TRUST = {"nobody": "guaranteed", "server": "private-example"}
 HEAD = "scatter-linear"
 
@@ -43,6 +50,20 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
                     for seed in (seeds if name in ("mnist", "digits") else seeds[:1])
                 ]
     if not quick:
+        found += [
+            {
+                "unit": FEWER,
+                "data": "digits",
+                "model": HEAD,
+                "examples": size,
+                "epsilon": epsilon,
+                "trust": "nobody" if epsilon != NO_NOISE else "server",
+                "seed": seed,
+            }
+            for size in SIZES
+            for epsilon in (*SIZE_EPSILONS, NO_NOISE)
+            for seed in seeds
+        ]
         found += [
             {
                 "unit": "example",
@@ -65,7 +86,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
 def config_of(job: Job) -> RunConfig:
     """Return the settings of a job: the preset's own, and for fleets a rate that suits updates of features."""
     own = {"data": job["data"], "model": job["model"], "epsilon": job["epsilon"], "seed": job["seed"]}
-    if job["unit"] == "example":
+    if job["unit"] != "client":
         return presets.preset(TRUST[job["trust"]], **own, **_pace(job))
     own |= {"clip": 0.03, "lr": 0.01, "batch_size": 20, "rounds": 200}
     if job["trust"] == "nobody":
@@ -74,24 +95,34 @@ def config_of(job: Job) -> RunConfig:
 
 
 def _pace(job: Job) -> dict[str, Any]:
-    """Return rounds and rate for a run without noise: those of epsilon 8 on MNIST."""
-    return {"rounds": 200, "lr": 40.0} if job["epsilon"] == NO_NOISE else {}
+    """Return rounds and rate for a run without noise: the largest that are planned with noise."""
+    return {"rounds": NO_NOISE_ROUNDS.get(job["data"], 200), "lr": 40.0} if job["epsilon"] == NO_NOISE else {}
+
+
+def _task(job: Job, context: Context) -> Task:
+    """Return the task of a job, with a random part of the training examples if it says how many."""
+    task = task_on(context.device, job["data"], job["model"], context.data_dir)
+    if "examples" not in job:
+        return task
+    rows = np.random.default_rng(job["seed"]).permutation(len(task.train))[: job["examples"]]
+    return replace(task, train=task.train.subset(np.sort(rows)))
 
 
 def play(job: Job, context: Context) -> dict[str, Any]:
     """Train, and score the released model on held-out examples."""
-    config = config_of(job)
-    task = task_on(context.device, config.data, config.model, context.data_dir)
+    config, task = config_of(job), _task(job, context)
     values = trained_values(task.make_model(0))
     if config.privacy is not None and config.privacy.unit == "client":
         plan = privacy_plan(config, values=values)
         assert plan is not None
         config = replace(config, server_lr=float(f"{min(MAX_RATE, suggest_server_rate(plan, values)):.2g}"))
     config = planned_for(config, task)
-    run = train(config, context, title_of(job), every=10, final=_auc if config.data == "lfw" else _nothing)
+    run = train(config, context, title_of(job), every=10, task=task, final=_auc if config.data == "lfw" else _nothing)
     assert config.privacy is not None
     kept = {name: run[name] for name in ("accuracy", "accuracies", "numbers", "rounds", "bytes", "error", "auc")}
     pace = {"separation": config.privacy.separation, "step": round(config.lr * config.privacy.clip, 3)}
+    made = privacy_plan(config, len(task.train), values)
+    pace["noise_to_signal"] = None if made is None else round(made.noise_to_signal(values), 5)
     return {**kept, **pace, "server_lr": config.server_lr, "clients": config.clients, "examples": len(task.train)}
 
 
@@ -112,8 +143,9 @@ def title_of(job: Job) -> str:
     >>> title_of({"unit": "example", "data": "mnist", "model": "m", "epsilon": 2.0, "trust": "nobody", "seed": 1})
     'mnist, m, example, epsilon 2, trusting nobody, seed 1'
     """
+    size = f" ({job['examples']} examples)" if "examples" in job else ""
     return (
-        f"{job['data']}, {job['model']}, {job['unit']}, epsilon {job['epsilon']:g}, trusting {job['trust']}, "
+        f"{job['data']}{size}, {job['model']}, {job['unit']}, epsilon {job['epsilon']:g}, trusting {job['trust']}, "
         f"seed {job['seed']}"
     )
 

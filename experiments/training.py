@@ -38,7 +38,12 @@ def task_on(device: str, data: str, model: str, data_dir: str | None = None) -> 
 
 
 def train(
-    config: RunConfig, context: Context, name: str = "", every: int = 1, final: Final = lambda model, task: {}
+    config: RunConfig,
+    context: Context,
+    name: str = "",
+    every: int = 1,
+    final: Final = lambda model, task: {},
+    task: Task | None = None,
 ) -> dict[str, Any]:
     """Play a configuration's rounds until its target and give accuracy and loss after every round, or every few.
 
@@ -52,7 +57,7 @@ def train(
     (True, True)
     """
     config = replace(config, device=context.device)
-    task = task_on(context.device, config.data, config.model, context.data_dir)
+    task = task or task_on(context.device, config.data, config.model, context.data_dir)
     config = planned_for(config, task)
     seed = new_seed(config)
     server = build_run_server(config, task, seed=seed)
