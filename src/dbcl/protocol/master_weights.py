@@ -1,4 +1,4 @@
-"""MasterWeights of weights in a wider dtype: what a round adds to them is not lost to rounding."""
+"""Master copy of the weights in a wider dtype, so that small updates are not lost to rounding."""
 
 from collections.abc import Mapping
 

@@ -78,7 +78,7 @@ def _made(audit: Audit) -> dict[str, Any]:
 def document(title: str, body: str) -> str:
     return (
         "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>"
-        f'<meta http-equiv="Content-Security-BroadcastRequirements" content="{CSP}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{CSP}">'
         "<meta name='viewport' content='width=device-width,initial-scale=1'>"
         "<meta name='referrer' content='no-referrer'>"
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
