@@ -21,8 +21,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dbcl.engines import evaluate, secure
+from dbcl.engines import evaluate
 from dbcl.protocol import Broadcast, Update
+from dbcl.protocol.secagg.encoding import WeightedMean
+from dbcl.protocol.secagg.quantizer import Quantizer, Words
 from dbcl.simulation import preset, task_of
 from dbcl.simulation.build import build_engine, build_run_server, new_seed
 
@@ -98,23 +100,25 @@ def secure_accuracy(attacked: bool, seed: int) -> float:
     for round in range(config.rounds):
         sent = {client: server.open_round(f"client {client}") for client in engine.cohort(round)}
         updates = engine.train_cohort(sent)
-        first = next(iter(updates))
-        uphill = np.concatenate([-tensor.double().numpy().ravel() for tensor in updates[first].tensors.values()])
-        with patch.object(secure, "weighted", _one_beyond_the_bound(uphill) if attacked else secure.weighted):
+        if not attacked:
+            server.close_round(updates)
+            continue
+        with patch.object(WeightedMean, "words", _one_beyond_the_bound()):
             server.close_round(updates)
     return evaluate(server.released, task.held_out, task.objective).score
 
 
-def _one_beyond_the_bound(direction: NDArray[np.float64]) -> Callable[..., NDArray[np.uint32]]:
-    """Return the clients' encoding of a round in which the first client sends a vector beyond the bound."""
-    honest, first = secure.weighted, count()
-    unit = direction / np.linalg.norm(direction)
+def _one_beyond_the_bound() -> Callable[..., Words]:
+    """Return the clients' encoding of a round in which the first client sends minus its update, beyond the bound."""
+    honest, first = WeightedMean.words, count()
 
-    def words(ring: Any, *arguments: Any) -> NDArray[np.uint32]:
-        made = honest(ring, *arguments)
+    def words(encoding: WeightedMean, vector: NDArray[Any], examples: int, clients: int, rng: Any = None) -> Words:
+        made = honest(encoding, vector, examples, clients, rng)
         if next(first) == 0:
-            steps = np.rint(FACTOR * ring.bound * unit / ring.step).astype(np.int64)
-            made[: len(steps)] = steps.astype(np.uint32) & ring.mask
+            quantizer = Quantizer(encoding.config.clip, clients)
+            size = FACTOR * quantizer.clip / quantizer.step
+            steps = np.rint(-size * vector / np.linalg.norm(vector)).astype(np.int64)
+            made[: len(steps)] = steps.astype(np.uint32) & quantizer.mask
         return made
 
     return words
