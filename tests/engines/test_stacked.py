@@ -524,3 +524,27 @@ def test_the_gpu_gives_the_cpus_weights(
         states.append({key: value.cpu() for key, value in model.state_dict().items()})
     worst = max(float((states[0][key] - states[1][key]).abs().max()) for key in states[0])
     assert worst < bound
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_the_gpu_clips_every_example_as_the_cpu_does(dtype: torch.dtype, bound: float, chunk: int | None) -> None:
+    """With an example that is far from all others: one that were not clipped would be seen in every weight."""
+    training = LocalTraining(lr=0.1, steps=1, example_clip=0.05, separation=2)
+    x, y = torch.randn(60, 1, 28, 28, generator=torch.Generator().manual_seed(0)).to(dtype), torch.arange(60) % 10
+    x[0] *= 1e3  # its turn is round 0
+    states, shards = [], np.split(np.arange(60), [17, 20])
+    for device in ("cpu", "cuda"):
+        model, template = (networks.build("mnist-mlp", seed=seed).to(device, dtype) for seed in (0, 1))
+        server = dbcl.Server(model, dbcl.SketchConfig(coverage="hidden"), insecure_seed=0)
+        clients = examples_of((x, y)).to(device).divide(shards)
+        engine = StackedEngine(server, template, clients, training, seed=SEED)
+        engine.chunk = chunk
+        before = torch.cat([parameter.flatten() for parameter in model.parameters()]).detach().cpu()
+        for _ in range(3):
+            engine.play_round()
+        states.append(torch.cat([parameter.flatten() for parameter in model.parameters()]).detach().cpu())
+    assert float((states[0] - before).norm()) > 1e3 * bound
+    assert float((states[0] - states[1]).norm()) < bound
