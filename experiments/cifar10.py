@@ -11,7 +11,7 @@ from experiments.tables import NOT_RUN, markdown
 from experiments.training import train
 
 RATES = {"plain": 0.02, "paper": 0.01, "blind": 0.02}
-"""One each; `python results/rounds/rounds.py cifar` has played `plain` and `blind` at another one, too."""
+"""Learning rates. The experiment `rounds` plays `plain` and `blind` at others, too."""
 
 
 def jobs(quick: bool, folder: Path) -> list[Job]:

@@ -14,6 +14,7 @@ from experiments import (
     lfw_roc,
     non_iid,
     property_inference,
+    rounds,
     table1,
     theory,
     veil,
@@ -23,6 +24,7 @@ from experiments.experiment import Experiment
 EXPERIMENTS: tuple[Experiment, ...] = (
     table1.EXPERIMENT,
     non_iid.EXPERIMENT,
+    rounds.EXPERIMENT,
     cifar10.EXPERIMENT,
     lfw_roc.EXPERIMENT,
     gradient_error.EXPERIMENT,
