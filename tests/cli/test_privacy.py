@@ -144,6 +144,7 @@ def test_a_run_that_stops_early_has_spent_less_and_may_go_on(invoke: Invoke) -> 
     assert (facts["holds"], facts["rounds"], facts["planned_rounds"]) == (True, 1, 6)
     assert (facts["most_participations"], facts["planned_participations"]) == (1, 2)
     assert 0 < facts["spent_epsilon"] < facts["epsilon"]
+    assert "for a reason that does not depend on its data" in facts["spent_caveat"]
     assert (
         f"spent so far: epsilon {facts['spent_epsilon']:.3g} (but 50 counts: what it showed decided when to stop)"
         in out

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from dbcl import seeds
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.privacy import Mechanism, Workload, banded, epsilon_of
 from dbcl.privacy.distributed import MIN_SCALE, NoiseShares, NoiseStream, total_variation
@@ -158,3 +159,10 @@ def test_a_state_that_is_none_is_refused(state: str) -> None:
     kept = other.state() if state == "another model" else other.state()._replace(values={})
     with pytest.raises(ProtocolError, match="the state of a client's noise"):
         stream.load_state(kept)
+
+
+def test_the_tail_of_a_share_is_that_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest word of a radius gives 9.4 standard deviations; of 32 bits it would be 6.7."""
+    monkeypatch.setattr(seeds, "words", lambda *labels, n: np.zeros(n, dtype=np.uint64))
+    own = shares()
+    assert NoiseStream(own, bytes(32)).draw(0, b"").max() > 9 * own.scale
