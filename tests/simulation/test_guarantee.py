@@ -70,23 +70,34 @@ def test_the_engines_agree_where_clients_come_back_too_early() -> None:
     assert ours.keeper.tracker.state() == reference.keeper.tracker.state()
 
 
-@pytest.mark.parametrize("weight_cap", [0, 9])
+OF_EXAMPLES = PrivacyPlan(
+    epsilon=8, delta=1e-5, clip=0.03, unit="example", rounds=6, separation=2, clients=CLIENTS, cohort=CLIENTS,
+    examples=200, batch=100,
+)  # fmt: skip
+STEPS = LocalTraining(lr=0.3, batch_size=4)
+STEP = LocalTraining(lr=0.3, steps=1, example_clip=0.1, separation=2)
+
+
 @pytest.mark.parametrize("kind", [LocalEngine, StackedEngine])
-def test_neither_bytes_nor_counts_tell_of_data(kind: type[Engine], weight_cap: int) -> None:
-    """Losses of other lengths in digits, a client of other size, one whose data are no numbers: nothing changes."""
+@pytest.mark.parametrize(
+    ("plan", "training"),
+    [(PLAN, STEPS), (dataclasses.replace(PLAN, weight_cap=9), STEPS), (OF_EXAMPLES, STEP)],
+    ids=["clients", "clients with a cap", "examples"],
+)
+def test_neither_bytes_nor_counts_tell_of_data(kind: type[Engine], plan: PrivacyPlan, training: LocalTraining) -> None:
+    """Losses of other lengths in digits, a client of other size, one whose data are no numbers: nothing changes.
+
+    If one example is the unit, the sizes of the clients' data sets are public.
+    """
     told = []
     for scale in (1.0, 1e-3, 1234.5, math.nan):
         torch.manual_seed(1)
-        server = dbcl.Server(
-            net(),
-            dbcl.SketchConfig(lanes=1, coverage="hidden"),
-            privacy=dataclasses.replace(PLAN, weight_cap=weight_cap),
-            insecure_seed=0,
-        )
-        count = 7 if scale == 1.0 else 120
+        sketch = dbcl.SketchConfig(lanes=1, coverage="hidden")
+        server = dbcl.Server(net(), sketch, privacy=plan, insecure_seed=0)
+        count = 7 if scale == 1.0 and plan.unit == "client" else 120
         first = examples_of((torch.ones(count, 10).double() * scale, torch.zeros(count).long()))
         own = [first, *(examples(client) for client in range(1, CLIENTS))]
-        engine = kind(server, net(), own, LocalTraining(lr=0.3, batch_size=4), fraction=1 / 3, seed=SEED)
+        engine = kind(server, net(), own, training, fraction=plan.cohort / plan.clients, seed=SEED)
         engine.in_turns = True
         rounds = [engine.play_round() for _ in range(3)]
         told.append(
