@@ -25,7 +25,7 @@ from dbcl.config import SketchConfig
 from dbcl.engines import LocalTraining
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.flower import DoubleBlind, LocalGrid, blinded, reply
-from dbcl.flower.grid import TimeoutGrid
+from dbcl.flower.grid import GUARANTEE_REMEDY, REMEDY, SECURE_REMEDY, TimeoutGrid
 from dbcl.testing.nested import nested
 from dbcl.testing.secrecy import leaks
 from dbcl.transcripts import Recorder, Setting, Transcript
@@ -315,15 +315,21 @@ class TestFaults:
         ).start(LocalGrid(app, NODES), num_rounds=1)
 
     @pytest.mark.parametrize("phase", ["train", "evaluate"])
-    def test_too_few_nodes_is_an_error_after_the_timeout(self, phase: str) -> None:
+    @pytest.mark.parametrize("fixed", [False, True])
+    def test_too_few_nodes_is_an_error_after_the_timeout(self, phase: str, fixed: bool) -> None:
+        class Nodes(LocalGrid):
+            def get_node_ids(self) -> list[int]:
+                return super().get_node_ids()
+
         inner = flower.FedAvg(min_train_nodes=1, min_available_nodes=1, min_evaluate_nodes=3)
         if phase == "train":
             inner = fedavg(min_available_nodes=5)
         strategy = DoubleBlind(inner, net(), SketchConfig(coverage="hidden"), round_timeout=0.5)
         nodes, needed = (2, 3) if phase == "evaluate" else (4, 5)
         began = time.monotonic()
-        with pytest.raises(ProtocolError, match=rf"waited 0.5 s for nodes: {nodes} are there; needed: {needed}"):
-            strategy.start(LocalGrid(clients(), nodes), num_rounds=1)
+        waited = "" if fixed else "waited 0.5 s for "
+        with pytest.raises(ProtocolError, match=rf"{waited}nodes: {nodes} are there; needed: {needed}\. "):
+            strategy.start((LocalGrid if fixed else Nodes)(clients(), nodes), num_rounds=1)
         assert time.monotonic() - began < 10
 
     def test_a_node_that_comes_late_is_waited_for(self) -> None:
@@ -644,9 +650,66 @@ def test_transcripts_are_recorded_as_in_the_other_engines(tmp_path: Path) -> Non
     assert torch.equal(server[0].weights["0.weight"], net()[0].weight)
 
 
+class TestTooFewNodes:
+    """What `TimeoutGrid` says where fewer nodes are there than are needed, and when."""
+
+    class Open(LocalGrid):
+        """A grid to which nodes may come: it lists those of `there`."""
+
+        there = 2
+
+        def get_node_ids(self) -> list[int]:
+            return super().get_node_ids()[: self.there]
+
+    def waiting(self, grid: LocalGrid, **more: Any) -> TimeoutGrid:
+        return TimeoutGrid(grid, **{"timeout": 0.3, "needed": lambda: "4, as planned,", "fewest": 4, **more})
+
+    def test_it_is_said_at_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        grid = self.waiting(self.Open(ClientApp(), 4))
+        assert len(grid.get_node_ids()) == 2
+        grid.get_node_ids()
+        assert caplog.messages == ["waiting for nodes: 2 are there; needed: 4, as planned"]
+
+    def test_nothing_is_said_where_enough_are_there(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        assert len(self.waiting(LocalGrid(ClientApp(), 4)).get_node_ids()) == 4
+        assert caplog.messages == []
+
+    def test_it_is_said_at_once_that_none_may_take_part(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        inner = self.Open(ClientApp(), 4)
+        grid = self.waiting(inner, fewest=1, allowed=lambda there: there if len(there) == 4 else [])
+
+        def come() -> None:
+            inner.there = 4
+
+        threading.Timer(0.1, come).start()
+        assert len(grid.settle()) == 4
+        assert caplog.messages[0] == (
+            "waiting for nodes: 2 are there, 0 of them may take part in this round; needed: 4, as planned"
+        )
+
+    @pytest.mark.parametrize("remedy", [REMEDY, SECURE_REMEDY, GUARANTEE_REMEDY])
+    def test_the_remedy_is_that_of_the_caller(self, remedy: str) -> None:
+        grid = self.waiting(self.Open(ClientApp(), 4), remedy=remedy)
+        grid.get_node_ids()
+        time.sleep(0.4)
+        with pytest.raises(ProtocolError, match=r"waited 0.3 s for nodes: 2 are there.* Start them") as error:
+            grid.get_node_ids()
+        assert str(error.value).endswith(remedy)
+        assert ("min_available_nodes" in str(error.value)) == (remedy == REMEDY)
+
+    @pytest.mark.parametrize("allowed", [None, lambda there: there[:1]])
+    def test_a_grid_whose_nodes_are_fixed_is_not_waited_for(self, allowed: Any) -> None:
+        grid = self.waiting(LocalGrid(ClientApp(), 3), timeout=600, allowed=allowed, remedy=SECURE_REMEDY)
+        with pytest.raises(ProtocolError, match=r"nodes: 3 are there.* A LocalGrid gets no others: .*min_cohort"):
+            grid.settle()
+
+
 def test_a_patient_grid_passes_everything_on() -> None:
     app = clients()
-    grid = TimeoutGrid(LocalGrid(app, 2), timeout=5.0, needed="2")
+    grid = TimeoutGrid(LocalGrid(app, 2), timeout=5.0, needed=lambda: "2")
     grid.set_run("run")
     assert grid.run == "run"
     message = grid.create_message(RecordDict(), "query", 1000, "1")

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -20,6 +21,9 @@ log = logging.getLogger("flwr.dbcl")
 FIRST_NODE = 1000  # any number but 1, which Flower gives to the server
 TELL_EVERY = 10.0
 """Seconds between messages while a server waits for nodes."""
+REMEDY = "min_available_nodes and min_train_nodes say how many"
+SECURE_REMEDY = "SecAggConfig(min_cohort=...) says how many in each lane, and SketchConfig(lanes=1) needs the fewest"
+GUARANTEE_REMEDY = "PrivacyPlan(clients=..., cohort=...) says how many, and how many rounds a node pauses in between"
 
 
 class LocalGrid(Grid):
@@ -144,12 +148,23 @@ class LocalGrid(Grid):
 class TimeoutGrid(Grid):
     """A wrapper with a timeout: strategies poll a grid for nodes until enough are there, however long that takes.
 
+    While fewer than `fewest` nodes may take part, the log says at once, and again every ten seconds, which are needed.
+    The nodes of a `LocalGrid` are fixed, so there the shortage is an error at once.
+
     Args:
         grid: The grid that is wrapped.
         timeout: The longest wait, in seconds.
         needed: Says for the error message which nodes are needed.
         allowed: Returns those of the nodes that may take part, in the order in which they should. The others are not
             shown.
+        fewest: Number of nodes for which the strategy waits, at least 1.
+        remedy: Says for the error message which settings determine how many nodes are needed.
+
+    >>> grid = TimeoutGrid(LocalGrid(ClientApp(), nodes=2), timeout=600, needed=lambda: "3", fewest=3)
+    >>> grid.get_node_ids()
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ProtocolError: too few nodes: 2 are there; needed: 3. A LocalGrid gets no others: give it ...
     """
 
     def __init__(
@@ -158,10 +173,14 @@ class TimeoutGrid(Grid):
         timeout: float,
         needed: Callable[[], str],
         allowed: Callable[[list[int]], list[int]] | None = None,
+        *,
+        fewest: int = 1,
+        remedy: str = REMEDY,
     ) -> None:
         self.grid, self.timeout, self.needed, self.allowed = grid, timeout, needed, allowed
+        self.fewest, self.remedy = max(1, fewest), remedy
         self._deadline: float | None = None
-        self._told = 0.0
+        self._told = -math.inf
 
     def set_run(self, run: Any) -> None:
         self.grid.set_run(run)
@@ -176,23 +195,35 @@ class TimeoutGrid(Grid):
         return self.grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def get_node_ids(self) -> list[int]:
-        """The nodes that are there, always in the same order; an error if they are asked for after the timeout."""
+        """Return the nodes that may take part, always in the same order.
+
+        Raises:
+            ProtocolError: The nodes are asked for after the timeout, or are too few on a grid whose nodes are fixed.
+        """
         there = sorted(self.grid.get_node_ids())
         nodes = there if self.allowed is None else self.allowed(there)
         now = time.monotonic()
         if self._deadline is None:
-            self._deadline, self._told = now + self.timeout, now
-            return nodes
-        may = "" if self.allowed is None else f", {len(nodes)} of them may take part in this round"
-        if now > self._told + TELL_EVERY:
-            self._told = now
-            log.info("waiting for nodes: %s are there%s; needed: %s", len(there), may, self.needed())
+            self._deadline = now + self.timeout
+        short = len(nodes) < self.fewest
+        if short and _is_fixed(self.grid):
+            raise ProtocolError(
+                f"too few nodes: {len(there)} are there{self._counted(nodes)}. A LocalGrid gets no others: give it "
+                f"more nodes, or let the run need fewer; {self.remedy}"
+            )
         if now > self._deadline:
             raise ProtocolError(
-                f"waited {self.timeout:g} s for nodes: {len(there)} are there{may}; needed: {self.needed()}. Start "
-                "them and run the same command again; min_available_nodes and min_train_nodes say how many"
+                f"waited {self.timeout:g} s for nodes: {len(there)} are there{self._counted(nodes)}. Start them and "
+                f"run the same command again; {self.remedy}"
             )
+        if short and now > self._told + TELL_EVERY:
+            self._told = now
+            log.info("waiting for nodes: %s are there%s", len(there), self._counted(nodes))
         return nodes
+
+    def _counted(self, nodes: list[int]) -> str:
+        may = "" if self.allowed is None else f", {len(nodes)} of them may take part in this round"
+        return f"{may}; needed: {self.needed().rstrip(',')}"
 
     def settle(self) -> list[int]:
         """Wait until there are nodes that may take part, and show these and no others from then on."""
@@ -209,6 +240,12 @@ class TimeoutGrid(Grid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         return self.grid.send_and_receive(messages, timeout=self.timeout if timeout is None else timeout)
+
+
+def _is_fixed(grid: Grid) -> bool:
+    """Whether no node can come to a grid; a subclass of `LocalGrid` that lists its nodes itself may do as it likes."""
+    own = getattr(grid.get_node_ids, "__func__", None)
+    return own is LocalGrid.get_node_ids
 
 
 def _set_identity() -> None:
