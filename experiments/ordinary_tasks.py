@@ -1,362 +1,143 @@
-"""Ten ordinary tasks with default settings, each beside federated averaging written out in plain PyTorch.
+"""`ordinary-tasks`: ten ordinary tasks with default settings, each beside federated averaging in plain PyTorch.
 
 Every task is trained three ways with dbcl as a user would write it on the first day (`dbcl.simulate`, the five verbs,
-Flower's `DoubleBlind` on a `LocalGrid`), and by a loop that knows nothing of dbcl. All use the same initial weights,
-clients, local optimiser and number of rounds. `python -m experiments.ordinary_tasks` writes the table of
-`docs/ordinary-tasks.md`.
+Flower's `DoubleBlind` on a `LocalGrid`), and by a loop that knows nothing of dbcl. All have the same initial weights,
+clients, local optimiser and number of rounds. `python -m experiments.ordinary_tasks` plays what has no row yet and
+writes docs/ordinary-tasks.md.
 """
 
+import argparse
 import copy
-import sys
+import logging
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dbcl
-from dbcl.data import load
-from dbcl.errors import DbclError
+from dbcl.errors import ConfigError, DbclError
+from dbcl.files import write_atomic
+from dbcl.simulation import preset
+from dbcl.simulation.build import server_optimizer
+from experiments import figures, runner
+from experiments.experiment import Context, Experiment, Job, Results
+from experiments.small_tasks import TASKS, Example, OrdinaryTask
+from experiments.tables import NOT_RUN, markdown, page
 
+PRESET = "blind"
+"""The preset whose settings the three ways with dbcl have."""
 CLIENTS = 10
-Example = tuple[Any, Any]
+PAGE = Path(__file__).parents[1] / "docs" / "ordinary-tasks.md"
+LOGGERS = ("dbcl", "flwr.dbcl")
+MAX_WARNING_LENGTH = 160
+"""Characters of a warning that the table shows."""
+QUICK_ROUNDS = 3
 
 
-@dataclass(frozen=True)
-class OrdinaryTask:
-    """A model, data and how plain federated averaging trains it.
+class WarningRecorder(logging.Handler):
+    """Collects what dbcl's loggers warn of before the first step of training.
 
-    `metric` takes outputs and targets, and larger is better.
+    >>> with recorded() as recorder:
+    ...     logging.getLogger("dbcl.protocol").warning("the network is small")
+    ...     recorder.trains = True
+    ...     logging.getLogger("dbcl").warning("a client has diverged")
+    >>> recorder.messages
+    ['the network is small']
     """
 
-    name: str
-    make: Callable[[], nn.Module]
-    data: Callable[[], tuple[Example, Example]]
-    loss: Callable[[Any, Any], Tensor]
-    metric: Callable[[Any, Any], float]
-    measure: str = "accuracy"
-    rounds: int = 60
-    lr: float = 0.1
-    batch_size: int = 20
-    epochs: int = 1
-    optimizer: Any = torch.optim.SGD
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-def accuracy(outputs: Any, targets: Tensor) -> float:
-    return float((outputs.argmax(1) == targets).double().mean())
-
-
-def r2(outputs: Tensor, targets: Tensor) -> float:
-    return float(1 - (outputs - targets).square().sum() / (targets - targets.mean(0)).square().sum())
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets)
-
-
-# Data: embedded digits, or made here
-
-
-def split(inputs: Any, targets: Tensor, held_out: int) -> tuple[Example, Example]:
-    def part(rows: slice) -> Example:
-        own = {name: each[rows] for name, each in inputs.items()} if isinstance(inputs, dict) else inputs[rows]
-        return own, targets[rows]
-
-    return part(slice(0, -held_out)), part(slice(-held_out, None))
-
-
-@cache
-def friedman() -> tuple[Example, Example]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.rand(4000, 10, generator=generator)
-    y = 10 * torch.sin(torch.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4]
-    y = y + torch.randn(4000, generator=generator)
-    return split(x, ((y - y.mean()) / y.std())[:, None], 1000)
-
-
-@cache
-def tabular_classes() -> tuple[Example, Example]:
-    generator = torch.Generator().manual_seed(0)
-    teacher = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 4))
-    with torch.no_grad():
-        for parameter in teacher.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        x = torch.randn(5000, 20, generator=generator)
-        return split(x, teacher(x).argmax(1), 1000)
-
-
-@cache
-def digits() -> tuple[Example, Example]:
-    data = load("digits")
-    return (data.x_train, data.y_train), (data.x_test, data.y_test)
-
-
-@cache
-def sequences() -> tuple[Example, Example]:
-    """Token sequences whose class is the token that follows the marker 0."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randint(5, 20, (5000, 12), generator=generator)
-    y, place = torch.randint(0, 4, (5000,), generator=generator), torch.randint(0, 11, (5000,), generator=generator)
-    rows = torch.arange(5000)
-    x[rows, place], x[rows, place + 1] = 0, y + 1
-    return split(x, y, 1000)
-
-
-@cache
-def other_sequences() -> tuple[Example, Example]:
-    """The same with other classes: which pair of tokens follows, for fine-tuning."""
-    (x, y), (x_test, y_test) = sequences()
-    order = torch.tensor([2, 3, 0, 1])
-    return (x, order[y]), (x_test, order[y_test])
-
-
-@cache
-def signals() -> tuple[Example, Example]:
-    """Noisy sines of three frequencies."""
-    generator = torch.Generator().manual_seed(0)
-    y = torch.randint(0, 3, (4000,), generator=generator)
-    phase = torch.rand(4000, 1, generator=generator) * 6.28
-    t = torch.linspace(0, 6.28, 24)[None]
-    x = torch.sin((1 + y[:, None]) * t + phase) + 0.3 * torch.randn(4000, 24, generator=generator)
-    return split(x[..., None], y, 1000)
-
-
-@cache
-def discs() -> tuple[Example, Example]:
-    """Images with a disc, and which pixels belong to it."""
-    generator = torch.Generator().manual_seed(0)
-    centre = torch.rand(1500, 2, generator=generator) * 12 + 2
-    radius = torch.rand(1500, generator=generator) * 3 + 2
-    axis = torch.arange(16).float()
-    distance = ((axis[None, :, None] - centre[:, :1, None]) ** 2 + (axis[None, None] - centre[:, 1:, None]) ** 2).sqrt()
-    mask = (distance < radius[:, None, None]).long()
-    x = mask[:, None].float() + 0.7 * torch.randn(1500, 1, 16, 16, generator=generator)
-    return split({"image": x}, mask, 300)
-
-
-@cache
-def bags() -> tuple[Example, Example]:
-    """Bags of words, each class with words of its own among common ones."""
-    generator = torch.Generator().manual_seed(0)
-    y = torch.randint(0, 4, (5000,), generator=generator)
-    own = 50 * y[:, None] + torch.randint(0, 50, (5000, 20), generator=generator)
-    common = torch.randint(200, 400, (5000, 20), generator=generator)
-    return split(torch.where(torch.rand(5000, 20, generator=generator) < 0.3, own, common), y, 1000)
-
-
-# Models
-
-
-class Block(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.relu(self.norms[0](self.first(x)))
-        return F.relu(x + self.norms[1](self.second(hidden)))
-
-
-def resnet() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, stride=2, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        Block(16),
-        nn.MaxPool2d(2),
-        Block(16),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(16, 10),
-    )
-
-
-class Attention(nn.Module):
-    """A transformer's block, normalised before each part."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.attend = nn.MultiheadAttention(width, 4, batch_first=True)
-        self.wide, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        own = self.norms[0](x)
-        x = x + self.attend(own, own, own, need_weights=False)[0]
-        out: Tensor = x + self.narrow(F.gelu(self.wide(self.norms[1](x))))
-        return out
-
-
-class TinyTransformer(nn.Module):
     def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.place = nn.Embedding(20, 32), nn.Parameter(torch.randn(12, 32) * 0.02)
-        self.blocks = nn.Sequential(Attention(32), Attention(32))
-        self.head = nn.Linear(32, 4)
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+        self.trains = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.blocks(self.embed(x) + self.place).mean(1))
-        return out
-
-
-class LoRA(nn.Module):
-    """A frozen dense layer with a trained low-rank change."""
-
-    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + self.up(self.down(x))
-        return out
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message."""
+        if not self.trains:
+            self.messages.append(record.getMessage())
 
 
-def fine_tuned() -> nn.Module:
-    """A transformer that was trained on the first task, frozen, with adapters for the second one."""
-    torch.manual_seed(0)
-    model = TinyTransformer()
-    (x, y), _ = sequences()
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for step in range(300):
-        rows = torch.arange(50) + 50 * step % 4000
-        optimizer.zero_grad()
-        F.cross_entropy(model(x[rows]), y[rows]).backward()
-        optimizer.step()
-    model.requires_grad_(False)
-    for block in model.blocks:
-        block.wide, block.narrow = LoRA(block.wide), LoRA(block.narrow)
-    model.head = LoRA(model.head)
-    return model
+@contextmanager
+def recorded() -> Iterator[WarningRecorder]:
+    """Record the warnings of dbcl's loggers and those of Python that dbcl's modules raise."""
+    recorder = WarningRecorder()
+    shown = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if "dbcl" in filename and not recorder.trains:
+            recorder.messages.append(str(message))
+
+    for name in LOGGERS:
+        logging.getLogger(name).addHandler(recorder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = show
+            yield recorder
+    finally:
+        warnings.showwarning = shown
+        for name in LOGGERS:
+            logging.getLogger(name).removeHandler(recorder)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.LSTM(1, 48, batch_first=True), nn.Linear(48, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.cell(x)[0][:, -1])
-        return out
-
-
-class UNet(nn.Module):
-    """Takes and gives dictionaries, as segmentation libraries do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.middle = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
-        self.up, self.head = nn.ConvTranspose2d(32, 16, 2, stride=2), nn.Conv2d(32, 2, 3, padding=1)
-
-    def forward(self, image: Tensor) -> dict[str, Tensor]:
-        wide = F.relu(self.down(image))
-        deep = F.relu(self.middle(F.max_pool2d(wide, 2)))
-        return {"logits": self.head(torch.cat([wide, F.relu(self.up(deep))], 1))}
-
-
-def segmentation_loss(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs["logits"], targets)
-
-
-def overlap(outputs: dict[str, Tensor], targets: Tensor) -> float:
-    """Intersection over union of the disc."""
-    found, there = outputs["logits"].argmax(1) == 1, targets == 1
-    return float((found & there).sum() / (found | there).sum().clamp(min=1))
-
-
-class Bag(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.EmbeddingBag(400, 32, mode="mean"), nn.Linear(32, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.words(x))
-        return out
-
-
-def mlp(inputs: int, outputs: int, width: int = 64) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs)
-    )
-
-
-def cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 5, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(), nn.Flatten(),
-        nn.Linear(800, 64), nn.ReLU(), nn.Linear(64, 10),
-    )  # fmt: skip
-
-
-TASKS = (
-    OrdinaryTask("tabular regression", lambda: mlp(10, 1), friedman, F.mse_loss, r2, "R2", lr=0.1, rounds=100),
-    OrdinaryTask(
-        "tabular classification", lambda: mlp(20, 4), tabular_classes, cross_entropy, accuracy, lr=0.2, rounds=100
-    ),
-    OrdinaryTask("small CNN", cnn, digits, cross_entropy, accuracy, lr=0.05),
-    OrdinaryTask("ResNet with BatchNorm", resnet, digits, cross_entropy, accuracy, rounds=30, lr=0.05),
-    OrdinaryTask("tiny transformer", TinyTransformer, sequences, cross_entropy, accuracy, lr=0.1),
-    OrdinaryTask("LoRA on it", fine_tuned, other_sequences, cross_entropy, accuracy, lr=0.1, rounds=30),
-    OrdinaryTask("LSTM", Recurrent, signals, cross_entropy, accuracy, lr=0.2, rounds=80),
-    OrdinaryTask("U-Net with dictionaries", UNet, discs, segmentation_loss, overlap, "IoU", rounds=30),
-    OrdinaryTask("embedding bag", Bag, bags, cross_entropy, accuracy, lr=3.0),
-    OrdinaryTask("linear model", lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), digits, cross_entropy,
-                 accuracy, lr=0.05, rounds=30),
-)  # fmt: skip
-
-
-# Four ways to train
-
-
-def initial(task: OrdinaryTask) -> nn.Module:
-    torch.manual_seed(0)
+def initial(task: OrdinaryTask, seed: int) -> nn.Module:
+    """Return the network with its initial weights."""
+    torch.manual_seed(seed)
     return task.make()
 
 
-def clients_of(task: OrdinaryTask) -> list[Example]:
+def clients_of(task: OrdinaryTask, seed: int) -> list[Example]:
+    """Divide the training examples among the clients."""
     (inputs, targets), _ = task.data()
-    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(1))
-    made = []
-    for rows in np.array_split(order.numpy(), CLIENTS):
-        index = torch.from_numpy(rows)
-        own = {name: each[index] for name, each in inputs.items()} if isinstance(inputs, dict) else inputs[index]
-        made.append((own, targets[index]))
-    return made
+    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed + 1))
+    return [(_rows(inputs, torch.from_numpy(rows)), targets[rows]) for rows in np.array_split(order.numpy(), CLIENTS)]
+
+
+def _rows(inputs: Any, rows: Tensor) -> Any:
+    return {name: each[rows] for name, each in inputs.items()} if isinstance(inputs, dict) else inputs[rows]
+
+
+def _outputs(model: nn.Module, inputs: Any) -> Any:
+    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
 def train(task: OrdinaryTask, model: nn.Module, own: Example, seed: int) -> None:
-    """A user's training loop."""
+    """Train on a client's examples, as a user's own loop does."""
     inputs, targets = own
     optimizer = task.optimizer([each for each in model.parameters() if each.requires_grad], lr=task.lr)
     generator = torch.Generator().manual_seed(seed)
     model.train()
     for _ in range(task.epochs):
-        for rows in torch.randperm(len(targets), generator=generator).split(task.batch_size):
-            outputs = model(inputs[rows]) if isinstance(inputs, Tensor) else model(inputs["image"][rows])
+        for rows in torch.randperm(len(targets), generator=generator).split(task.batch_size):  # type: ignore[no-untyped-call]
+            outputs = _outputs(model, _rows(inputs, rows))
             optimizer.zero_grad()
-            task.loss(outputs, targets[rows]).backward()
+            task.loss(outputs, targets[rows]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
 
 @torch.no_grad()
 def score(task: OrdinaryTask, model: nn.Module) -> float:
+    """Return the metric on held-out examples."""
     _, (inputs, targets) = task.data()
     model.eval()
-    return task.metric(model(inputs) if isinstance(inputs, Tensor) else model(inputs["image"]), targets)
+    return task.metric(_outputs(model, inputs), targets)
 
 
-def plain(task: OrdinaryTask) -> float:
-    """Federated averaging in plain PyTorch."""
-    model, clients = initial(task), clients_of(task)
+def plain(task: OrdinaryTask, settings: str, seed: int) -> nn.Module:
+    """Train by federated averaging in plain PyTorch."""
+    model, clients = initial(task, seed), clients_of(task, seed)
     for round in range(task.rounds):
         states = []
         for number, own in enumerate(clients):
@@ -368,85 +149,189 @@ def plain(task: OrdinaryTask) -> float:
             for name, tensor in model.state_dict().items()
         }
         model.load_state_dict(mean)
-    return score(task, model)
+    return model
 
 
-def simulated(task: OrdinaryTask) -> float:
-    _, held_out = task.data()
+def simulated(task: OrdinaryTask, settings: str, seed: int) -> nn.Module:
+    """Train by one call of `dbcl.simulate`."""
     run = dbcl.simulate(
-        initial(task), clients_of(task), held_out, loss=task.loss, lr=task.lr, batch_size=task.batch_size,
-        epochs=task.epochs, rounds=task.rounds, optimizer=task.optimizer, **task.settings,
+        initial(task, seed), clients_of(task, seed), task.data()[1], loss=task.loss, settings=settings, lr=task.lr,
+        batch_size=task.batch_size, epochs=task.epochs, rounds=task.rounds, optimizer=task.optimizer,
     )  # fmt: skip
-    return score(task, run.model)
+    return run.model
 
 
-def five_verbs(task: OrdinaryTask) -> float:
-    server, clients = dbcl.Server(initial(task)), clients_of(task)
+def _server_settings(settings: str) -> dict[str, Any]:
+    """Return the arguments of a server with the settings of a preset."""
+    config = preset(settings)
+    if config.privacy is not None or config.secure_aggregation:
+        raise ConfigError(f"the preset {settings} needs a plan for the run; `dbcl.simulate` makes it")
+    return {"sketch": config.sketch, "optimizer": server_optimizer(config), "ema_decay": config.ema_decay}
+
+
+def five_verbs(task: OrdinaryTask, settings: str, seed: int) -> nn.Module:
+    """Train by open_round, blinded, make_update and close_round."""
+    server, clients = dbcl.Server(initial(task, seed), **_server_settings(settings)), clients_of(task, seed)
     for round in range(task.rounds):
         updates = {}
         for number, own in enumerate(clients):
             broadcast = server.open_round(f"client {number}")
-            local = dbcl.blinded(initial(task), broadcast)
+            local = dbcl.blinded(initial(task, seed), broadcast)
             train(task, local, own, 1000 * round + number)
             updates[f"client {number}"] = dbcl.make_update(local, broadcast, examples=len(own[1]))
         server.close_round(updates)
-    return score(task, server.released)
+    return server.released
 
 
-def flower(task: OrdinaryTask) -> float:
-    from flwr.app import Context, Message
+def flower(task: OrdinaryTask, settings: str, seed: int) -> nn.Module:
+    """Train by Flower's `FedAvg` inside `DoubleBlind`."""
+    from flwr.app import Context as FlowerContext
+    from flwr.app import Message
     from flwr.clientapp import ClientApp
     from flwr.serverapp.strategy import FedAvg
 
-    import dbcl.flower
-
-    clients, app = clients_of(task), ClientApp()
+    clients, app = clients_of(task, seed), ClientApp()
 
     @app.train()
-    def answer(message: Message, context: Context) -> Message:
+    def answer(message: Message, context: FlowerContext) -> Message:
         number = int(context.node_config["partition-id"])
-        model = dbcl.flower.blinded(initial(task), message)
-        train(task, model, clients[number], 1000 * message.content["config"]["server-round"] + number)
-        return dbcl.flower.reply(model, message, examples=len(clients[number][1]))
+        round = cast(int, message.content.config_records["config"]["server-round"])
+        model = dbcl.flower.blinded(initial(task, seed), message)
+        train(task, model, clients[number], 1000 * round + number)
+        return cast(Message, dbcl.flower.reply(model, message, examples=len(clients[number][1])))
 
-    strategy = dbcl.flower.DoubleBlind(FedAvg(fraction_evaluate=0.0), initial(task))
+    inner, model = FedAvg(fraction_evaluate=0.0), initial(task, seed)
+    strategy = dbcl.flower.DoubleBlind(inner, model, **_server_settings(settings))
     result = strategy.start(dbcl.flower.LocalGrid(app, nodes=CLIENTS), num_rounds=task.rounds)
-    model = initial(task)
-    model.load_state_dict(result.arrays.to_torch_state_dict())
-    return score(task, model)
+    trained = initial(task, seed)
+    trained.load_state_dict(result.arrays.to_torch_state_dict())
+    return trained
 
 
-WAYS: dict[str, Callable[[OrdinaryTask], float]] = {
+WAYS: dict[str, Callable[[OrdinaryTask, str, int], nn.Module]] = {
     "plain": plain, "simulate": simulated, "five verbs": five_verbs, "Flower": flower,
 }  # fmt: skip
+NAMES = {task.name: task for task in TASKS}
 
 
-def played(task: OrdinaryTask, way: str) -> tuple[float | None, str]:
-    """Return what one way reaches, and what it says before it begins."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+def jobs(quick: bool, folder: Path, settings: str = PRESET) -> list[Job]:
+    """Return a job for each task and way; the reduced setting has three tasks and three rounds."""
+    tasks = [task for task in TASKS if task.name in QUICK_TASKS] if quick else TASKS
+    more = {"rounds": QUICK_ROUNDS} if quick else {}
+    return [{"task": task.name, "way": way, "settings": settings, "seed": 0, **more} for task in tasks for way in WAYS]
+
+
+QUICK_TASKS = ("tabular regression", "U-Net with dictionaries", "linear model")
+
+
+def play(job: Job, context: Context) -> dict[str, Any]:
+    """Train in one way; a way that dbcl refuses has its message as the result."""
+    task = NAMES[job["task"]]
+    with recorded() as recorder:
+
+        def loss(outputs: Any, targets: Any) -> Tensor:
+            recorder.trains = True
+            return task.loss(outputs, targets)
+
+        own = replace(task, loss=loss, rounds=job.get("rounds", task.rounds))
         try:
-            return WAYS[way](task), "; ".join(str(each.message) for each in caught if "dbcl" in each.filename)
-        except DbclError as error:
-            return None, str(error)
+            value = round(score(task, WAYS[job["way"]](own, job["settings"], job["seed"])), 4)
+            error = ""
+        except DbclError as problem:
+            value, error = None, str(problem)
+    context.tell(f"{job['task']}, {job['way']}: {error or value}", 1, 1)
+    return {"score": value, "error": error, "warnings": list(dict.fromkeys(recorder.messages))}
 
 
-def main(names: list[str]) -> None:
+def table(found: Results) -> str:
+    """Compare what the three ways reach with plain federated averaging."""
+    settings = found.jobs[0]["settings"]
+    lines = []
+    for name in dict.fromkeys(job["task"] for job in found.jobs):
+        runs = {way: found.of(task=name, way=way) for way in WAYS}
+        told = dict.fromkeys(text for each in runs.values() for run in each for text in run["warnings"])
+        cells = [_cell(each) for each in runs.values()]
+        lines.append([name, NAMES[name].measure, *cells, "; ".join(map(_shortened, told)) or "no"])
+    rounds = f"{QUICK_ROUNDS} rounds" if found.quick else "as many rounds as the plain loop needs to converge"
+    text = (
+        f"{CLIENTS} clients, all of them in every round, {rounds}, the preset `{settings}` and otherwise default "
+        "settings. All ways have the same initial weights, clients, local optimiser and learning rate, which were "
+        "chosen for plain federated averaging. *Warned before training* has what dbcl says in its log before the first "
+        "step; a refusal is an error message in place of a model."
+    )
+    heads = ["task", "metric", "plain FedAvg", "`dbcl.simulate`", "five verbs", "Flower", "warned before training"]
+    refused = [
+        f"- {job['task']}, {job['way']}: {run['error']}"
+        for job in found.jobs
+        for run in found.of(**job)
+        if run["error"]
+    ]
+    return "\n\n".join([text, markdown(heads, lines), *(["Refusals:", "\n".join(refused)] if refused else [])])
+
+
+def _cell(runs: Sequence[Mapping[str, Any]]) -> str:
+    if not runs:
+        return NOT_RUN
+    return "refused" if runs[0]["score"] is None else f"{runs[0]['score']:.3f}"
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split()).replace("|", "\\|")
+    return line if len(line) <= MAX_WARNING_LENGTH else line[:MAX_WARNING_LENGTH].rsplit(" ", 1)[0] + " ..."
+
+
+def draw(found: Results) -> Mapping[str, Any]:
+    """Draw the difference to plain federated averaging by task and way."""
+    figure, panels = figures.new(8, 4)
+    axes, names = panels[0, 0], list(dict.fromkeys(job["task"] for job in found.jobs))
+    for offset, (way, colour) in enumerate(zip(list(WAYS)[1:], figures.MORE, strict=False)):
+        for place, name in enumerate(names):
+            reference, own = found.of(task=name, way="plain"), found.of(task=name, way=way)
+            if reference and own and own[0]["score"] is not None:
+                difference = own[0]["score"] - reference[0]["score"]
+                axes.barh(place + 0.25 * offset, difference, 0.22, color=colour, label="_" if place else way)
+    axes.set_yticks([place + 0.25 for place in range(len(names))], names)
+    axes.invert_yaxis()
+    figures.label(axes, "metric minus that of plain FedAvg", "")
+    return {"ordinary-tasks": figure}
+
+
+EXPERIMENT = Experiment(
+    name="ordinary-tasks",
+    title="Ten ordinary tasks",
+    what="Ten ordinary tasks trained with default settings through `dbcl.simulate`, the five verbs and Flower, beside "
+    "plain federated averaging.",
+    minutes="about 20 on one core",
+    jobs=jobs,
+    play=play,
+    table=table,
+    draw=draw,
+    extras={"flwr": "flower"},
+)
+
+
+def main() -> None:
+    """Play what has no row yet and write the page of the documentation."""
+    parser = argparse.ArgumentParser(description=EXPERIMENT.what)
+    parser.add_argument("--preset", default=PRESET, help="settings of the three ways with dbcl")
+    parser.add_argument("--task", action="append", default=[], help="only this task; again for more")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the rows")
+    parser.add_argument("--page", type=Path, default=PAGE, help="page that is written")
+    parser.add_argument("--quick", action="store_true", help="three tasks and three rounds, to see that all works")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    for task in TASKS:
-        if names and not any(name in task.name for name in names):
-            continue
-        row = {way: played(task, way) for way in WAYS}
-        print(
-            task.name,
-            task.measure,
-            {way: value if value is None else round(value, 3) for way, (value, _) in row.items()},
-            flush=True,
+    experiment = replace(EXPERIMENT, jobs=lambda quick, folder: jobs(quick, folder, given.preset))
+    order = runner.Order(given.out, quick=given.quick)
+    for name in given.task or [""]:
+        order = replace(order, only=(f"task={name}",) if name else ())
+        runner.play(
+            experiment, order, Context(tell=lambda text, done, total: print(text, flush=True) if text else None)
         )
-        for way, (_, said) in row.items():
-            if said:
-                print("   ", way, said[:300])
+    runner.report(experiment, order)
+    found = runner.results(experiment, order)
+    write_atomic(given.page, page(experiment, found, [], command="python -m experiments.ordinary_tasks").encode())
+    print(f"wrote {given.page}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

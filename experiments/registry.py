@@ -11,8 +11,10 @@ from experiments import (
     gradient_error,
     gradient_matching,
     guaranteed,
+    hostile_clients,
     lfw_roc,
     non_iid,
+    ordinary_tasks,
     property_inference,
     rounds,
     table1,
@@ -36,6 +38,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     complexity.EXPERIMENT,
     frontier.EXPERIMENT,
     guaranteed.EXPERIMENT,
+    ordinary_tasks.EXPERIMENT,
+    hostile_clients.EXPERIMENT,
 )
 
 

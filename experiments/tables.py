@@ -49,9 +49,9 @@ def rounds_cell(runs: Sequence[dict[str, Any]]) -> str:
     return f"{middle:g} ({', '.join(each)})"
 
 
-def page(experiment: Experiment, found: Results, pictures: Sequence[str]) -> str:
-    """The README of an experiment's results."""
-    command = f"python -m experiments {experiment.name}{' --quick' if found.quick else ''}"
+def page(experiment: Experiment, found: Results, images: Sequence[str], command: str = "") -> str:
+    """Return the README of an experiment's results; `command` is what wrote it, where it is not the usual one."""
+    command = command or f"python -m experiments {experiment.name}{' --quick' if found.quick else ''}"
     parts = [f"# {experiment.title}", f"{experiment.what} Written by `{command}`."]
     if found.quick:
         parts.append(
@@ -62,7 +62,7 @@ def page(experiment: Experiment, found: Results, pictures: Sequence[str]) -> str
     if missing:
         parts.append(f"{missing} of {len(found.jobs)} jobs have not been played; the same command plays them.")
     parts.append(experiment.table(found))
-    parts += [f"![{name.removesuffix('.png')}]({name})" for name in pictures]
+    parts += [f"![{name.removesuffix('.png')}]({name})" for name in images]
     parts.append(_made_with(found))
     return "\n\n".join(parts) + "\n"
 

@@ -15,13 +15,12 @@ FOLDER = Path(registry.__file__).parent
 SHARED = {
     "__init__",
     "__main__",
-    "hostile_clients",
-    "ordinary_tasks",
     "experiment",
     "figures",
     "registry",
     "rows",
     "runner",
+    "small_tasks",
     "tables",
     "training",
 }

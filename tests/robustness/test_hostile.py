@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from experiments.hostile_clients import ATTACKS, DOORS, PARTITIONS, accuracy
+from experiments.hostile_clients import ATTACKS, PARTITIONS, VALIDATORS, accuracy
 
 SEEDS = (0, 1, 2)
-OPEN = DOORS["takes every update"]
+OPEN = VALIDATORS["accepts every update"]
 
 
 def mean(attack: str | None, **settings: Any) -> float:
@@ -29,5 +29,5 @@ def test_where_every_update_counts_they_cost_everything() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data", PARTITIONS)
-def test_the_door_costs_honest_clients_half_a_point_at_most(data: str) -> None:
+def test_the_validator_costs_honest_clients_half_a_point_at_most(data: str) -> None:
     assert mean(None, **PARTITIONS[data]) > mean(None, **PARTITIONS[data], **OPEN) - 0.005
