@@ -10,6 +10,7 @@ from torch import nn
 
 import dbcl
 from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine
+from dbcl.engines.secure import SecureServer
 from dbcl.errors import ConfigError
 from dbcl.privacy import PrivacyPlan, cyclic_batch
 from dbcl.simulation import RunConfig
@@ -103,6 +104,41 @@ def test_an_example_without_a_gradient_counts_as_none(kind: type[Engine], bad: f
         ends.append(torch.cat([tensor.flatten() for tensor in server.weights().values()]))
     torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
     assert not torch.equal(ends[0], torch.cat([parameter.flatten() for parameter in start.parameters()]))
+
+
+@pytest.mark.parametrize("kind", [LocalEngine, StackedEngine])
+@pytest.mark.parametrize(("noise_by", "excess"), [("server", 1e-3), ("clients", 1e-5)])
+def test_of_many_aligned_examples_in_float32_one_changes_no_more_than_its_clip(
+    kind: type[Engine], noise_by: str, excess: float
+) -> None:
+    """6,000 examples with the same gradient, and one less: a sum that were rounded on its way would move by more.
+
+    To a trusted server the sum travels in float32, whose spacing is 5e-7 of 6,000 clips for each value.
+    """
+    count, clip, rate = 6000, 0.05, 0.1
+    torch.manual_seed(1)
+    start = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 3))
+    x, y = 3 * torch.randn(1, 20).repeat(count, 1), torch.zeros(count).long()
+    plan = PrivacyPlan(
+        epsilon=8, delta=1e-6, clip=rate * clip, unit="example", rounds=4, separation=1, clients=2, cohort=2,
+        examples=count + 1, batch=count + 1, noise_by=noise_by,
+        values=sum(parameter.numel() for parameter in start.parameters()),
+    )  # fmt: skip
+    training, sums = LocalTraining(lr=rate, steps=1, example_clip=clip), []
+    for size in (count, count - 1):
+        model = copy.deepcopy(start)
+        server: dbcl.Server
+        if noise_by == "clients":
+            server = SecureServer(model, privacy=plan, masked=False, insecure_seed=0)
+        else:
+            server = dbcl.Server(model, dbcl.SketchConfig(sketch="identity-v1"), privacy=plan, insecure_seed=0)
+        own = [(x[:size], y[:size]), (x[:1], y[:1])]
+        engine = kind(server, copy.deepcopy(start), own, training, seed=SEED)
+        update = engine.train_cohort({0: server.open_round("client 0")})["client 0"]
+        read = update if isinstance(update, dbcl.Update) else dbcl.protocol.decode_update(update)
+        sums.append(torch.cat([tensor.double().flatten() for tensor in read.tensors.values()]))
+    assert float(sums[0].norm()) == pytest.approx(count * plan.clip, rel=1e-6)
+    assert float((sums[0] - sums[1]).norm()) <= plan.clip * (1 + excess)
 
 
 def centred(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
