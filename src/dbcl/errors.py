@@ -79,6 +79,10 @@ class ConfigError(DbclError):
     """The settings of a run contradict each other or name something unknown."""
 
 
+class OutOfMemoryError(DbclError):
+    """A model, its clients or their data take more memory than there is."""
+
+
 class AuditError(DbclError):
     """A transcript cannot be recorded or read, or an attack cannot be mounted on it."""
 

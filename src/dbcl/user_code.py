@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from dbcl.errors import ConfigError
@@ -84,6 +85,15 @@ def short(error: object) -> str:
     """
     said = " ".join(str(error).split(" Exception raised from")[0].split())
     return said if len(said) <= SHORT else f"{said[:SHORT]}..."
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no more memory, in Python's words, in CUDA's or in PyTorch's on a CPU.
+
+    >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), out_of_memory(MemoryError())
+    (True, True)
+    """
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def needed(factory: Callable[..., object]) -> list[str]:

@@ -20,8 +20,8 @@ from dbcl.cli.plan import plan
 from dbcl.cli.privacy import privacy
 from dbcl.cli.train import train
 from dbcl.errors import DbclError
-from dbcl.simulation.user_code import out_of_memory
-from dbcl.user_code import short
+from dbcl.simulation.user_code import memory_remedy
+from dbcl.user_code import out_of_memory
 
 try:  # newer versions of typer bring click along
     click: Any = importlib.import_module("typer._click.exceptions")
@@ -103,10 +103,7 @@ def main(program: typer.Typer = app, name: str = "dbcl") -> None:
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        _end(
-            f"out of memory; --engine local trains one client at a time, and a smaller model or --batch-size takes "
-            f"less: {short(error)}"
-        )
+        _end(as_options(memory_remedy(error)))
 
 
 def _run(program: typer.Typer, name: str) -> int:

@@ -22,6 +22,7 @@ errors = Console(stderr=True)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
+QUOTE = '"'
 FLAGS = {
     "folder": "--out",
     "resume": "--resume",
@@ -35,8 +36,8 @@ FLAGS = {
 def as_options(text: str) -> str:
     """Rewrite the settings in an error, which are in backticks as Python has them, as options of the command.
 
-    >>> as_options("the remedy is `fraction=0.16`, or `secure_aggregation=False`; see `folder`")
-    'the remedy is --fraction 0.16, or no --secure-aggregation; see --out'
+    >>> as_options('the remedy is `fraction=0.16`, `engine="local"` or `secure_aggregation=False`; see `folder`')
+    'the remedy is --fraction 0.16, --engine local or no --secure-aggregation; see --out'
     """
 
     def option(found: "re.Match[str]") -> str:
@@ -46,7 +47,7 @@ def as_options(text: str) -> str:
         flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
         if value in (None, "True"):
             return flag
-        return f"no {flag}" if value == "False" else f"{flag} {_importable(value)}"
+        return f"no {flag}" if value == "False" else f"{flag} {_importable(value.strip(QUOTE))}"
 
     return re.sub(r"`([a-z_]+)(?:=([^`]+))?`", option, text)
 

@@ -19,6 +19,7 @@ from dbcl.errors import ConfigError, DbclError
 from dbcl.objective import CLASSIFICATION, Objective
 from dbcl.privacy import PrivacyPlan, UpdateNoise, check_alone, cyclic_cohort
 from dbcl.protocol import Broadcast, RoundReport, Update, UpdateStack, encoded_size
+from dbcl.user_code import out_of_memory
 
 RoundObserver = Callable[[Mapping[int, Broadcast], Mapping[int, Update | bytes]], None]
 """Called after every closed round with what each client of the cohort was sent, and what it answered."""
@@ -226,6 +227,8 @@ def check_fit(template: nn.Module, examples: Examples, objective: Objective) -> 
     except DbclError:
         raise
     except Exception as error:  # of the user's model, data and loss
+        if out_of_memory(error):
+            raise
         remedy = _remedy(template, batch.inputs, outputs)
         raise ConfigError(f"the network, these examples and the loss do not go together: {error}{remedy}") from error
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():

@@ -18,6 +18,7 @@ from dbcl.errors import ConfigError, DataError
 from dbcl.objective import CLASSIFICATION, Loss, Objective, cross_entropy, name_of
 from dbcl.privacy import clipped_step, cyclic_batch
 from dbcl.protocol import Broadcast, Update, clipped_update
+from dbcl.user_code import out_of_memory
 
 OptimizerFactory = Callable[..., Optimizer]
 """Makes an optimiser of `(parameters, lr=...)`, as every class of torch.optim does."""
@@ -252,6 +253,8 @@ def _joined(batches: list[Batch]) -> tuple[Tree, Tree]:
     try:
         return join([batch.inputs for batch in batches]), join([batch.targets for batch in batches])
     except (RuntimeError, ValueError) as error:
+        if out_of_memory(error):
+            raise
         raise DataError(
             "the outputs or targets of different batches do not fit together, so that a metric of all of them cannot "
             f"be computed; use an object with reset, update and compute, as torchmetrics has ({error})"

@@ -30,6 +30,7 @@ from dbcl.simulation.planning import planned_for
 from dbcl.simulation.plots import curves
 from dbcl.simulation.presets import from_toml, read_toml, to_toml
 from dbcl.simulation.task import Task, task_of
+from dbcl.simulation.user_code import enough_memory
 from dbcl.state import State, join
 from dbcl.trackers import Tracker, tracker
 from dbcl.transcripts import Recorder, check_parties
@@ -62,10 +63,11 @@ class Run:
         config = planned_for(self.task.adapt(resolve_device(config)), self.task)
         self.config, self.folder, self.seed = config, folder, seed
         self.trackers = [tracker(place) for place in config.track]
-        self.server = build_run_server(config, self.task, seed=seed)
-        self._held_out = self.task.held_out.to(config.device)
-        check_task(self.task, config, self.server.model, self._held_out)
-        self.engine = build_engine(config, self.task, self.server, seed=seed)
+        with enough_memory():
+            self.server = build_run_server(config, self.task, seed=seed)
+            self._held_out = self.task.held_out.to(config.device)
+            check_task(self.task, config, self.server.model, self._held_out)
+            self.engine = build_engine(config, self.task, self.server, seed=seed)
         self.history: list[RoundMetrics] = []
         self._data_digest = data_digest([*self.engine.clients, self._held_out], exact=config.privacy is not None)
 
@@ -200,8 +202,9 @@ class Run:
                 each.begin(self.folder, {**self.config.options(), "dbcl": __version__}, self.server.round)
             while not self.finished:
                 began = time.perf_counter()
-                result = self._play_round()
-                measured = evaluate(self.server.released, self._held_out, self.task.objective)
+                with enough_memory():
+                    result = self._play_round()
+                    measured = evaluate(self.server.released, self._held_out, self.task.objective)
                 report = result.report
                 self.history.append(
                     RoundMetrics(

@@ -4,12 +4,10 @@ import contextlib
 import traceback
 from collections.abc import Iterator, Mapping
 
-import torch
-
-from dbcl.errors import ConfigError, DbclError
+from dbcl.errors import ConfigError, DbclError, OutOfMemoryError
 from dbcl.simulation.config import RunConfig
 from dbcl.simulation.task import code_of
-from dbcl.user_code import short
+from dbcl.user_code import out_of_memory, short
 
 
 @contextlib.contextmanager
@@ -18,6 +16,7 @@ def own_code(config: RunConfig, then: str = "") -> Iterator[None]:
 
     Errors of dbcl and of the system pass, and so does everything where the settings name no code.
 
+    >>> import torch
     >>> with own_code(RunConfig(loss="torch.nn.functional:mse_loss"), then="; mend it"):
     ...     torch.nn.functional.mse_loss(None, None)
     Traceback (most recent call last):
@@ -47,10 +46,25 @@ def _blame(error: BaseException, code: Mapping[str, str]) -> str:
     return f"{first.f_globals['__name__']}:{first.f_code.co_qualname} failed: {what}"
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no more memory, in Python's words, in CUDA's or in PyTorch's on a CPU.
+@contextlib.contextmanager
+def enough_memory() -> Iterator[None]:
+    """Raise `OutOfMemoryError`, with the remedy, where there is no more memory.
 
-    >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), out_of_memory(MemoryError())
-    (True, True)
+    >>> with enough_memory():
+    ...     raise MemoryError
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.OutOfMemoryError: out of memory; `engine="local"` trains one client at a time, and ...
     """
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise OutOfMemoryError(memory_remedy(error)) from error
+
+
+def memory_remedy(error: BaseException) -> str:
+    """Write that there is no more memory, what takes less of it, and the words of the error."""
+    remedy = '`engine="local"` trains one client at a time, and a smaller model or `batch_size` takes less'
+    return f"out of memory; {remedy}" + (f" ({said})" if (said := short(error)) else "")
