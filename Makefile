@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 
-BENCH := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -W ignore
+BENCH := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 .venv-bench/bin/python -W ignore
 RESULTS ?= benchmarks/results
 
 .PHONY: run test test-slow test-machines test-deploy test-models lint docs notebooks reproduce dist bench bench-check clean
@@ -65,13 +65,12 @@ dist:
 	cd build/clean && env -u PYTHONPATH env/bin/dbcl --version
 	cd build/clean && env -u PYTHONPATH env/bin/dbcl train --rounds 2
 
-bench: .venv/ready
-	$(INSTALL) --editable '.[bench]'
+bench: .venv-bench/ready
 	for name in layers small rounds memory flower secagg; do $(BENCH) benchmarks/$$name.py --out $(RESULTS)/$$name.json || exit 1; done
 
 bench-check:
 	$(MAKE) bench RESULTS=build/bench
-	$(BIN)/python benchmarks/gate.py build/bench
+	.venv-bench/bin/python benchmarks/gate.py build/bench
 
 # What a run needs: the library alone, and compiled only what it imports, which is a small part of what is installed.
 .venv/run: pyproject.toml constraints.txt
@@ -98,6 +97,13 @@ bench-check:
 	.venv-models/bin/pip install --quiet --no-deps timm segmentation-models-pytorch
 	touch $@
 
+# pfl-research needs an older dp-accounting than the tests, so the benchmarks have an environment of their own.
+.venv-bench/ready: benchmarks/requirements.txt pyproject.toml constraints.txt
+	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
+	grep -v '^dp-accounting==' constraints.txt > .venv-bench/constraints.txt
+	.venv-bench/bin/pip install --quiet --constraint .venv-bench/constraints.txt --requirement benchmarks/requirements.txt --editable '.[flower]'
+	touch $@
+
 # What can be made again. Runs are kept: remove the folder runs by hand.
 clean:
-	rm -rf .venv .venv-models build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-models .venv-bench build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from common import interleaved, ratios, report
+from common import interleaved, ratios, report, sizes
 
 import dbcl
 from dbcl.data import examples_of
@@ -68,7 +68,7 @@ def main() -> None:
     if (os.cpu_count() or 1) < 2:
         raise SystemExit("needs two cores")
     results = {}
-    for name, share, rounds, repeats in NETWORKS:
+    for name, share, rounds, repeats in sizes(NETWORKS):
         sides = {
             "one thread": side(name, share, rounds, 1),
             "two threads": side(name, share, rounds, 2),

@@ -5,10 +5,11 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -16,6 +17,14 @@ import torch
 import dbcl
 
 RESULTS = Path(__file__).parent / "results"
+TINY = "--tiny" in sys.argv
+"""Only show that the script runs: one repeat of the first sizes. The tests start every script in this way."""
+Size = TypeVar("Size")
+
+
+def sizes(every: Sequence[Size]) -> Sequence[Size]:
+    """Return the sizes to measure: all of them, or the first with `--tiny`."""
+    return every[:1] if TINY else every
 
 
 def one_thread() -> None:
@@ -28,6 +37,7 @@ def one_thread() -> None:
 def interleaved(sides: Mapping[str, Callable[[], object]], *, repeats: int, inner: int = 1) -> dict[str, list[float]]:
     """Time all sides in turn, again and again, so that a noisy moment meets all of them; seconds a call."""
     times: dict[str, list[float]] = {name: [] for name in sides}
+    repeats, inner = (1, 1) if TINY else (repeats, inner)
     for side in sides.values():
         side()
     for _ in range(repeats):
@@ -80,6 +90,7 @@ def report(name: str, results: Mapping[str, Any], command: str) -> None:
     """Write the JSON of a benchmark."""
     parser = argparse.ArgumentParser(description=f"benchmark: {name}")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json", help="where the JSON goes")
+    parser.add_argument("--tiny", action="store_true", help="one repeat of the first sizes: only shows that it runs")
     path = parser.parse_args().out
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(

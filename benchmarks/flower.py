@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import interleaved, one_thread, ratios, report, show
+from common import interleaved, one_thread, ratios, report, show, sizes
 
 import dbcl
-from dbcl.engines import LocalEngine, LocalTraining
+from dbcl.data import examples_of
+from dbcl.engines import Engine, LocalEngine, LocalTraining
 from dbcl.flower import DoubleBlind, LocalGrid, blinded, reply
 from dbcl.model import networks
 
@@ -52,11 +53,10 @@ def data() -> tuple[torch.Tensor, torch.Tensor, list[np.ndarray]]:
     return x, y, np.array_split(np.arange(CLIENTS * EXAMPLES), CLIENTS)
 
 
-def engine(kind: type) -> Callable[[], object]:
-    made = kind(
-        dbcl.Server(networks.build("mnist-mlp")), networks.build("mnist-mlp", seed=1), *data(), TRAINING, seed=SEED
-    )
-    return made.play_round
+def engine(kind: type[Engine]) -> Callable[[], object]:
+    x, y, shards = data()
+    server, template = dbcl.Server(networks.build("mnist-mlp")), networks.build("mnist-mlp", seed=1)
+    return kind(server, template, examples_of((x, y)).divide(shards), TRAINING, seed=SEED).play_round
 
 
 def strategy(others: Clock, rounds: int = 1) -> Callable[[], object]:
@@ -93,7 +93,7 @@ def main() -> None:
     show("one round of mnist-mlp, 10 clients of 600 examples", table)
 
     shares, play = [], strategy(others, rounds=5)
-    for _ in range(7):
+    for _ in sizes(range(7)):
         others.seconds, began = 0.0, time.perf_counter()
         play()
         whole = time.perf_counter() - began

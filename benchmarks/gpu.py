@@ -92,13 +92,13 @@ def main() -> None:
     cnn = LocalTraining(lr=0.02, epochs=5)
     for label, settings in (("dbcl", BLIND), ("plain", PLAIN)):
         results[f"mnist cnn, 10 clients, 5 epochs, {label}"] = steps(engine("mnist-cnn", x, y, cnn, 0.1, **settings))
-    # Only the time matters here, so any pictures of CIFAR's shape will do.
-    pictures = torch.randn(50_000, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    # Only the time matters here, so any images of CIFAR's shape will do.
+    images = torch.randn(50_000, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(50_000) % 10
     cifar = LocalTraining(lr=0.001, epochs=5, batch_size=50)
     for label, settings in (("dbcl", BLIND), ("plain", PLAIN)):
         results[f"cifar cnn, 10 clients, 5 epochs, {label}"] = steps(
-            engine("cifar-cnn", pictures, labels, cifar, 0.1, **settings)
+            engine("cifar-cnn", images, labels, cifar, 0.1, **settings)
         )
 
     made = engine("mnist-mlp", x, y, mlp, 0.1, ema_decay=0.8, **BLIND)

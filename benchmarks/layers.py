@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 from authors import SketchConv2d, SketchLinear
-from common import interleaved, one_thread, ratios, report, show
+from common import interleaved, one_thread, ratios, report, show, sizes
 from torch import Tensor, nn
 
 from dbcl.model.parametrization import sketch_parameter
@@ -41,7 +41,7 @@ def both_ways(layer: nn.Module, x: Tensor) -> object:
 def compare(make: Mapping[str, Callable[[], nn.Module]], x: Tensor, *, inner: int) -> dict[str, dict[str, float]]:
     """Times of all sides, each built several times: where its memory lies moves a ratio by a few hundredths."""
     times: dict[str, list[float]] = {name: [] for name in make}
-    for _ in range(5):
+    for _ in sizes(range(5)):
         sides = {name: both_ways(build(), x) for name, build in make.items()}
         for name, measured in interleaved(sides, repeats=5, inner=inner).items():
             times[name] += measured
@@ -53,7 +53,7 @@ def main() -> None:
     torch.manual_seed(0)
     results = {}
     # Last, the first layer of a network: its input is data and needs no gradient.
-    for (batch, din, dout), first in [*((shape, False) for shape in LINEAR), (LINEAR[0], True)]:
+    for (batch, din, dout), first in [*((shape, False) for shape in sizes(LINEAR)), (LINEAR[0], True)]:
         x = torch.randn(batch, din, requires_grad=not first)
         sides: dict[str, Callable[[], nn.Module]] = {
             "plain": partial(nn.Linear, din, dout),
@@ -65,7 +65,7 @@ def main() -> None:
         name = f"linear {batch}, {din}, {dout}{', first' if first else ''}"
         results[name] = compare(sides, x, inner=max(1, min(100, 3 * 10**8 // (batch * din * dout))))
         show(f"{name} (batch, in, out)", results[name])
-    for name, (batch, channels, filters, side) in CONV.items():
+    for name, (batch, channels, filters, side) in sizes(list(CONV.items())):
         x = torch.randn(batch, channels, side, side, requires_grad=True)
         sides = {
             "plain": partial(nn.Conv2d, channels, filters, 5),

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import torch
-from common import report
+from common import report, sizes
 
 import dbcl
 from dbcl.data import examples_of
@@ -41,9 +41,9 @@ def one(clients: int, chosen: int, chunk: int) -> None:
 
 def main() -> None:
     results = {}
-    for clients, chosen, chunk in [(100, 10, 10), (1000, 10, 10), (10_000, 10, 10)]:
+    for clients, chosen, chunk in sizes([(100, 10, 10), (1000, 10, 10), (10_000, 10, 10)]):
         results[f"{clients} clients, {chosen} a round, chunks of {chunk}"] = peak(clients, chosen, chunk)
-    for chunk in (1, 20, 40, 80):
+    for chunk in sizes((1, 20, 40, 80)):
         results[f"100 clients, 80 a round, chunks of {chunk}"] = peak(100, 80, chunk)
     for name, value in results.items():
         print(f"  {name:<48} {value:>6,} MiB")

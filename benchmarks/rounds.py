@@ -2,7 +2,7 @@
 
 The sides: a plain loop of PyTorch over the clients without any sketch; the same loop over the authors' layers; our
 `local` and `stacked` engines with DBCL, which include blinding, checks and aggregation; `stacked` without a sketch; and
-pfl-research, without a sketch, where it is installed (pip install pfl==0.6.0).
+pfl-research, without a sketch, where it is installed, as in the environment of `make bench`.
 """
 
 import copy
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from authors import SketchConv2d, SketchLinear
-from common import interleaved, one_thread, ratios, report
+from common import interleaved, one_thread, ratios, report, sizes
 from torch import Tensor, nn
 
 import dbcl
@@ -69,7 +69,7 @@ def pfl_round(model: nn.Module, x: Tensor, y: Tensor, shards: list, batch: int, 
         from pfl.hyperparam import NNTrainHyperParams
         from pfl.model.pytorch import PyTorchModel
     except ImportError:
-        print("pfl-research is not installed: left out (pip install pfl==0.6.0)")
+        print("pfl-research is not installed: left out (`make bench` installs it)")
         return None
 
     class WithLoss(nn.Module):
@@ -109,7 +109,7 @@ def main() -> None:
     one_thread()
     torch.manual_seed(0)
     results = {}
-    for name, shape, share, batch, lr, repeats in NETWORKS:
+    for name, shape, share, batch, lr, repeats in sizes(NETWORKS):
         x, y = torch.randn(10 * share, *shape), torch.arange(10 * share) % 10
         shards = np.array_split(np.random.default_rng(0).permutation(10 * share), 10)
         training = LocalTraining(lr=lr, batch_size=batch)

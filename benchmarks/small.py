@@ -1,11 +1,12 @@
 """Sketch generation, codec throughput, whole training steps, and the products that the stacked engine chooses from."""
 
 import hashlib
+import statistics
 import time
 
 import numpy as np
 import torch
-from common import interleaved, one_thread, ratios, report, show
+from common import interleaved, one_thread, ratios, report, show, sizes
 from torch import nn
 
 import dbcl
@@ -19,7 +20,7 @@ NETWORKS = {"mnist-mlp": ((1, 28, 28), 10), "mnist-cnn": ((1, 28, 28), 10), "cif
 def training_steps() -> dict:
     """A training step of a client's whole model, against the plain model."""
     results = {}
-    for name, (shape, batch) in NETWORKS.items():
+    for name, (shape, batch) in sizes(list(NETWORKS.items())):
         net = networks.build(name, shape=shape)
         local = dbcl.blinded(net, dbcl.Server(net).open_round())
         x, y = torch.randn(batch, *shape), torch.arange(batch) % 10
@@ -44,7 +45,7 @@ def training_steps() -> dict:
 def products() -> dict:
     """A few rows with a matrix, ten clients at once: PyTorch's batched product and NumPy's."""
     results = {}
-    for width, out in ((392, 200), (100, 200), (200, 10)):
+    for width, out in sizes(((392, 200), (100, 200), (200, 10))):
         V, h, G = torch.randn(10, width, out), torch.randn(10, 10, width), torch.randn(10, 10, out)
         sides = {
             "forward, torch": lambda h=h, V=V: torch.bmm(h, V),
@@ -64,9 +65,9 @@ def products() -> dict:
 def throughput() -> dict:
     """What a second buys: inputs sketched into existence, bytes encoded and decoded; SHA-256 alone beside it."""
     rates = {}
-    for dim in (1024, 1 << 20):
+    for dim in sizes((1024, 1 << 20)):
         times = interleaved({"draw": lambda dim=dim: CountSketch(dim, dim // 2, seed=bytes(32))}, repeats=5)
-        rates[f"sketch of {dim:,} inputs, us"] = round(1e6 * sorted(times["draw"])[2], 1)
+        rates[f"sketch of {dim:,} inputs, us"] = round(1e6 * statistics.median(times["draw"]), 1)
     broadcast = dbcl.Server(networks.build("cifar-cnn", shape=(3, 32, 32))).open_round()
     data = dbcl.encode(broadcast)
     sides = {
@@ -75,7 +76,7 @@ def throughput() -> dict:
         "sha256 alone": lambda: hashlib.sha256(data).digest(),
     }
     for name, times in interleaved(sides, repeats=9, inner=3).items():
-        rates[f"{name}, MB/s"] = round(len(data) / sorted(times)[4] / 1e6)
+        rates[f"{name}, MB/s"] = round(len(data) / statistics.median(times) / 1e6)
     for name, value in rates.items():
         print(f"  {name:<32} {value:>12,}")
     return rates
