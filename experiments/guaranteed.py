@@ -33,6 +33,8 @@ FEWER = "fewer"
 """Unit of jobs with a part of the examples; it is one example, too."""
 SIZES, SIZE_EPSILONS = (250, 500, 1000, 2000), (0.5, 1.0, 2.0, 4.0, 8.0)
 """Numbers of examples of the digits, from which the loss of accuracy of a plan is estimated."""
+LEAST_LEARNED = 500
+"""Examples times epsilon, below which a plan is refused: nothing could be learned."""
 TRUST = {"nobody": "guaranteed", "server": "private-example"}
 HEAD = "scatter-linear"
 
@@ -61,6 +63,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
             }
             for size in SIZES
             for epsilon in (*SIZE_EPSILONS, NO_NOISE)
+            if size * epsilon >= LEAST_LEARNED
             for seed in seeds
         ]
         found += [
@@ -135,7 +138,8 @@ def _auc(model: nn.Module, task: Task) -> dict[str, Any]:
     from sklearn.metrics import roc_auc_score  # the other datasets are played without it
 
     batch = task.held_out.first(len(task.held_out))
-    return {"auc": round(float(roc_auc_score(batch.targets.numpy(), model(batch.inputs)[:, 0].numpy())), 5)}
+    scores = model(batch.inputs)[:, 0]
+    return {"auc": round(float(roc_auc_score(batch.targets.cpu().numpy(), scores.cpu().numpy())), 5)}
 
 
 def title_of(job: Job) -> str:
