@@ -23,8 +23,9 @@ def _assume_active() -> bool:
 
 
 functorch_active: Callable[[], bool] = getattr(_C, "_are_functorch_transforms_active", _assume_active)
-"""Whether `torch.func` (vmap, grad, ...) runs the current call. No public function tells; "yes" is always right, since
-it only makes autograd differentiate the gathers of a sketch one by one."""
+"""True while `torch.func` (vmap, grad, ...) runs the current call. No public function tells; True is always safe, since
+it only makes autograd differentiate the gathers of a sketch one by one.
+"""
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def _autocast_on_any_device() -> bool:
 
 
 autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", _autocast_on_any_device)
-"""Whether autocast is on for any device."""
+"""True while autocast is on for any device."""
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -97,7 +98,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a forward or backward hook is registered on a module; yes where PyTorch does not tell.
+    """Return whether a forward or backward hook is registered on a module; True if PyTorch does not tell.
 
     >>> layer = nn.Linear(2, 2)
     >>> has_hooks(layer)
@@ -123,7 +124,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Whether a weight is one of PyTorch's expanded weights, which can go into layers and into nothing else.
+    """Return whether a weight is one of PyTorch's expanded weights, which only layers accept.
 
     >>> is_expanded(torch.ones(2))
     False
@@ -154,7 +155,7 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
 
 
 def has_global_hooks() -> bool:
-    """Whether a forward or backward hook is registered for all modules; yes where PyTorch does not tell.
+    """Return whether a forward or backward hook is registered for all modules; True if PyTorch does not tell.
 
     >>> has_global_hooks()
     False

@@ -29,7 +29,7 @@ Noise = Callable[[str, tuple[int, ...]], Tensor | None]
 
 
 SAME = "start from the same file, or load what server.base() sends (send_frozen=True)"
-"""What to do where a frozen tensor differs."""
+"""Remedy for a frozen tensor that differs."""
 
 
 def veiled(weights: Mapping[str, Tensor], noise: Noise, grid: float | None = None) -> dict[str, Tensor]:
@@ -173,7 +173,7 @@ def copied(module: nn.Module, shared: Mapping[int, Any] | None = None) -> nn.Mod
 
 
 def client_tensors(client: nn.Module, plan: RoundPlan) -> dict[str, Tensor]:
-    """What a client's model holds now, by the names of the plan."""
+    """Return the tensors of a client's model by their names in the plan."""
     current = {}
     for tensor in plan.tensors:
         module, name = owner(client, tensor.name)

@@ -73,7 +73,7 @@ def read_ratio(text: str) -> Ratio:
 
 @dataclass(frozen=True, kw_only=True)
 class SketchConfig:
-    """What a client sees of the model: sketches of some weights, and noise on everything.
+    """Sketches of some weights and noise on all of them: the view that a client gets of the model.
 
     Args:
         ratio: Number of inputs that share one output of a sketch, or a range from which each round draws.

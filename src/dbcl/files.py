@@ -14,7 +14,7 @@ from dbcl.errors import ConfigError
 SECRET = 0o600
 """The mode of a file that only its owner may read; its folder has 0o700."""
 SCRATCH = ".dbcl-"
-"""How the names of half-written files begin."""
+"""Prefix of the names of half-written files."""
 LOCK = ".lock"
 
 

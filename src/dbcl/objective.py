@@ -1,4 +1,4 @@
-"""What is learned: the loss that clients make small, and the metric that says how good the model is."""
+"""Objective of training: the loss that clients minimise, and the metric of the model's quality."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,11 +125,11 @@ class Objective:
 
     @property
     def classifies(self) -> bool:
-        """Whether the loss is the cross entropy of classes, for which the engines and attacks have more to offer."""
+        """Return whether the loss is the cross entropy of classes, which more engines and attacks support."""
         return self.loss is cross_entropy
 
     def better(self, one: float, other: float) -> bool:
-        """Whether the first value of the metric is better than the second.
+        """Return whether the first value of the metric is better than the second.
 
         >>> Objective().better(0.9, 0.8), Objective.from_loss(F.mse_loss).better(0.9, 0.8)
         (True, False)
@@ -150,7 +150,7 @@ CLASSIFICATION = Objective()
 
 
 def name_of(thing: Any, nameless: str = "function") -> str:
-    """What a function, a class or an object is called; a lambda has no name.
+    """Return the name of a function, a class or an object; a lambda has none.
 
     >>> name_of(F.mse_loss), name_of(nn.MSELoss()), name_of(partial(F.huber_loss, delta=2.0))
     ('mse_loss', 'MSELoss', 'huber_loss')

@@ -1,4 +1,4 @@
-"""Which tensor of a model gets which sketch and how much veil, and what is left in clear."""
+"""Plan of the sketch and the veil of each tensor of a model, and of the tensors that stay unprotected."""
 
 import dataclasses
 import hashlib
@@ -127,9 +127,9 @@ class SketchPlan:
 
     tensors: tuple[TensorPlan, ...]
     left_out: tuple[tuple[str, str], ...] = ()
-    """What a word in `coverage` would have sketched, and why it is not."""
+    """Tensors that a word in `coverage` would have sketched, each with the reason why it is not."""
     not_sent: tuple[tuple[str, str], ...] = ()
-    """What is not sent, since every party has its own: the name, and "frozen" or "constant"."""
+    """Tensors that are not sent, since every party has its own: the name, and "frozen" or "constant"."""
     base: tuple[TensorPlan, ...] = ()
     """The frozen parameters that are sent once, with their veils."""
     lanes: int = 1
@@ -289,7 +289,7 @@ class SketchPlan:
         return sum(sizes[tensor.name] for tensor in self.tensors if tensor.sketched) / (sum(sizes.values()) or 1)
 
     def notes(self) -> list[str]:
-        """What a reader of the table must know besides: the share that is sketched, and what is not sent at all."""
+        """Return remarks on the table: the sketched share of the parameters, and the tensors that are not sent."""
         lines = []
         if any(tensor.sketched for tensor in self.tensors):
             few = "" if self.share_sketched >= 0.5 else ", less than half: name more layers in coverage"
@@ -349,7 +349,7 @@ def _laned(sketch: str, lanes: int | None, ratio: float) -> tuple[str, int]:
 
 
 def _is_constant(name: str, tensor: Tensor, sent: Sequence[str]) -> bool:
-    """Whether a buffer stays at home; the counters of normalisation layers are not worth a word."""
+    """Return whether a buffer is listed as not sent; the counters of normalisation layers are left out."""
     return not isinstance(tensor, nn.Parameter) and name not in sent and not name.endswith("num_batches_tracked")
 
 

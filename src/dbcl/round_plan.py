@@ -1,4 +1,4 @@
-"""What is fixed for one round and sent to the clients: the seed, every tensor's sketch, the lane, what is frozen."""
+"""Public plan of one round: the seed, every tensor's sketch, the lane, and the frozen tensors."""
 
 import hashlib
 import json
@@ -51,12 +51,12 @@ class RoundTensor:
 
     @property
     def measured(self) -> bool:
-        """Whether it is a normalisation statistic, of which clients report values and not changes."""
+        """Return whether it is a normalisation statistic, of which clients report values and not changes."""
         return self.scheme == BATCHNORM_STATS
 
     @property
     def dim(self) -> int:
-        """How many inputs one output has: the length of a row of the weight as a matrix."""
+        """Number of inputs of one output: the length of a row of the weight as a matrix."""
         return self.layout.dim
 
     @property
@@ -65,7 +65,7 @@ class RoundTensor:
         return (self.layout.rows, self.columns) if self.sketched else self.shape
 
     def fields(self) -> list[object]:
-        """What a message says of the tensor; the axes of its inputs only where they are not all but the first."""
+        """Return the tensor's entry in a message; the axes of its inputs only if they are not all but the first."""
         plain = [self.name, list(self.shape), self.scheme, self.width, self.columns]
         return [*plain, list(self.inputs)] if self.inputs else plain
 
@@ -81,7 +81,7 @@ class RoundTensor:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What is fixed for one round: the seed and every tensor's sketch. All of it is sent to the clients.
+    """Public plan of one round: the seed and every tensor's sketch. All of it is sent to the clients.
 
     >>> tensors = RoundTensor("fc.weight", (2, 6), "count-v1", 3, 3), RoundTensor("fc.bias", (2,), CLEAR, 1, 1)
     >>> RoundPlan(0, bytes(32), tensors).sketches
@@ -94,7 +94,7 @@ class RoundPlan:
     frozen: tuple[tuple[str, str], ...] = ()
     """The name and the fingerprint of every parameter that is not trained: a client must have the same."""
     lane: int = 0
-    """Which of the round's lanes this is the plan of."""
+    """Number of the lane, of those of the round."""
     lanes: int = 1
 
     @cached_property

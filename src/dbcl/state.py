@@ -1,4 +1,4 @@
-"""What a checkpoint holds: plain values and tensors, of several parts under names."""
+"""Contents of a checkpoint: plain values and tensors, of several parts under names."""
 
 import contextlib
 from collections.abc import Iterator

@@ -34,7 +34,7 @@ def imported(name: str, what: str) -> Callable[..., Any]:
 
 
 def made(name: str, what: str) -> Any:
-    """What a factory of the user's own makes, which is called without arguments.
+    """Call a factory of the user, which takes no arguments.
 
     >>> made("torch.nn:Identity", "model")
     Identity()
@@ -78,7 +78,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def short(error: object) -> str:
-    """What an error says, on one line and no longer than a person reads; PyTorch's may hold a stack of C++.
+    """Return the message of an error on one short line; PyTorch's may hold a stack of C++.
 
     >>> short(ValueError("one\\n  two"))
     'one two'
@@ -88,7 +88,7 @@ def short(error: object) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no more memory, in Python's words, in CUDA's or in PyTorch's on a CPU.
+    """Return whether an error says that there is no more memory, in the words of Python, CUDA or PyTorch on a CPU.
 
     >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), out_of_memory(MemoryError())
     (True, True)

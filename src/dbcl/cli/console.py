@@ -1,4 +1,4 @@
-"""What the commands share to print: the two consoles, tables, and a line of numbers as bars."""
+"""Printing for all commands: the two consoles, tables, and a line of values as bars."""
 
 import json
 import math

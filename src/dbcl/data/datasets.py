@@ -23,7 +23,7 @@ Bytes = NDArray[np.uint8]
 EMBEDDED = "digits"
 """The dataset that comes with the package; the others are read from files."""
 DAMAGED = (ValueError, TypeError, LookupError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
-"""What NumPy raises on a file that is not what it should be."""
+"""Errors that NumPy raises on a damaged file."""
 
 
 @dataclass(frozen=True, eq=False)

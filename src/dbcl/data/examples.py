@@ -16,7 +16,7 @@ from dbcl.errors import DataError
 
 Rows = NDArray[np.int64]
 TARGETS = ("labels", "label", "targets", "target")
-"""Where the target is, in an example that is a dictionary."""
+"""Keys under which an example that is a dictionary may hold its target."""
 DIGEST_BATCH = CHECK_BATCH = 1000
 """Examples that are read at a time to make their digest, and to look for NaN."""
 

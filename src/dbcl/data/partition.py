@@ -1,4 +1,4 @@
-"""Who holds which examples."""
+"""Division of the examples among the clients."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -12,7 +12,7 @@ Tree = Any
 
 
 def call(model: nn.Module, inputs: Tree) -> Tree:
-    """What a model makes of its inputs: a dictionary goes in by keywords, a tuple or list by position.
+    """Call a model: a dictionary goes in by keywords, a tuple or list by position.
 
     >>> call(nn.Bilinear(2, 3, 4), (torch.zeros(5, 2), torch.zeros(5, 3))).shape
     torch.Size([5, 4])

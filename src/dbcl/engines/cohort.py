@@ -1,11 +1,11 @@
-"""Who takes part in a round."""
+"""Selection of the clients of a round."""
 
 from dbcl import seeds
 from dbcl.errors import ConfigError
 
 
 def cohort_size(clients: int, fraction: float) -> int:
-    """How many of the clients take part in a round: the nearest whole number (halves up), and at least one.
+    """Return the number of clients in a round: the nearest whole number (halves up), and at least one.
 
     >>> cohort_size(100, 0.1), cohort_size(25, 0.1), cohort_size(3, 0.01)
     (10, 3, 1)

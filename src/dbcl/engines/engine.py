@@ -1,4 +1,4 @@
-"""What all engines in one process share: how a round is played."""
+"""Base class of the engines: plays the rounds of simulated clients in one process."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -96,7 +96,7 @@ class Engine(ABC):
         return size
 
     def cohort(self, round: int) -> list[int]:
-        """Who takes part in a round: drawn anew, or where `in_turns` is set, the next ones in a fixed order."""
+        """Return the clients of a round: drawn anew, or the next ones in a fixed order if `in_turns` is set."""
         count = len(self.clients)
         if self.in_turns:
             return sorted(cyclic_cohort(round, clients=count, cohort=cohort_size(count, self.fraction)))
@@ -176,7 +176,7 @@ def check_training(training: LocalTraining, privacy: PrivacyPlan) -> None:
 
 
 def client_name(client: int) -> str:
-    """What a client is called towards the server.
+    """Return the name under which the server knows a client.
 
     >>> client_name(3)
     'client 3'

@@ -1,4 +1,4 @@
-"""What a client does between a broadcast and its update: distributed SGD, FedAvg and FedProx are one loop."""
+"""Local training of a client: distributed SGD, FedAvg and FedProx in one loop."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -85,7 +85,7 @@ class LocalTraining:
 
     @property
     def is_sgd(self) -> bool:
-        """Whether clients take steps of SGD, which engines know how to take for many clients at once."""
+        """Return whether clients take steps of SGD, which engines can take for many clients at once."""
         return self.optimizer is torch.optim.SGD
 
     def rate(self, round: int) -> float:
@@ -123,7 +123,7 @@ class LocalTraining:
         return seeds.words(seed, "batches", round, client, epoch, n=examples)
 
     def counted(self, examples: int) -> int:
-        """How many examples an update counts for: those of its batches, each once."""
+        """Return the number of examples that an update counts for: those of its batches, each once."""
         if self.example_clip is not None:
             return -(-examples // self.separation)
         return examples if self.steps is None else min(examples, self.steps * self.batch_size)
@@ -192,7 +192,7 @@ class LocalTraining:
 
 
 def dropout_seed(seed: bytes, round: int, client: int) -> int:
-    """What a client's dropout masks of a round are drawn from, on every engine.
+    """Return the seed of a client's dropout masks in a round, the same on every engine.
 
     >>> dropout_seed(bytes(32), 0, 0) == dropout_seed(bytes(32), 0, 1)
     False
@@ -202,7 +202,7 @@ def dropout_seed(seed: bytes, round: int, client: int) -> int:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a model is on held-out examples: the objective's metric, and its loss."""
+    """Result of an evaluation on held-out examples: the objective's metric, and its loss."""
 
     score: float
     loss: float

@@ -14,7 +14,7 @@ Updates = Sequence[Update | bytes] | Mapping[str, Update | bytes]
 
 
 class TrainingServer(Protocol):
-    """What an engine needs of a server; `dbcl.Server` has it."""
+    """Server as engines use it; `dbcl.Server` implements it."""
 
     @property
     def round(self) -> int:
@@ -22,7 +22,7 @@ class TrainingServer(Protocol):
 
     @property
     def plan(self) -> SketchPlan:
-        """What a client sees of each tensor."""
+        """Plan of the sketch and the veil of each tensor."""
 
     @property
     def model(self) -> nn.Module:

@@ -35,7 +35,7 @@ class ImageFeatures(nn.Module):
         self.scattering = Scattering(height, width, scales=scales, angles=angles)
         self.shape = (channels * self.scattering.channels, *self.scattering.size)
         self.version = f"scattering-v1 {shape} {scales} {angles}"
-        """What the features depend on; another computation has another version."""
+        """Identifier of the computation; other features have another version."""
         group = next(size for size in range(SMALLEST_GROUP, self.shape[0] + 1) if self.shape[0] % size == 0)
         self.normalise = nn.GroupNorm(self.shape[0] // group, self.shape[0], eps=FAINTEST, affine=False)
         self.register_buffer("colours", torch.tensor(YUV) if channels == 3 else None, persistent=False)

@@ -1,4 +1,4 @@
-"""Which strategies cannot be inside DoubleBlind, and what to do instead."""
+"""Strategies that cannot be inside DoubleBlind, each with a remedy."""
 
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
@@ -10,6 +10,8 @@ from dbcl.flower.state import chain
 from dbcl.model.norm_stats import is_statistic
 from dbcl.model.tensors import broadcast_names
 from dbcl.privacy import PrivacyPlan
+from dbcl.protocol.secagg import SecAggConfig
+from dbcl.protocol.secagg.encoding import noisy_config
 from dbcl.protocol.secagg.rounds import unbounded
 
 CLIENT_SIDE = (
@@ -80,6 +82,29 @@ def refuse_beside_sums(strategy: Strategy, model: nn.Module) -> None:
             "under secure aggregation the nodes of a round are a batch that stays together; leave out "
             f"{name}(fraction_train=...), and take DoubleBlind(batches=...)"
         )
+
+
+def conditions(
+    strategy: Strategy, model: nn.Module, privacy: PrivacyPlan | None, secagg: SecAggConfig | None, batches: int
+) -> SecAggConfig | None:
+    """Return the conditions of secure aggregation, which with shares of noise follow from the plan.
+
+    Raises:
+        ConfigError: The guarantee, the conditions and the strategy do not fit together.
+    """
+    if privacy is not None:
+        refuse_beside_guarantee(strategy, privacy)
+        if privacy.shared:
+            if secagg not in (None, noisy_config(privacy)):
+                raise ConfigError("with noise_by='clients' the conditions follow from the plan: leave out secagg")
+            secagg = noisy_config(privacy)
+    if secagg is not None:
+        refuse_beside_sums(strategy, model)
+    if batches < 1 or (batches > 1 and (secagg is None or privacy is not None)):
+        raise ConfigError(
+            f"batches are 1 or more, and go with `secagg`; a guarantee has its own (clients, cohort); got {batches}"
+        )
+    return secagg
 
 
 def refuse(strategy: Strategy, *, outer: type[Strategy], resumes: bool) -> None:

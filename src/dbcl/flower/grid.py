@@ -78,7 +78,7 @@ class LocalGrid(Grid):
 
     @property
     def run(self) -> Any:
-        """What `set_run` was given."""
+        """Run that `set_run` was given."""
         return self._run
 
     def create_message(
@@ -243,7 +243,7 @@ class TimeoutGrid(Grid):
 
 
 def _is_fixed(grid: Grid) -> bool:
-    """Whether no node can come to a grid; a subclass of `LocalGrid` that lists its nodes itself may do as it likes."""
+    """Return whether the nodes of a grid are fixed; a subclass of `LocalGrid` that lists its nodes itself is not."""
     own = getattr(grid.get_node_ids, "__func__", None)
     return own is LocalGrid.get_node_ids
 

@@ -32,7 +32,7 @@ HELLO = "hello"
 NONCE = 32
 """Bytes of a nonce."""
 IN_MEMORY, ON_DISK = b"in memory", b"on disk"
-"""What a node without a plan states of its key."""
+"""Words with which a node without a plan states where its key is."""
 ASK_AGAIN = 5.0
 """Seconds after which a node that showed no key is asked again."""
 
@@ -91,14 +91,14 @@ class KeyRegistry(Registry):
 
 
 class NodeStore:
-    """What a node keeps from one message to the next: files in a folder, or records in `context.state` without one."""
+    """Storage of a node between messages: files in a folder, or records in `context.state` without one."""
 
     def __init__(self, folder: Path | None, context: Context | None) -> None:
         self._folder, self._context = folder, context
 
     @property
     def lasting(self) -> bool:
-        """Whether what is kept outlives the node's process."""
+        """Return whether the stored state outlives the node's process."""
         return self._folder is not None
 
     def read(self, name: str) -> bytes | None:

@@ -1,4 +1,4 @@
-"""What crosses Flower's wire: a broadcast as bytes in every message, an update as bytes in every reply to train."""
+"""Records in Flower's messages: a broadcast as bytes in every message, an update as bytes in every reply to train."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ EXAMPLES = "num-examples"
 
 
 def node_name(node: int) -> str:
-    """What a node is called towards the server.
+    """Return the name under which the server knows a node.
 
     >>> node_name(1000)
     'node 1000'
@@ -32,7 +32,7 @@ def node_name(node: int) -> str:
 
 
 def holds_only(message: Message, own: ArrayRecord) -> bool:
-    """Whether the arrays in a strategy's message are those of the model and no others."""
+    """Return whether the arrays in a strategy's message are those of the model and no others."""
     records = list(message.content.array_records.values())
     return len(records) == 1 and set(records[0]) == set(own)
 

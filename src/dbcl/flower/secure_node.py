@@ -87,7 +87,7 @@ class SecureMod:
 
     @property
     def conditions(self) -> SecAggConfig:
-        """What the node insists on."""
+        """Return the conditions that the node requires."""
         if self.privacy is not None and self.privacy.shared:
             return noisy_config(self.privacy)
         assert self.config is not None

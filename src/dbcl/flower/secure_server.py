@@ -50,7 +50,7 @@ class SecureExchange:
 
     @property
     def needed(self) -> str:
-        """Which nodes must be there, in words."""
+        """Describe the nodes that must be there."""
         if self._away:
             return (
                 f"all nodes of a group, which adds up with all its nodes or not at all: {plain(self._whose(), 500)} "

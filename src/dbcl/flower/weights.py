@@ -1,4 +1,4 @@
-"""Where a run begins: initial weights that nobody can guess."""
+"""Initial weights from a secret random seed."""
 
 import contextlib
 from collections.abc import Iterator

@@ -35,7 +35,7 @@ ELSEWHERE = {
 
 
 WORDS = COVERAGE_WORDS
-"""What may stand in `coverage` beside patterns: all known layers but the last, the large ones of those, and all.
+"""Words of `coverage` beside patterns: all known layers but the last, the large ones of those, and all.
 
 "auto" is "large" without layers that a sketch would harm, and may cover nothing.
 """
@@ -169,7 +169,7 @@ def _harmed(model: nn.Module, name: str, inputs: Mapping[str, tuple[int, ...]]) 
 
 
 def nothing_left(left_out: dict[str, str]) -> str:
-    """What to say where nothing is covered: why each candidate is left out.
+    """Explain an empty coverage: the reason why each candidate is left out.
 
     >>> nothing_left({"0.weight": "has 1 inputs, too few for the ratio 2"})
     'nothing is left to cover: 0.weight has 1 inputs, too few for the ratio 2'
@@ -231,7 +231,7 @@ def _names_of(model: nn.Module) -> dict[str, list[str]]:
 def _not_coverable(
     model: nn.Module, name: str, parameter: Tensor, aliases: list[str], inputs: Mapping[str, tuple[int, ...]]
 ) -> str | None:
-    """Why a parameter cannot be sketched; None where it can, and for vectors, which never are."""
+    """Return the reason why a parameter cannot be sketched; None if it can, and for vectors, which never are."""
     module, _ = owner(model, name)
     if parameter.ndim < 2:
         return None

@@ -1,4 +1,4 @@
-"""How a weight of any shape is a matrix: which of its axes are inputs of the product that uses it."""
+"""Layout of a weight of any shape as a matrix: the axes that are inputs of the product that uses it."""
 
 import math
 from dataclasses import dataclass
@@ -41,12 +41,12 @@ class Layout:
 
     @property
     def dim(self) -> int:
-        """How many inputs one output has."""
+        """Number of inputs of one output."""
         return math.prod(self.shape[axis] for axis in self.inputs) if self.inputs else math.prod(self.shape[1:])
 
     @property
     def rows(self) -> int:
-        """How many rows the matrix has."""
+        """Number of rows of the matrix."""
         outputs = len(self.shape) - len(self.inputs) if self.inputs else 1
         return math.prod(self.shape[axis] for axis in self.order[:outputs])
 

@@ -13,7 +13,7 @@ from dbcl.model.tensors import STATISTICS
 
 
 def is_statistic(name: str) -> bool:
-    """Whether a tensor is a running mean or a running variance of a normalisation layer, by its name.
+    """Return whether a tensor is a running mean or variance of a normalisation layer, by its name.
 
     >>> is_statistic("1.running_var"), is_statistic("1.weight")
     (True, False)
@@ -36,7 +36,7 @@ def restart(model: nn.Module) -> None:
 
 
 def own_part(now: Tensor, start: Tensor, momentum: float | None, batches: Tensor | int) -> Tensor:
-    """What so many batches have put into a running average that began at `start`.
+    """Return the contribution of `batches` batches to a running average that began at `start`.
 
     >>> layer = nn.BatchNorm1d(1).train()
     >>> start = layer.running_mean.fill_(100.0).clone()

@@ -54,7 +54,8 @@ def broadcast_names(model: nn.Module, buffers: Sequence[str] = ()) -> list[str]:
 
 
 def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a client must have with the server's values: what is not trained, packed weights, the masks of pruning.
+    """Return the tensors that a client must have with the server's values: frozen ones, packed weights, masks of
+    pruning.
 
     >>> layer = torch.nn.utils.prune.l1_unstructured(nn.Linear(2, 1), "weight", 1)
     >>> list(fixed_tensors(layer))
@@ -112,7 +113,7 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 def plain_numbers(tensor: Tensor) -> bool:
-    """Whether a tensor is made of floating-point numbers and nothing else, so that it can be veiled and sent.
+    """Return whether a tensor is dense and of floating-point values, so that it can be veiled and sent.
 
     >>> plain_numbers(torch.ones(2)), plain_numbers(torch.ones(2, dtype=torch.complex64))
     (True, False)
@@ -161,7 +162,7 @@ def lost_in_a_copy(model: nn.Module) -> list[str]:
 
 
 def _holds(function: object, modules: set[nn.Module]) -> bool:
-    """Whether a function uses one of some modules, or a method of one, as a variable from outside."""
+    """Return whether a function uses one of some modules, or a method of one, as a variable from outside."""
     if not isinstance(function, FunctionType):
         return False
     outside = inspect.getclosurevars(function)

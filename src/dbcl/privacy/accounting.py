@@ -161,7 +161,7 @@ class PrivacyPlan(PrivacyConfig):
 
     @property
     def shared(self) -> bool:
-        """Whether clients add the noise, each a share, so that nobody must be trusted."""
+        """Return whether clients add the noise, each a share, so that the server need not be trusted."""
         return self.noise_by == "clients"
 
     @property

@@ -24,7 +24,7 @@ def norm(tensors: Mapping[str, Tensor]) -> float:
 
 
 def clip_factor(length: float, bound: float | None) -> float:
-    """What an update of this length is multiplied by so that it is no longer than the bound.
+    """Return the factor that scales an update of norm `length` down to the bound.
 
     >>> clip_factor(4.0, 1.0), clip_factor(0.5, 1.0), clip_factor(4.0, None)
     (0.25, 1.0, 1.0)
@@ -34,7 +34,7 @@ def clip_factor(length: float, bound: float | None) -> float:
 
 @dataclass(frozen=True)
 class UpdateNoise:
-    """What a client does to its update before it is encoded: clip it, and add normal noise (the Gaussian mechanism).
+    """Clipping and normal noise (the Gaussian mechanism) that a client applies to its update before it is encoded.
 
     The update is clipped to the length `clip`, and each of its numbers gets noise with standard deviation
     `multiplier` * `clip`. Nothing is accounted, so no guarantee is stated; it is there to be measured. The noise comes

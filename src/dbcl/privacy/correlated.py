@@ -175,7 +175,7 @@ class CorrelatedNoise(NoiseMechanism):
         self._position, self._shown, self._memory, self._ahead = int(values["round"]), values["begun"], memory, {}
 
     def _identity(self) -> dict[str, Any]:
-        """What must not change in a run, as JSON writes and reads it."""
+        """Return the settings that must not change in a run, as JSON writes and reads them."""
         own = self.mechanism
         return {
             "sigma": self.sigma,

@@ -35,7 +35,7 @@ SEARCHED = 20_000
 
 @dataclass(frozen=True)
 class Workload:
-    """How the average updates make the weights: m_t = momentum * m_(t-1) + g_t, W_(t+1) = W_t + lr * m_t.
+    """Linear map from average updates to weights: m_t = momentum * m_(t-1) + g_t, W_(t+1) = W_t + lr * m_t.
 
     Momentum 0 is federated averaging, and A is then lr times the prefix sum. With `after=False` the noise is on the
     average updates themselves, before an optimiser that may do anything with them: A is then the identity.
@@ -117,7 +117,7 @@ class Strategy:
 
     @property
     def memory(self) -> int:
-        """How many tensors of the model's size C^-1 z remembers.
+        """Number of tensors of the model's size that C^-1 z remembers.
 
         >>> banded(10).memory, independent().memory
         (9, 0)
@@ -224,7 +224,7 @@ def _worst(c: Vector, bands: int, separation: int, participations: int) -> float
 
 
 class Memory(NamedTuple):
-    """What the stream of one tensor remembers: the latest of 1/numerator z, the velocity with momentum, and N.
+    """State of one tensor's noise stream: the latest of 1/numerator z, the velocity with momentum, and N.
 
     >>> Memory()
     Memory(past=(), velocity=None, total=None)
@@ -252,7 +252,9 @@ class Mechanism:
 
     @cached_property
     def sensitivity(self) -> float:
-        """How far one client can move C g, in units of what it can add to one average update."""
+        """Return the sensitivity: the distance that one client can move C g, in units of its share of one average
+        update.
+        """
         return sensitivity(
             self.strategy.coefficients(self.rounds),
             rounds=self.rounds,

@@ -22,7 +22,7 @@ SCHEME = "veil-v2"
 
 
 class NoiseMechanism(ABC):
-    """Where the noise of a round comes from: the server calls `begin`, `noise` for each tensor it sends, and `end`.
+    """Noise mechanism of the rounds: the server calls `begin`, `noise` for each tensor it sends, and `end`.
 
     All noise of a round follows from the round's key, which the server keeps in its checkpoint, and from `state()`:
     restored to them, `begin` gives the same noise again. A kind whose noise is correlated over rounds keeps what it
@@ -44,7 +44,7 @@ class NoiseMechanism(ABC):
 
     @abstractmethod
     def guarantee(self) -> str:
-        """What the noise promises, in a sentence; "none" where it promises nothing."""
+        """Describe the guarantee in a sentence; "none" if there is none."""
 
     def prepare(self, key: bytes, shapes: Mapping[str, tuple[int, ...]]) -> None:  # noqa: B027
         """A later round will begin with this key: whatever can be drawn without its weights may be drawn now."""
@@ -53,7 +53,7 @@ class NoiseMechanism(ABC):
         """The round is closed, and its noise will not be asked for again."""
 
     def state(self) -> State:
-        """What must be kept from round to round, beside the round's key."""
+        """Return the state that must be kept from round to round, beside the round's key."""
         return State({}, {})
 
     def load_state(self, state: State) -> None:  # noqa: B027

@@ -80,7 +80,7 @@ def load(folder: Path) -> State:
 
 
 def _guarded(values: Any) -> bool:
-    """Whether there is a server with a guarantee in a state, or in one of its parts."""
+    """Return whether a state, or one of its parts, holds a server with a guarantee."""
     # A server without a guarantee has an empty part of this name.
     return isinstance(values, Mapping) and (bool(values.get("guarantee")) or any(map(_guarded, values.values())))
 

@@ -43,7 +43,7 @@ KINDS = {BROADCAST: "broadcast", UPDATE: "update", CHECKPOINT: "checkpoint", BAS
 SECAGG = ("advert", "roster", "shares", "delivery", "masked", "survivors", "agreement", "agreed", "reveal")
 KINDS |= dict(enumerate(SECAGG, start=16))
 MAX_METRICS, MAX_METRIC_NAME, MAX_METRIC = 100, 100, 1e100
-"""How many metrics an update may report, how long their names and how large their values may be."""
+"""Number of metrics that an update may report, length of their names and size of their values."""
 WIRE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -51,7 +51,7 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
-"""What safetensors calls dtypes."""
+"""Dtypes by their names in safetensors."""
 _PREFIX = struct.Struct("<4sBBI")
 _DIGEST = 32
 
@@ -69,7 +69,8 @@ def encode(message: Broadcast | Update | Base) -> bytes:
 
 
 def encoded_size(message: Broadcast | Update | Base | UpdateStack | bytes) -> int:
-    """How many bytes `encode` makes of a message, or of all updates of a stack, counted without writing the tensors.
+    """Return the number of bytes that `encode` makes of a message, or of all updates of a stack, without writing the
+    tensors.
 
     >>> update = Update(round=0, plan="ab" * 32, tensors={"bias": torch.zeros(2)}, examples=600)
     >>> encoded_size(update) == len(encode(update))

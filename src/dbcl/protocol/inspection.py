@@ -25,7 +25,7 @@ _ITEMSIZES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """How much structure may be read: bytes of a header, values in it, tensors.
+    """Limits of a message: bytes of a header, values in it, tensors.
 
     A value takes some 60 bytes as a Python object, whatever it takes in the message.
 
@@ -96,7 +96,7 @@ def check_tensors(what: str, body: memoryview, limits: Limits = MESSAGE) -> None
 
 
 class _UnreadableError(Exception):
-    """Why tensors cannot be read."""
+    """Tensors cannot be read."""
 
 
 def _check(what: str, body: memoryview, limits: Limits) -> None:
@@ -138,7 +138,7 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is a whole number from 0 on, within 63 bits.
+    """Return whether a value is a whole number from 0 on, within 63 bits.
 
     >>> is_count(3), is_count(True), is_count(1 << 63)
     (True, False, False)
@@ -147,7 +147,7 @@ def is_count(value: Any) -> bool:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether a value is a list of sizes that a tensor can have.
+    """Return whether a value is a list of sizes that a tensor can have.
 
     >>> is_shape([2, 3]), is_shape([0, 1 << 62])
     (True, False)
@@ -157,7 +157,7 @@ def is_shape(value: Any) -> bool:
 
 
 def is_name(value: Any) -> bool:
-    """Whether a value can be the name of a tensor: text of at most 500 printable characters.
+    """Return whether a value can be the name of a tensor: text of at most 500 printable characters.
 
     >>> is_name("encoder.0.weight"), is_name(""), is_name("a\\x1b[31m")
     (True, False, False)

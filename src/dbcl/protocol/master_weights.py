@@ -34,7 +34,7 @@ class MasterWeights:
         }
 
     def get(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        """What an optimiser steps on: the master of a parameter, or itself where it has none."""
+        """Return the tensor that an optimiser steps on: the master of a parameter, or itself if it has none."""
         master = self.tensors.get(name)
         return master if isinstance(master, nn.Parameter) else parameter
 

@@ -192,7 +192,7 @@ class _Slices(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class AggregationStats:
-    """What is known of the updates behind an aggregate.
+    """Statistics of the updates behind an aggregate.
 
     Args:
         rejected: By client, the reason for which its update was rejected.

@@ -1,4 +1,4 @@
-"""What a client insists on: a broadcast that hides less is refused, so that no server lowers the defence unnoticed."""
+"""Requirements of a client: broadcasts with weaker protection are rejected, so that no server lowers it unnoticed."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from dbcl.protocol.messages import Broadcast
 
 @dataclass(frozen=True)
 class BroadcastRequirements:
-    """What a broadcast must have: the defaults are what the default plan promises.
+    """Minimum protection of a broadcast; the defaults are those of the default plan.
 
     `sketched` says which weights of the client's own model must be sketched, as `coverage` does; None for none. They
     must be sketched by at least `min_ratio` and at most `max_ratio`. `veil` is the least noise, relative to the

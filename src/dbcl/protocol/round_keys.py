@@ -30,7 +30,7 @@ class RoundKeys:
 
     @property
     def insecure(self) -> bool:
-        """Whether all keys follow from a seed that others may know."""
+        """Return whether all keys follow from a seed that others may know."""
         return self._seed is not None
 
     def advance(self, round: int) -> None:

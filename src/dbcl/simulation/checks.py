@@ -1,4 +1,4 @@
-"""What would end a run in its first round is refused before it begins."""
+"""Checks before a run, of everything that would end it in its first round."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def check_task(task: Task, config: RunConfig, model: nn.Module, held_out: Exampl
 
 @torch.no_grad()
 def _outputs(model: nn.Module, examples: Examples) -> int:
-    """How many classes a network tells apart; 0 where its outputs do not say."""
+    """Return the number of classes of a network; 0 if its outputs do not tell."""
     mode = model.training
     model.eval()
     try:

@@ -328,7 +328,7 @@ class RunConfig:
 
     @property
     def insecure(self) -> bool:
-        """Whether everything follows from `seed`, the server's secrets too: for experiments only."""
+        """Return whether everything follows from `seed`, the server's secrets too: for experiments only."""
         return self.seed is not None
 
     def options(self) -> dict[str, Any]:

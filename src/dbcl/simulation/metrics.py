@@ -59,7 +59,7 @@ class RoundMetrics:
         return cls(**values, metric=metric)
 
     def numbers(self) -> dict[str, float]:
-        """What can be drawn as a curve: everything but the round; of the refused updates, how many there were.
+        """Return the values that can be drawn as curves: all but the round; of the rejected updates, their number.
 
         What clients measured is left out where it is not shown.
 

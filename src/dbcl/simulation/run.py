@@ -155,7 +155,7 @@ class Run:
 
     @property
     def contributions(self) -> Contributions:
-        """How often each client's update was rejected or counted for less."""
+        """Counts of each client's updates that were rejected or counted for less."""
         return self.server.contributions
 
     @property
@@ -164,7 +164,7 @@ class Run:
 
     @property
     def stopped_by(self) -> str:
-        """Which setting ended the run: target, patience or rounds; empty while there are rounds to play."""
+        """Setting that ended the run: target, patience or rounds; empty while there are rounds to play."""
         target, patience = self.config.target, self.config.patience
         if target is not None and self.history and not self.task.objective.better(target, self.history[-1].score):
             return "target"
@@ -272,7 +272,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """What is trained on what, in a line."""
+        """Describe the model and the data in a line."""
         model, data = (text.removesuffix(IN_PYTHON) for text in (self.config.model, self.config.data))
         return f"{model} on {data}, {self.config.clients} clients"
 
@@ -368,7 +368,7 @@ def _beginning(folder: Path) -> Iterator[None]:
 
 
 def message_bytes(model: nn.Module, plan: SketchPlan, wire: str | None = None) -> int:
-    """How long one encoded broadcast of a plan is. An answer is as long, give or take its header.
+    """Return the bytes of an encoded broadcast of a plan. An update is as long, up to its header.
 
     >>> from dbcl.model import networks
     >>> model = networks.build("mnist-mlp")

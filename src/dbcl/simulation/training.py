@@ -1,4 +1,4 @@
-"""What the settings of a run say of a client's training."""
+"""Local training as the settings of a run describe it."""
 
 import math
 from functools import partial

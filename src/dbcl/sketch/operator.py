@@ -1,4 +1,4 @@
-"""What a sketch is: a linear map with orthonormal columns, and a gain."""
+"""Interface of a sketch: a linear map with orthonormal columns, and a gain."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -70,7 +70,7 @@ class Sketch(ABC):
 
     @abstractmethod
     def _table(self) -> bytes:
-        """What was drawn, as integers in a fixed byte order."""
+        """Return the random draws as integers in a fixed byte order."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Sketch":
         return self

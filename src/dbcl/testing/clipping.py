@@ -47,7 +47,7 @@ def per_example_sum(model: nn.Module, inputs: Any, y: Tensor, clip: float) -> di
 
 
 class ExampleClipContract(ABC):
-    """What clients must do where one example is the unit of a guarantee."""
+    """Contract of clients if one example is the unit of a guarantee."""
 
     @abstractmethod
     def engine(self, *arguments: Any, **more: Any) -> Any:
@@ -153,7 +153,7 @@ class ExampleClipContract(ABC):
 
 
 class SharedNoiseContract(ExampleClipContract):
-    """What clients must do if they add the noise of the guarantee themselves."""
+    """Contract of clients that add the noise of the guarantee themselves."""
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_mu_of_paired_runs_with_shares_of_noise_is_the_stated_one(self, kind: str) -> None:

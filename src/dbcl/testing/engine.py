@@ -1,4 +1,4 @@
-"""What every engine must do. An engine's tests inherit this class and supply `engine`."""
+"""Contract of every engine."""
 
 import copy
 import math
@@ -142,7 +142,7 @@ class EngineContract(ExampleClipContract):
         return reports
 
     def test_clients_clip_and_noise_their_updates_before_they_are_encoded(self) -> None:
-        """What reaches the server is noised already, by each client with noise of its own."""
+        """Each client adds noise of its own before its update reaches the server."""
         noise = UpdateNoise(clip=0.01, multiplier=0.5, insecure_seed=3)
         seen: list[list[dbcl.Update]] = []
         for each in (None, noise, noise):

@@ -1,4 +1,4 @@
-"""What every veil must be. A new kind of veil inherits this class and supplies `veil`; it gets every test."""
+"""Contract of every noise mechanism."""
 
 from abc import ABC, abstractmethod
 

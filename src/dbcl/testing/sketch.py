@@ -1,4 +1,4 @@
-"""What every sketch must be. A new sketch inherits this class and supplies `draw`; it gets every test."""
+"""Contract of every sketch."""
 
 import copy
 from abc import ABC, abstractmethod

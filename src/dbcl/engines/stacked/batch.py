@@ -1,4 +1,4 @@
-"""What the layers must know of one step of all clients, beside the clients' parameters and examples."""
+"""State of one step of all clients that the layers need beside parameters and examples."""
 
 from dataclasses import dataclass
 

@@ -37,7 +37,7 @@ class CudaGraphLoop:
         return stack.addresses(), training, x.data_ptr(), x.shape, schedule.index.shape, schedule.padded
 
     def fits(self, stack: StageStack, training: LocalTraining, x: Tensor, schedule: Schedule) -> bool:
-        """Whether the captured graph can run this schedule."""
+        """Return whether the captured graph can run this schedule."""
         return stack is self.stack and self._key(stack, training, x, schedule) == self.key
 
     def _step(self) -> None:

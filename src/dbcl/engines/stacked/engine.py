@@ -62,7 +62,7 @@ class StackedEngine(Engine):
     path: str = "not chosen yet"
     why: str = "the first round decides"
     shards: Sequence[NDArray[np.int64]] = ()
-    """Which rows of `x` and `y`, the examples of all clients, each client holds; set with the first round."""
+    """Rows of `x` and `y`, the examples of all clients, that each client holds; set in the first round."""
     x: Tensor
     y: Tensor
     _stack: Stack | None = None
@@ -167,7 +167,7 @@ class StackedEngine(Engine):
         return _Trained(clients, changes, (losses.sum(dim=0) / steps.clamp(min=1)).tolist())
 
     def _lay_out(self, round: int, clients: list[int]) -> "_Layout":
-        """Which examples the clients of a chunk take, in which order."""
+        """Return the examples that the clients of a chunk take, in order."""
         shards = [self.shards[client] for client in clients]
         sizes = list(map(len, shards))
         usual = type(self.training).batches is LocalTraining.batches and self.training.example_clip is None

@@ -28,7 +28,7 @@ class Lanes:
 
 
 class NotStackable(Exception):  # noqa: N818  Control flow: selects the next path.
-    """Why a network is not a plain sequence of layers that can be trained for all clients at once."""
+    """A network is not a plain sequence of layers that can be trained for all clients at once."""
 
 
 class Stage:
@@ -37,7 +37,7 @@ class Stage:
     names: tuple[str, ...] = ()
     """The names, in the plan, of the parameters and buffers that the stage uses."""
     steps_in_backward = False
-    """Whether the backward pass takes the SGD step of the stage's parameters when `Batch.step_in_backward` is set."""
+    """True if the backward pass takes the SGD step of the stage's parameters when `Batch.step_in_backward` is set."""
 
     def forward(self, h: Tensor, params: Params, batch: Batch) -> Tensor:
         """The layer's output, with this round's sketches and every client's parameters."""

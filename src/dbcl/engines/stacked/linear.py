@@ -17,8 +17,10 @@ from dbcl.sketch.buckets import Tables
 from dbcl.sketch.operator import linear_map
 
 NUMPY_DTYPES = (torch.float32, torch.float64)
-"""Where NumPy multiplies: on a CPU, a product of a few rows with a matrix takes it 0.6 of PyTorch's time, forward and
-backward, and the gradient of a layer with few outputs 0.4 of it (`benchmarks/small.py` measures all three)."""
+"""Dtypes of products that NumPy computes on a CPU: a product of a few rows with a matrix takes it 0.6 of PyTorch's
+time, forward and backward, and the gradient of a layer with few outputs 0.4 of it (`benchmarks/small.py` measures all
+three).
+"""
 FEW_OUTPUTS = 16
 
 

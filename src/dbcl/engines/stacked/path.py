@@ -1,4 +1,4 @@
-"""What a path supplies to the training loop: a client's network with a client axis."""
+"""Interface of a path: a client's network with a client axis, for the training loop."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +21,7 @@ class Stack:
         return False
 
     def fits(self, broadcast: Broadcast) -> bool:
-        """Whether the stack can be used for this broadcast, or must be made anew."""
+        """Return whether the stack can be used for this broadcast, or must be built again."""
         raise NotImplementedError
 
     def shares(self, broadcast: Broadcast) -> object:
@@ -41,7 +41,7 @@ class Stack:
         raise NotImplementedError
 
     def can_step_in_backward(self, training: LocalTraining) -> bool:
-        """Whether SGD steps happen inside the backward pass: for plain SGD, where the path can do it."""
+        """Return whether SGD steps happen inside the backward pass: for plain SGD, on paths that can do it."""
         return False
 
     def examples(self, x: Tensor, rows: Tensor, clients: Tensor) -> Tensor:
@@ -56,14 +56,15 @@ class Stack:
         """Refuse steps that plain PyTorch refuses; `counts`, (steps, clients): how many examples each batch had."""
 
     def changes(self, params: Params, steps: Tensor) -> Params:
-        """How every tensor of the plan has changed, in the dtype that it was sent in; of statistics their own values.
+        """Return the change of every tensor of the plan, in the dtype in which it was sent; for statistics their
+        values.
 
         `steps` is how many steps each client took.
         """
         raise NotImplementedError
 
     def chunk_size(self, training: LocalTraining, sent: Mapping[int, Broadcast]) -> int:
-        """How many of the clients who were sent these are best trained together."""
+        """Return the number of clients with this broadcast that are best trained together."""
         raise NotImplementedError
 
 

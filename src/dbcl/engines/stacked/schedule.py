@@ -1,4 +1,4 @@
-"""Which examples every client of a chunk takes in every step."""
+"""Schedule of the examples that every client of a chunk takes in every step."""
 
 from dataclasses import dataclass, replace
 
@@ -21,9 +21,9 @@ class Schedule:
     weight: Tensor  # (steps, clients, batch): 1 / n for the n examples of a client's batch, and 0 for padding
     counts: Tensor  # (steps, clients): how many examples each batch has
     padded: bool
-    """Whether any batch has padding."""
+    """True if any batch has padding."""
     sequential: bool = False
-    """Whether `index` counts from 0 up, so that the examples can be read without a gather."""
+    """True if `index` counts from 0 up, so that the examples can be read without a gather."""
 
     @classmethod
     def for_clients(

@@ -71,7 +71,7 @@ class StageStack(Stack):
         return None
 
     def addresses(self) -> list[int]:
-        """Where the tables of the sketches are in memory; a captured graph reads them there."""
+        """Return the memory addresses of the sketches' tables, from which a captured graph reads."""
         tables = [stage.tables for stage in self.stages if isinstance(stage, Linear | Conv2d)]
         return [tensor.data_ptr() for own in tables if own is not None for tensor in own.tensors()]
 
@@ -81,7 +81,7 @@ class StageStack(Stack):
 
     @property
     def small(self) -> bool:
-        """Whether a step is made of kernels too short to share among cores: on a CPU, those of dense layers."""
+        """Return whether a step is made of kernels too short to share among cores: on a CPU, those of dense layers."""
         return self.manual and not self.like.is_cuda
 
     def shares(self, broadcast: Broadcast) -> object:

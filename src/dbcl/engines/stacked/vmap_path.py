@@ -101,7 +101,7 @@ class VmapStack(Stack):
         return len(sent) if next(iter(self.template.parameters())).is_cuda else min(len(sent), MAX_CHUNK)
 
     def problem(self, broadcast: Broadcast, x: Tensor, y: Tensor) -> str | None:
-        """Why this model cannot go through `torch.func`, found by trying a step of two clients; None where it can.
+        """Return the reason why `torch.func` cannot run this model, found by a step of two clients, or None.
 
         What `torch.func` makes of the step is compared with plain PyTorch, which alone says what a model computes.
         """

@@ -64,7 +64,7 @@ class ClientRound:
     config: SecAggConfig
     registry: Registry | None = None
     encoding: Encoding | None = None
-    """How the update becomes integers; `WeightedMean` where it is None."""
+    """Encoding of the update as integers; `WeightedMean` if None."""
     rounding: np.random.Generator | None = None
     """Fixes how values are rounded, for experiments that are to be repeated."""
     _step: int = 0
@@ -83,7 +83,7 @@ class ClientRound:
 
     @property
     def next_step(self) -> str:
-        """What the client would do next."""
+        """Name of the client's next step."""
         return STEPS[self._step]
 
     @property
@@ -187,7 +187,7 @@ class ClientRound:
         return Agreement(self.round, roster.binding, self.identity.sign(*survivors.statement))
 
     def reveal(self, agreed: Agreed) -> Reveal:
-        """Where enough have signed the same list: a share of one secret of each client. The last step."""
+        """Reveal a share of one secret of each client, once enough have signed the same list. The last step."""
         roster = self._bound("reveal", agreed)
         assert self._survivors is not None
         identities = {member.name: member.identity for member in roster.members}

@@ -1,4 +1,4 @@
-"""How an update becomes a vector of integers that can be masked, and a sum of such vectors becomes values again.
+"""Encoding of an update as a vector of integers that can be masked, and decoding of a sum of them.
 
 Both sides of an encoding are in one class, since client and server must agree on every bit of it. `WeightedMean` is for
 updates that count by their examples, and promises nothing about the sum. `NoisySum` adds each client's share of the
@@ -38,7 +38,7 @@ NOISE_TAIL = 8.0
 
 @dataclass(frozen=True)
 class Total:
-    """What a group's server learns: the weighted sum, the sum of the weights, and whose updates are in it.
+    """Result of a group: the weighted sum, the sum of the weights, and the clients whose updates are in it.
 
     >>> total = Total(np.array([1.0, -2.0]), weight=2.0, members=("ann", "bob", "cleo"))
     >>> total.values / total.weight  # the mean of their updates
@@ -54,7 +54,7 @@ class Encoding(ABC):
     """One way to add up updates as integers."""
 
     noisy = False
-    """Whether the sum carries the noise of a guarantee."""
+    """True if the sum carries the noise of a guarantee."""
     more_words = 0
     """Words of a vector beside those of the values."""
 
@@ -180,7 +180,7 @@ class NoisySum(Encoding):
 
     @property
     def grid(self) -> float:
-        """What 1 stands for."""
+        """Value of the integer 1."""
         return self.plan.clip / self.plan.shares.steps
 
     @cached_property

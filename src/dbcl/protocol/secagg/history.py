@@ -77,7 +77,7 @@ class SumHistory:
 
 
 class GroupRule(ABC):
-    """What a client remembers of the groups that it was in, and which others it refuses therefore."""
+    """Memory of a client's groups, and rejection of those that would isolate a client."""
 
     @abstractmethod
     def check_roster(self, round: int, names: tuple[str, ...]) -> None:

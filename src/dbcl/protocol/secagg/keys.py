@@ -43,7 +43,7 @@ def derive(secret: bytes, *info: bytes) -> bytes:
 
 
 class SigningKey:
-    """What a client signs with, for as long as others know it by that key.
+    """Signing key of a client, for as long as others know the client by it.
 
     >>> alice = SigningKey(bytes(32))
     >>> SigningKey.signed_by(alice.public, alice.sign(b"hello"), b"hello"), len(alice.public)
@@ -61,7 +61,7 @@ class SigningKey:
 
     @staticmethod
     def signed_by(public: bytes, signature: bytes, *parts: bytes) -> bool:
-        """Whether the owner of a public key has signed exactly these parts."""
+        """Return whether the owner of a public key has signed exactly these parts."""
         try:
             Ed25519PublicKey.from_public_bytes(public).verify(signature, digest(*parts))
         except (InvalidSignature, ValueError):
@@ -81,7 +81,7 @@ class Registry:
     known: Mapping[str, bytes] = field(default_factory=dict)
 
     def problem(self, name: str, public: bytes) -> str | None:
-        """Why a client cannot be who it is said to be; None where it can."""
+        """Return the reason why a client's identity is not valid, or None."""
         own = self.known.get(name)
         if own is None:
             return f"nobody knows {shown(name)}"
@@ -119,7 +119,7 @@ def seal(key: bytes, plain: bytes, *about: bytes) -> bytes:
 
 
 def opened(key: bytes, sealed: bytes, *about: bytes) -> bytes | None:
-    """What was sealed; None where it was sealed with another key, for something else, or was changed.
+    """Decrypt a message; None if it was sealed with another key, for another purpose, or was changed.
 
     >>> opened(bytes(32), seal(bytes(32), b"share", b"round 3"), b"round 4") is None
     True

@@ -54,7 +54,7 @@ class Advert:
 
 @dataclass(frozen=True)
 class Roster:
-    """Who adds up, and under which conditions: all that follows is bound to every word of it.
+    """Members of a group and the conditions of the sum; all later messages are bound to every word of it.
 
     `broadcast` is the digest of what this group was sent, `plan` that of its round plan, `threshold` how many clients
     must help to take the masks off, `colluders` how many may tell the server all they know. Values and lengths are at
@@ -73,7 +73,7 @@ class Roster:
 
     @cached_property
     def binding(self) -> bytes:
-        """What every mask and every share is derived for: with another word in the roster they would be others."""
+        """Digest of the roster from which every mask and every share is derived."""
         return digest(b"binding", json.dumps(_fields_of(self), sort_keys=True).encode())
 
     @property
@@ -120,7 +120,7 @@ class Masked:
 
 @dataclass(frozen=True)
 class Survivors:
-    """Whose masked updates have arrived, of those who had sent shares."""
+    """Clients whose masked updates have arrived, of those that had sent shares."""
 
     round: int
     binding: bytes
@@ -129,7 +129,7 @@ class Survivors:
 
     @property
     def statement(self) -> tuple[bytes, ...]:
-        """What a client signs."""
+        """Return the bytes that a client signs."""
         return b"survivors", self.binding, names_digest(self.sharers), names_digest(self.survivors)
 
 

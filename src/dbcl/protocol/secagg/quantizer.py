@@ -58,7 +58,7 @@ class Quantizer:
 
     @property
     def step(self) -> float:
-        """What 1 in the quantizer stands for."""
+        """Value of one quantization step."""
         return self.clip / LEVELS
 
     def longest(self, count: int) -> float:

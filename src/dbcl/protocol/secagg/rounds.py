@@ -105,7 +105,7 @@ class SecureRounds:
         self.sent_up = self.sent_down = 0
         """Bytes of the last round, without the broadcasts."""
         self.totals: list[tuple[RoundPlan, Total]] = []
-        """What the server learned in the last round: the sum of each group, and the plan of its lane."""
+        """Results of the last round: the sum of each group, and the plan of its lane."""
 
     def play(self, clients: Sequence[str], begin: Ask, ask: Ask, *, partial: bool = True) -> RoundReport:
         """Play one round: `begin` carries the broadcasts, and clients that have trained answer with their keys.

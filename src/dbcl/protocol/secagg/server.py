@@ -63,10 +63,10 @@ class GroupRound:
     length: int
     config: SecAggConfig
     refused: dict[str, str] = field(default_factory=dict)
-    """Who is left out, and why: of a group that failed, whom to leave out when it begins anew."""
+    """Clients that are left out, each with the reason; of a failed group, those to leave out when it begins again."""
     registry: Registry | None = None
     encoding: Encoding | None = None
-    """How updates become integers; `WeightedMean` where it is None."""
+    """Encoding of updates as integers; `WeightedMean` if None."""
     _adverts: dict[str, Advert] = field(default_factory=dict)
     _roster: Roster | None = None
     _shares: dict[str, Shares] = field(default_factory=dict)
@@ -79,16 +79,16 @@ class GroupRound:
 
     @property
     def last(self) -> Survivors | None:
-        """Who is in the sum, once that is known."""
+        """Clients in the sum, once they are known."""
         return self._survivors
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Who is in the roster."""
+        """Clients in the roster."""
         return self._given().names
 
     def roster(self, answers: Mapping[str, Advert | bytes]) -> Roster:
-        """Who takes part, and under which config."""
+        """Return the roster: the members of the group and the conditions."""
 
         def check(name: str, advert: Advert) -> None:
             signed = advertised(self.round, self.broadcast, advert.name, advert.share_key, advert.mask_key)

@@ -60,7 +60,7 @@ def combined(many: Sequence[Mapping[int, bytes]], threshold: int) -> list[bytes]
 
 @lru_cache(maxsize=64)
 def _factors(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """What the shares of these clients are multiplied by, and added up, to give the secret."""
+    """Return the Lagrange coefficients of these clients' shares, whose weighted sum is the secret."""
     factors = []
     for own in numbers:
         above, below = _Element(1), _Element(1)
