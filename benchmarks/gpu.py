@@ -12,9 +12,9 @@ from common import report
 
 import dbcl
 from dbcl import data
+from dbcl.config import UNSKETCHED
 from dbcl.engines import Engine, LocalTraining, StackedEngine, evaluate
 from dbcl.model import networks
-from dbcl.testing.nested import nested
 
 SEED = bytes(range(32))
 
@@ -32,7 +32,7 @@ def engine(
 ) -> Engine:
     shape = tuple(x.shape[1:])
     model, template = (networks.build(name, shape=shape, seed=seed).to(device, x.dtype) for seed in (0, 1))
-    server = dbcl.Server(model, insecure_seed=0, ema_decay=ema_decay, **nested(settings))
+    server = dbcl.Server(model, insecure_seed=0, ema_decay=ema_decay, **settings)
     shards = data.iid(y.cpu().numpy(), 100, seed=SEED)
     own = data.examples_of((x, y)).to(device).divide(shards)
     return StackedEngine(server, template, own, training, fraction=fraction, seed=SEED)
@@ -76,8 +76,8 @@ def difference(name: str, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
     return {"difference": worst, "rms": size}
 
 
-PLAIN = {"sketch": "identity-v1", "veil": 0.0}
-BLIND = {"veil": 0.2, "coverage": "large", "optimizer": dbcl.optim.momentum(0.7)}
+PLAIN = {"sketch": UNSKETCHED}
+BLIND = {"sketch": dbcl.SketchConfig(veil=0.2, coverage="large"), "optimizer": dbcl.optim.momentum(0.7)}
 """What the preset `blind` asks of a server, in two lanes; it also averages W over five rounds."""
 
 

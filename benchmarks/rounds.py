@@ -15,10 +15,10 @@ from common import interleaved, one_thread, ratios, report, sizes
 from torch import Tensor, nn
 
 import dbcl
+from dbcl.config import UNSKETCHED
 from dbcl.data import examples_of
 from dbcl.engines import Engine, LocalEngine, LocalTraining, StackedEngine
 from dbcl.model import networks
-from dbcl.testing.nested import nested
 
 SEED = bytes(range(32))
 # name, one example, examples a client, batch, learning rate, repeats
@@ -114,9 +114,9 @@ def main() -> None:
         shards = np.array_split(np.random.default_rng(0).permutation(10 * share), 10)
         training = LocalTraining(lr=lr, batch_size=batch)
 
-        def engine(kind: type[Engine], **settings: object) -> Callable[[], object]:
+        def engine(kind: type[Engine], **settings: dbcl.SketchConfig) -> Callable[[], object]:
             model, template = (networks.build(name, shape=shape, seed=seed) for seed in (0, 1))  # noqa: B023
-            server = dbcl.Server(model, **nested(settings))
+            server = dbcl.Server(model, **settings)
             return kind(server, template, examples_of((x, y)).divide(shards), training, seed=SEED).play_round  # noqa: B023
 
         index = [torch.from_numpy(shard) for shard in shards]
@@ -125,7 +125,7 @@ def main() -> None:
             "authors' layers": loop(authors(networks.build(name, shape=shape)), x, y, index, batch, lr),
             "local": engine(LocalEngine),
             "stacked": engine(StackedEngine),
-            "stacked, no sketch": engine(StackedEngine, sketch="identity-v1", veil=0.0),
+            "stacked, no sketch": engine(StackedEngine, sketch=UNSKETCHED),
         }
         pfl = pfl_round(networks.build(name, shape=shape), x, y, index, batch, lr)
         if pfl is not None:
