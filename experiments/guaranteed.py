@@ -13,7 +13,7 @@ from torch import nn
 from dbcl.privacy.planning import suggest_server_rate
 from dbcl.simulation import RunConfig, Task, presets
 from dbcl.simulation.build import privacy_plan
-from dbcl.simulation.planning import planned_for, trained_values
+from dbcl.simulation.planning import parameter_count, planned_for
 from experiments import figures
 from experiments.experiment import Context, Experiment, Job, Results
 from experiments.tables import NOT_RUN, markdown
@@ -113,7 +113,7 @@ def _task(job: Job, context: Context) -> Task:
 def play(job: Job, context: Context) -> dict[str, Any]:
     """Train, and score the released model on held-out examples."""
     config, task = config_of(job), _task(job, context)
-    values = trained_values(task.make_model(0))
+    values = parameter_count(task.make_model(0))
     if config.privacy is not None and config.privacy.unit == "client":
         plan = privacy_plan(config, values=values)
         assert plan is not None

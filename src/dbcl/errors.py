@@ -79,6 +79,10 @@ class ConfigError(DbclError):
     """The settings of a run contradict each other or name something unknown."""
 
 
+class GuaranteeError(ConfigError):
+    """Settings, model or data do not fit the guarantee that is asked for."""
+
+
 class OutOfMemoryError(DbclError):
     """A model, its clients or their data take more memory than there is."""
 

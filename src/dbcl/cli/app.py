@@ -30,8 +30,8 @@ except ImportError:
 
 LOUD = ("flwr", "ray")
 """These print pages where a client fails; what matters is in the errors that we raise."""
-MOST = 30
-"""An error of more lines is shortened."""
+MAX_ERROR_LINES = 30
+"""Lines of an error from which on it is shortened."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -145,7 +145,7 @@ def _end(message: str) -> NoReturn:
     first, *more = message.splitlines() or [""]
     if len(more) == 1:  # a list of one problem is no list
         message = f"{first} {more[0].strip().removeprefix('- ')}"
-    elif len(more) > MOST:  # somebody else's traceback, which says at its end what happened
+    elif len(more) > MAX_ERROR_LINES:  # a traceback from elsewhere, whose end says what happened
         message = "\n".join([first, "...", *more[-3:]])
     errors.print("[bold red]error[/]", end=" ")
     errors.print(message, markup=False, highlight=False, soft_wrap=True)

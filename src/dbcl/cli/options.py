@@ -12,7 +12,7 @@ from dbcl.errors import ConfigError
 from dbcl.model.networks import Shape
 from dbcl.settings import WHAT, WHO, about
 from dbcl.simulation.config import HINTS, OPTIONS
-from dbcl.simulation.presets import MEANINGS, PRESETS, explain
+from dbcl.simulation.presets import DEFAULT, MEANINGS, explain
 
 DataDir = Annotated[
     str | None, typer.Option(help="Where the datasets lie. Default: DBCL_DATA if it is set, else ~/.cache/dbcl.")
@@ -49,7 +49,7 @@ def preset_option(default: str) -> Any:
     )
 
 
-Preset = Annotated[str | None, preset_option(PRESETS[0])]
+Preset = Annotated[str | None, preset_option(DEFAULT)]
 
 
 def read_shape(text: str) -> Shape:

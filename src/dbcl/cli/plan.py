@@ -25,7 +25,7 @@ def plan(
     as_json: AsJson = False,
     **settings: Any,
 ) -> None:
-    """Show, before any training, what a client would see of each tensor, what goes in clear, and the bytes of a round.
+    """Show, before any training, what a client would see of each tensor, which ones are unprotected, and the bytes of a round.
 
     MODEL is a network's name, or module:factory of your own, as for `dbcl train --model`.
 
@@ -35,7 +35,7 @@ def plan(
       dbcl plan cifar-cnn --shape 3,32,32 --coverage all
       dbcl plan mypackage.nets:make --preset paper --json
     """
-    chosen = presets.preset(presets.PRESETS[0] if preset is None else preset, **settings)
+    chosen = presets.preset(presets.DEFAULT if preset is None else preset, **settings)
     net = networks.build(model, shape=read_shape(shape), outputs=outputs)
     made = build_plan(chosen, net, examples=examples or units_in(chosen))
     clear = message_bytes(net, SketchPlan.from_model(net, SketchConfig(sketch="identity-v1", veil=0)), "float32")
@@ -46,7 +46,7 @@ def plan(
         print_json({**facts, "message_bytes": size, "plain_message_bytes": clear, "wire": chosen.wire})
         return
     console.print(table(f"what a client of {model} sees", made.header(), made.rows()))
-    console.print(f"in clear: {', '.join(made.unprotected) or 'nothing'}")
+    console.print(f"unprotected: {', '.join(made.unprotected) or 'nothing'}")
     for note in made.notes():
         console.print(note, highlight=False)
     console.print(f"the validator: {validator(chosen)}", highlight=False)

@@ -1,7 +1,6 @@
 """`dbcl train`: play a run, show its progress, and say at the end what it reached and what a client saw."""
 
 import contextlib
-import math
 import re
 import shutil
 import sys
@@ -10,20 +9,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dbcl.cli.console import as_options, console, errors, print_json, print_path, sparkline, system_error
+from dbcl.cli import summary
+from dbcl.cli.console import as_options, console, errors, print_json, print_path, system_error
 from dbcl.cli.options import AllowCode, DataDir, Preset, with_settings
-from dbcl.cli.privacy import guarantee_text
-from dbcl.config import SketchConfig
+from dbcl.data import EMBEDDED
 from dbcl.errors import ConfigError
 from dbcl.files import user_path
-from dbcl.plan import SketchPlan
 from dbcl.settings import LONG
-from dbcl.simulation import RESUMABLE, RoundMetrics, Run, RunConfig, message_bytes, presets, transcript_bytes
-from dbcl.simulation.privacy_budget import account_of
+from dbcl.simulation import RESUMABLE, RoundMetrics, Run, RunConfig, presets, transcript_bytes
+from dbcl.simulation.baseline import score_without_noise
 from dbcl.simulation.run import read_config
-from dbcl.simulation.task import CODE, code_of
+from dbcl.simulation.task import CODE, Task, code_of, task_of
 from dbcl.simulation.user_code import own_code
 from dbcl.trackers import ProgressBar
 
@@ -64,6 +63,14 @@ def train(
         ),
     ] = None,
     allow_code: AllowCode = False,
+    baseline: Annotated[
+        bool | None,
+        typer.Option(
+            help="Train once more without noise, to show what a guarantee costs. Default: on the embedded dataset.",
+            rich_help_panel=LONG,
+            show_default=False,
+        ),
+    ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Print nothing but warnings and errors.", rich_help_panel=LONG)
     ] = False,
@@ -98,10 +105,12 @@ def train(
         with _own_code(read_config(resume), as_json):
             run = Run.resume(resume, data_dir, allow_code=allow_code, **settings)
     else:
-        preset = presets.PRESETS[0] if preset is None else preset
-        chosen = presets.preset(preset, **settings)
-        with _own_code(chosen, as_json):
-            run = Run.start(chosen, out, data_dir) if out else _start(chosen, preset, data_dir)
+        named, preset = preset, preset or presets.DEFAULT
+        with presets.hint_of_default(named):
+            chosen = presets.preset(preset, **settings)
+            with _own_code(chosen, as_json):
+                task = _task(chosen, data_dir, quiet=quiet or as_json)
+                run = Run.start(chosen, out, task=task) if out else _start(chosen, preset, task)
     _warn_of_transcripts(run)
     _warn_of_few_clients(run)
     go_on = f"dbcl train --resume {run.folder}{' --allow-code' if code_of(run.config) else ''}"
@@ -116,9 +125,9 @@ def train(
     except OSError as error:
         raise ConfigError(f"{system_error(error)}; mend it and go on with: {go_on}") from error
     if as_json:
-        print_json(_report(run))
+        print_json(summary.facts(run))
     elif not quiet:
-        _summarise(run)
+        _summarise(run, _without_noise(run, baseline))
     elif warning := run.contributions.warning():
         _warn(as_options(warning))
 
@@ -141,13 +150,23 @@ def _own_code(config: RunConfig, as_json: bool, then: str = "") -> Iterator[None
         yield
 
 
-def _start(config: RunConfig, preset: str, data_dir: str | None) -> Run:
+def _task(config: RunConfig, data_dir: str | None, *, quiet: bool) -> Task:
+    """Read the data; show a bar while public features are computed, which takes minutes for large datasets."""
+    if config.feature_map is None or quiet or not console.is_terminal:
+        return task_of(config, data_dir)
+    columns = (TextColumn("features"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        shown = bar.add_task("", total=None)
+        return task_of(config, data_dir, progress=lambda done, total: bar.update(shown, completed=done, total=total))
+
+
+def _start(config: RunConfig, preset: str, task: Task) -> Run:
     """Begin a run in the next free folder; where another process takes that at the same moment, in the one after."""
     name = f"{Path(preset).stem}-{config.data.replace(':', '-')}"
     while True:
         folder = _next_folder(name)
         try:
-            return Run.start(config, folder, data_dir)
+            return Run.start(config, folder, task=task)
         except ConfigError:
             if not folder.exists():  # or else it is taken
                 raise
@@ -219,37 +238,22 @@ def _warn(text: str) -> None:
     errors.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
-def _report(run: Run) -> dict[str, Any]:
-    """What `--json` prints."""
-    last, best, account = run.history[-1], run.best, account_of(run)
-    return {
-        "folder": str(run.folder),
-        "rounds": last.round,
-        "stopped_by": run.stopped_by,
-        "loss": _finite(last.loss),
-        last.metric: _finite(last.score),
-        "best": {best.metric: _finite(best.score), "round": best.round},
-        "bytes_up": sum(metrics.bytes_up for metrics in run.history),
-        "bytes_down": sum(metrics.bytes_down for metrics in run.history),
-        "refused": sum(len(metrics.refused) for metrics in run.history),
-        "clients": run.contributions.facts(),
-        "seconds": round(sum(metrics.seconds for metrics in run.history), 3),
-        "seed": run.config.seed,
-        "insecure": run.config.insecure,
-        "guarantee": None if account is None else account.facts(),
-        "device": run.config.device,
-    }
+def _without_noise(run: Run, wanted: bool | None) -> float | None:
+    """Train once more without noise; unless asked for or forbidden, only on the embedded dataset, which is quick."""
+    privacy = run.config.privacy
+    possible = privacy is not None and privacy.unit == "example"
+    if wanted and not possible:
+        raise ConfigError("--baseline is for runs that guarantee privacy for one example")
+    if not possible or not (run.config.data == EMBEDDED if wanted is None else wanted):
+        return None
+    with console.status("the same training without noise, to compare"):
+        return score_without_noise(run)
 
 
-def _finite(value: float) -> float | None:
-    """A number that JSON has, or None."""
-    return value if math.isfinite(value) else None
-
-
-def _summarise(run: Run) -> None:
+def _summarise(run: Run, without_noise: float | None) -> None:
     config, last = run.config, run.history[-1]
     table = Table(title=run.title, show_header=False, min_width=60)
-    for label, text in _facts(run):
+    for label, text in summary.rows(run, without_noise):
         table.add_row(label, text)
     console.print(table)
     print_path("picture", run.folder / "curves.png")
@@ -265,74 +269,7 @@ def _summarise(run: Run) -> None:
         beyond += " --allow-code"
     if config.patience:
         beyond += f" --patience {2 * max(config.patience, last.round)}"
-    print_path("go on", f"dbcl train --resume {run.folder}{rounds}{beyond}")
-
-
-def _facts(run: Run) -> list[tuple[str, str]]:
-    config, model, plan, last = run.config, run.server.model, run.server.plan, run.history[-1]
-    plain = SketchPlan.from_model(model, SketchConfig(sketch="identity-v1", veil=0))
-    share = message_bytes(model, plan, config.wire) / message_bytes(model, plain, config.wire)
-    up, down = sum(m.bytes_up for m in run.history), sum(m.bytes_down for m in run.history)
-    refused = sum(len(m.refused) for m in run.history)
-    best, shown = run.best, run.task.objective.shown
-    what, account = "the mean of W" if config.ema_decay else "W", account_of(run)
-    hidden, clear = ("veil", _veil(plan)), ", ".join(plan.unprotected) or "nothing"
-    if account is not None:
-        what = "the mean of noisy models" if config.ema_decay else "the noisy model"
-        hidden = "the guarantee", guarantee_text(account, max(tensor.veil for tensor in plan.tensors), run.stopped_by)
-        if account.plan.noise_on_updates and plan.unprotected:
-            clear = "W, which carries the noise"
-    scores = [metrics.score for metrics in run.history]
-    return [
-        (
-            f"{last.metric} of {what}, held-out",
-            f"{shown(last.score)}  (best {shown(best.score)} in round {best.round})",
-        ),
-        ("rounds", f"{last.round}" + _stopped(run) + (f", {refused} updates refused" if refused else "")),
-        ("bytes", f"{up / 1e6:.1f} MB up, {down / 1e6:.1f} MB down; a message is {share:.3f} of a plain one"),
-        ("a client saw", _seen(plan)),
-        hidden,
-        ("in clear", clear),
-        _door(run),
-        *([("clients", "\n".join(lines))] if (lines := run.contributions.lines()) else []),
-        ("secrets", "fixed by --seed, for experiments" if config.insecure else "fresh in every round"),
-        (f"{last.metric} by round", sparkline(scores, lambda score: shown(score, 1))),
-    ]
-
-
-def _door(run: Run) -> tuple[str, str]:
-    """What the server could check on updates; under secure aggregation it sees none."""
-    if not run.config.secure_aggregation:
-        return "the validator", str(run.server.validator)
-    how = "masked and added over real bytes" if run.config.engine == "local" else "rounded and added as if masked"
-    bound = run.config.secagg.clip if run.config.privacy is None else run.config.privacy.clip
-    return (
-        "the server saw",
-        f"sums of {run.config.secagg.min_cohort} clients or more, {how}; each clipped itself to {bound:g}",
-    )
-
-
-def _stopped(run: Run) -> str:
-    if run.stopped_by == "patience":
-        return f", stopped: no better {run.best.metric} since round {run.best.round}"
-    return ", stopped: the target was reached" if run.stopped_by == "target" else ""
-
-
-def _seen(plan: SketchPlan) -> str:
-    covered = [tensor for tensor in plan.tensors if tensor.sketched]
-    if not covered:
-        return "every number of every tensor"
-    lines = [f"{tensor.row()[3]} of {tensor.name}" for tensor in covered]
-    return "\n".join([*lines, f"in one of {plan.lanes} lanes"] if plan.lanes > 1 else lines)
-
-
-def _veil(plan: SketchPlan) -> str:
-    sizes = sorted({tensor.veil for tensor in plan.tensors})
-    if sizes == [0.0]:
-        if not any(tensor.sketched for tensor in plan.tensors):
-            return "none"
-        return "none: a client that remembers can undo the sketch (docs/threat-model.md)"
-    return f"secret noise of {' or '.join(f'{size:g}' for size in sizes)} times the weights, on all that was sent"
+    print_path("resume", f"dbcl train --resume {run.folder}{rounds}{beyond}")
 
 
 def _next_folder(name: str) -> Path:

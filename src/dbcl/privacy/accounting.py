@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from dbcl.config import PrivacyConfig
-from dbcl.errors import ConfigError
+from dbcl.errors import ConfigError, GuaranteeError
 from dbcl.privacy.conversion import epsilon_of, mu_of
 from dbcl.privacy.distributed import NoiseShares
 from dbcl.privacy.factorization import Mechanism, Strategy, Workload, banded, independent, white
@@ -87,7 +87,7 @@ class PrivacyPlan(PrivacyConfig):
             object.__setattr__(self, "participations", self.participations or math.ceil(turns))
             problems = self._misfits()
         if problems:
-            raise ConfigError("\n  - ".join(["there is no such guarantee:", *problems]))
+            raise GuaranteeError("\n  - ".join(["there is no such guarantee:", *problems]))
         _ = self.workload, self.strategy  # validate their own arguments
         if self.shared:
             _ = self.shares
@@ -275,13 +275,13 @@ class PrivacyPlan(PrivacyConfig):
         return self.relative(rms) <= MAX_NOISE_TO_WEIGHTS or self.noise_to_signal(parameters) <= MAX_NOISE_TO_SIGNAL
 
     def require_useful(self, rms: float, parameters: int) -> None:
-        """Raise `ConfigError`, with the remedy, if the noise of the target is far above what can be learned.
+        """Raise `GuaranteeError`, with the remedy, if the noise of the target is far above what can be learned.
 
         >>> few = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=10, cohort=10)
         >>> few.require_useful(rms=0.026, parameters=199_210)
         Traceback (most recent call last):
             ...
-        dbcl.errors.ConfigError: at epsilon 8 the noise would be 26.8 times the largest change that all updates ...
+        dbcl.errors.GuaranteeError: at epsilon 8 the noise would be 26.8 times the largest change that all updates ...
         """
         if self.useful(rms, parameters):
             return
@@ -289,7 +289,7 @@ class PrivacyPlan(PrivacyConfig):
         ways = f"a larger epsilon, fewer parameters or more {self.unit}s in a round"
         if self.unit == "client":
             ways = f"one example as the unit (its noise is divided by the examples of a round, not by clients), {ways}"
-        raise ConfigError(
+        raise GuaranteeError(
             f"at epsilon {self.epsilon:g} the noise would be {self.noise_to_signal(parameters):.3g} times the largest "
             f"change that all updates together can make{beside}, and nothing could be learned: {self.per_round} "
             f"{self.unit}s in a round are too few to hide one of them. The remedy: {ways}"
@@ -330,11 +330,23 @@ class PrivacyPlan(PrivacyConfig):
         count = f", weighted by their examples up to {self.weight_cap:g}," if self.weight_cap else ""
         return (
             f"(epsilon {self.epsilon:g}, delta {self.delta:g}) differential privacy (mu {self.mu:.4g}) for one "
-            f"{whom}, against clients and the public, with a trusted server: neighbouring runs differ by one "
+            f"{whom}, {self.against}: neighbouring runs differ by one "
             f"{differ}; {what} are clipped to {self.clip:g} and their sum{count} is divided by "
             f"{self.per_round}, and no {self.unit} takes part twice within {self.separation} rounds, nor more than "
             f"{self.participations} times in {self.rounds}"
         )
+
+    @property
+    def against(self) -> str:
+        """The adversaries against whom the guarantee holds.
+
+        >>> PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100).against
+        'against clients and the public, with a trusted server'
+        """
+        if not self.shared:
+            return "against clients and the public, with a trusted server"
+        others = f"up to {self.colluders} colluding clients" if self.colluders else "other clients"
+        return f"against the server, {others} and whoever gets the model"
 
     @property
     def _members(self) -> str:
@@ -342,8 +354,7 @@ class PrivacyPlan(PrivacyConfig):
 
     def _promise_of_shares(self) -> str:
         """Return `promise` if clients add the noise."""
-        others = f"up to {self.colluders} colluding clients" if self.colluders else "other clients"
-        against = f"against the server, {others} and whoever gets the model"
+        against = self.against
         whom = f"(epsilon {self.epsilon:g}, delta {self.delta:g}) differential privacy (mu {self.mu:.4g}) for every"
         if self.unit == "example":
             return (

@@ -37,7 +37,7 @@ class CorrelatedNoise(NoiseMechanism):
 
     N_t is on all that leaves the server in round t, and on the model that is released after the last round: of n rounds
     of updates, rounds 0 to n may begin. z of round t comes from the round's key, the round and the tensor's name. W_0
-    holds no data and needs no noise. It gets some all the same, lr * sigma, so that nothing ever leaves in clear; that
+    holds no data and needs no noise. It gets some all the same, lr * sigma, so that nothing leaves unprotected; that
     noise is used nowhere else and takes nothing from the guarantee.
 
     For a workload with `after=False` round t + 1 is the noise on the average update of round t, and 1 is the first.

@@ -115,7 +115,7 @@ class IndependentNoise(NoiseMechanism):
 def veil_sizes(model: nn.Module, rhos: Mapping[str, float]) -> dict[str, float]:
     """tau for every tensor: its rho times the root mean square of its entries.
 
-    A tensor that is still (nearly) zero, such as a fresh bias, would get no noise and show its updates in clear. So its
+    A tensor that is still (nearly) zero, such as a fresh bias, would get no noise, and its updates would be unprotected. So its
     size counts as at least that of its module's parameters together, or of the whole model's where those are zero too.
 
     >>> layer = nn.Linear(4, 2)

@@ -1,5 +1,6 @@
 """Makes what the settings of a run describe: plan, server, clients and engine."""
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,9 +24,12 @@ from dbcl.plan import SketchPlan
 from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import Server, UpdateValidator
 from dbcl.simulation.config import RunConfig
+from dbcl.simulation.planning import noise_warning, parameter_count
 from dbcl.simulation.task import Task
 from dbcl.simulation.training import local_training, update_noise
 from dbcl.transcripts import Setting
+
+log = logging.getLogger(__name__)
 
 CALIBRATION_INPUTS = 1000
 """Held-out inputs, without labels, on which the server measures normalisation statistics."""
@@ -155,15 +159,6 @@ def rms(model: nn.Module) -> float:
     return math.sqrt(sum(float(parameter.square().sum()) for parameter in trained) / total) if total else 0.0
 
 
-def parameter_count(model: nn.Module) -> int:
-    """Return the number of trained parameters.
-
-    >>> parameter_count(nn.Linear(4, 2))
-    10
-    """
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
 def weight_scale(model: nn.Module, privacy: PrivacyPlan) -> float:
     """Return the RMS of the initial weights, with which the noise of a guarantee is compared.
 
@@ -271,6 +266,8 @@ def build_run_server(config: RunConfig, task: Task, *, seed: bytes) -> Server:
     privacy = privacy_plan(config, examples, values)
     if privacy is not None:
         privacy.require_useful(rms(model), parameter_count(model))
+        if warning := noise_warning(privacy, parameter_count(model)):
+            log.warning("%s", warning)
     settings: dict[str, Any] = {
         "privacy": privacy,
         "optimizer": server_optimizer(config),

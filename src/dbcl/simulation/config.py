@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from dbcl.config import PrivacyConfig, SecAggConfig, SketchConfig
 from dbcl.data import LOADERS
 from dbcl.engines import cohort_size
-from dbcl.errors import ConfigError
+from dbcl.errors import ConfigError, GuaranteeError
 from dbcl.model.networks import NETWORKS, SCATTER
 from dbcl.protocol.codec import WIRE_DTYPES
 from dbcl.protocol.guarantee import MOMENTUM
@@ -276,29 +276,31 @@ class RunConfig:
 
     def _check_privacy(self, privacy: PrivacyConfig) -> None:
         if self.update_clip is not None:
-            raise ConfigError("with `epsilon` clients clip by `clip`, not by `update_clip`")
+            raise GuaranteeError("with `epsilon` clients clip by `clip`, not by `update_clip`")
         if privacy.noise_by == "clients":
             if not self.secure_aggregation:
-                raise ConfigError("`noise_by=clients` needs `secure_aggregation`: one share of noise hides too little")
+                raise GuaranteeError(
+                    "`noise_by=clients` needs `secure_aggregation`: one share of noise hides too little"
+                )
             if self.sketch.sketch != "identity-v1" or self.sketch.veil:
-                raise ConfigError(
+                raise GuaranteeError(
                     "with `noise_by=clients` the weights are sent as they are, since the guarantee covers them: "
                     "`sketch=identity-v1` and `veil=0`"
                 )
         if privacy.unit == "example":
             if self.algorithm != "sgd" or self.share != 1 or names_code(self.lr_schedule):
-                raise ConfigError(
+                raise GuaranteeError(
                     "with `privacy_unit=example` clients take one step a round, all of them in every round "
                     "(`algorithm=sgd`, `fraction=1`; the preset private-example has both), by a rate that only falls "
                     "(no `lr_schedule` of your own)"
                 )
             if self.secure_aggregation and privacy.noise_by == "server":
-                raise ConfigError(
+                raise GuaranteeError(
                     "with `secure_aggregation` and `privacy_unit=example` the noise must come from the clients, "
                     "`noise_by=clients`: an update has no public norm that the server could bound"
                 )
         elif self.secure_aggregation and privacy.noise_by == "server" and self.clients % self.cohort:
-            raise ConfigError(
+            raise GuaranteeError(
                 f"with `secure_aggregation` and `epsilon` clients come in fixed groups: {self.clients} clients must be "
                 f"a multiple of the {self.cohort} in a round"
             )

@@ -4,16 +4,41 @@ from dataclasses import replace
 
 from torch import nn
 
-from dbcl.errors import ConfigError
-from dbcl.privacy.planning import suggest
+from dbcl.errors import GuaranteeError
+from dbcl.privacy import PrivacyPlan
+from dbcl.privacy.planning import RUINED, WORTH_A_WARNING, expected_loss, suggest
 from dbcl.simulation.config import RunConfig
 from dbcl.simulation.task import Task
 
+CHOICES = (
+    "The choices: fewer parameters on public features (`features`), more examples, a larger `epsilon`, or, by name, a "
+    "preset without a guarantee, such as blind"
+)
+"""Remedies if the noise of a guarantee is too large for a model."""
 
-def trained_values(model: nn.Module) -> int:
-    """Return the number of trained parameters, which is that of the values in an update.
 
-    >>> trained_values(nn.Linear(4, 2))
+def noise_warning(plan: PrivacyPlan | None, values: int) -> str:
+    """Return a warning that the noise of a plan costs much accuracy, with the remedies; empty if it does not.
+
+    >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
+    >>> noise_warning(plan, values=200_000)
+    'the noise is 0.33 times as large as all that can be learned, ... about 6 points of accuracy; ...'
+    >>> noise_warning(plan, values=20_000)
+    ''
+    """
+    ratio = 0.0 if plan is None else plan.noise_to_signal(values)
+    if ratio <= WORTH_A_WARNING:
+        return ""
+    return (
+        f"the noise is {ratio:.2g} times as large as all that can be learned, which on images of digits cost about "
+        f"{expected_loss(ratio):.0f} points of accuracy; other data may lose more. {CHOICES}"
+    )
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Return the number of trained parameters, which is the number of values in an update.
+
+    >>> parameter_count(nn.Linear(4, 2))
     10
     """
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -38,11 +63,22 @@ def planned(config: RunConfig, *, examples: int, values: int) -> RunConfig:
     if privacy is None or privacy.unit != "example" or (config.rounds and config.lr and privacy.separation):
         return config
     if not privacy.delta < 1 / max(1, examples):
-        raise ConfigError(
+        raise GuaranteeError(
             f"`delta` must be below 1 / {examples} (examples), or revealing one of them entirely would be allowed, "
             f"got {privacy.delta}"
         )
+    if privacy.noise_by == "clients" and config.clients < 2:
+        raise GuaranteeError(
+            "with `noise_by=clients` nobody is trusted, which takes 2 clients or more, and there is 1; the preset "
+            "private-example trusts the server"
+        )
     found = suggest(privacy, clients=config.clients, examples=examples, values=values)
+    if found.noise_to_signal > RUINED:
+        raise GuaranteeError(
+            f"the noise for epsilon {privacy.epsilon:g} would be {found.noise_to_signal:.2g} times as large as all that "
+            f"can be learned of {values} parameters from {examples} examples, and cost about "
+            f"{expected_loss(found.noise_to_signal):.0f} points of accuracy. {CHOICES}"
+        )
     return replace(
         config,
         rounds=config.rounds or found.rounds,
@@ -55,4 +91,4 @@ def planned_for(config: RunConfig, task: Task) -> RunConfig:
     """Return the settings with what is left at 0 filled in for a task."""
     if config.privacy is None or config.privacy.unit != "example":
         return config
-    return planned(config, examples=len(task.train), values=trained_values(task.make_model(0)))
+    return planned(config, examples=len(task.train), values=parameter_count(task.make_model(0)))

@@ -2,14 +2,15 @@
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from dbcl.errors import ConfigError, DbclError
+from dbcl.errors import ConfigError, DbclError, GuaranteeError
 from dbcl.files import user_path
 from dbcl.settings import about, read_setting
 from dbcl.simulation.config import HINTS, OPTIONS, RunConfig
@@ -24,7 +25,9 @@ MEANINGS = {
     "plain": "nothing is hidden",
 }
 PRESETS = tuple(MEANINGS)
-"""Names of the presets; the first is the default of the commands."""
+"""Names of the presets."""
+DEFAULT = "guaranteed"
+"""The preset of `dbcl train` and `dbcl.simulate` if none is named."""
 
 
 def to_toml(config: RunConfig) -> str:
@@ -68,6 +71,27 @@ def read_toml(path: Path, **overrides: Any) -> RunConfig:
     return RunConfig.from_options(**{**values, **_known(overrides)})
 
 
+@contextmanager
+def hint_of_default(name: object | None) -> Iterator[None]:
+    """Say in an error message that there are other presets, if no preset was named.
+
+    >>> with hint_of_default(None):
+    ...     preset("guaranteed", fraction=0.1)
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.GuaranteeError: with `privacy_unit=example` ...; no preset was named, so this is guaranteed, ...
+    """
+    try:
+        yield
+    except GuaranteeError as error:
+        if name is not None:
+            raise
+        raise GuaranteeError(
+            f"{error}; no preset was named, so this is {DEFAULT}, which guarantees privacy for every example: without "
+            "a guarantee name blind, veil, paper or plain"
+        ) from None
+
+
 def preset(name: str, **overrides: Any) -> RunConfig:
     """Return the settings of a preset, or of a TOML file by its path.
 
@@ -88,7 +112,7 @@ def explain(name: str) -> str:
     """Describe a setting: its meaning, its choices, its default, and the presets that set something else.
 
     >>> explain("ema_decay")
-    'Decay of the running mean ... Default 0.8; presets private, private-example: 0.95; presets paper, plain: 0.'
+    'Decay of the running mean ... Default 0.8; presets guaranteed, private, private-example: 0.95; presets paper, plain: 0.'
     """
     field = OPTIONS[name]
     setting, none = about(field), field.default is MISSING

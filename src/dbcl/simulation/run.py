@@ -13,6 +13,7 @@ from typing import Any
 import safetensors.torch
 from torch import nn
 
+from dbcl import seeds
 from dbcl._version import __version__
 from dbcl.data import DatasetExamples, Examples
 from dbcl.engines import RoundResult, evaluate
@@ -119,7 +120,7 @@ class Run:
         state = checkpoint.load(folder / "checkpoints")
         if not {"run", "server"} <= state.values.keys():
             raise ProtocolError(f"{folder} was written by an older dbcl, whose runs this one cannot go on with")
-        seed = bytes.fromhex(state.values["run"]["seed"])
+        seed, digest = _own_values(state.values["run"])
         fixed = sorted(set(changes) - set(RESUMABLE))
         if "rounds" in changes and changes["rounds"] != config.rounds and config.privacy is not None:
             raise ConfigError(
@@ -130,7 +131,7 @@ class Run:
             raise ConfigError(f"a run that goes on may change {', '.join(RESUMABLE)}, not {', '.join(fixed)}")
         config = from_toml(to_toml(config), **changes)
         run = cls(config, folder, data_dir, seed=seed, task=task or task_of(config, data_dir, allow_code=allow_code))
-        if state.values["run"].get("data") != run._data_digest:
+        if digest != run._data_digest:
             raise ProtocolError(
                 "the examples, the clients' or the held-out ones, are not those that this run began with, or come in "
                 "another order; give the same data, or begin a new run in another `folder`"
@@ -312,6 +313,17 @@ def data_digest(sets: Sequence[Examples], *, exact: bool) -> str | None:
     first = digest()
     random = not exact and any(map(lazy, sets)) and digest() != first
     return None if random else first
+
+
+def _own_values(held: Any) -> tuple[bytes, Any]:
+    """Return a run's seed and the digest of its data, as a checkpoint holds them."""
+    try:
+        seed, digest = bytes.fromhex(held["seed"]), held["data"]
+    except (TypeError, ValueError, KeyError) as error:
+        raise ProtocolError(f"the checkpoint is damaged: the run's seed and data cannot be read ({error!r})") from None
+    if len(seed) != seeds.SEED_BYTES:
+        raise ProtocolError(f"the checkpoint is damaged: the run's seed has {len(seed)} bytes, not {seeds.SEED_BYTES}")
+    return seed, digest
 
 
 def read_config(folder: Path) -> RunConfig:

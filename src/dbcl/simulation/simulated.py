@@ -21,7 +21,7 @@ from dbcl.files import user_path
 from dbcl.objective import Loss, Metric, Objective, name_of
 from dbcl.simulation.build import resolve_device
 from dbcl.simulation.config import CROSS_ENTROPY, IN_PYTHON, RunConfig
-from dbcl.simulation.presets import PRESETS, preset
+from dbcl.simulation.presets import DEFAULT, hint_of_default, preset
 from dbcl.simulation.run import RESUMABLE, Run, read_config
 from dbcl.simulation.task import Task, given, with_features
 from dbcl.trackers import ProgressBar, Tracker
@@ -43,7 +43,7 @@ def simulate(
     features: Features | str | None = None,
     properties: Mapping[str, Any] | None = None,
     layers: Layers | None = None,
-    settings: str | Path = PRESETS[0],
+    settings: str | Path | None = None,
     folder: str | Path | None = None,
     resume: bool = False,
     progress: bool = False,
@@ -59,7 +59,8 @@ def simulate(
     accuracy. `properties` are yes-or-no facts about the training examples that an audit looks for, and `layers` says
     what the inputs of layers of your own are, as `dbcl.SketchPlan.from_model` takes it.
 
-    `settings` is a preset or a TOML file, and `more` are settings by their flat names, as `dbcl train` has options.
+    `settings` is a preset or a TOML file, by default the preset guaranteed, whose noise needs some thousand examples or
+    few parameters; where it would cost much accuracy, this says so before it trains. `more` are settings by their flat names, as `dbcl train` has options.
     All clients take part in every round unless `fraction` says otherwise. The run's folder is `folder`, or a temporary
     one; with `resume=True` a run in that folder goes on, with the same objects. Clients whose updates were rejected or
     counted for less are named in the log at the end, and in `run.contributions`.
@@ -69,7 +70,7 @@ def simulate(
     >>> y = x[:, :1] - x[:, 1:2]
     >>> net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     >>> clients = [(x[:20], y[:20]), (x[20:40], y[20:40])]
-    >>> run = simulate(net, clients, (x[40:], y[40:]), loss=F.mse_loss, rounds=3, lr=0.05)
+    >>> run = simulate(net, clients, (x[40:], y[40:]), loss=F.mse_loss, settings="veil", rounds=3, lr=0.05)
     >>> run.history[-1].round, run.history[-1].metric, type(run.model).__name__
     (3, 'loss', 'Sequential')
     """
@@ -102,13 +103,15 @@ def simulate(
         "clients": len(clients) if divided else (count or 10),
         "fraction": 1.0,
     }
-    config = preset(str(settings), **{**{key: value for key, value in named.items() if value is not None}, **more})
-    task = with_features(task, config, None if isinstance(features, str) else features)
-    place = user_path(folder or tempfile.mkdtemp(prefix="dbcl-"))
-    if resume and (place / "config.toml").exists():
-        run = _go_on(place, config, task)
-    else:
-        run = Run.start(config, place, task=task)
+    chosen = {key: value for key, value in named.items() if value is not None}
+    with hint_of_default(settings):
+        config = preset(str(settings or DEFAULT), **{**chosen, **more})
+        task = with_features(task, config, None if isinstance(features, str) else features)
+        place = user_path(folder or tempfile.mkdtemp(prefix="dbcl-"))
+        if resume and (place / "config.toml").exists():
+            run = _go_on(place, config, task)
+        else:
+            run = Run.start(config, place, task=task)
     if folder is None:  # its files stay for as long as the run is held
         weakref.finalize(run, shutil.rmtree, place, ignore_errors=True)
     bar = [ProgressBar(objective.shown)] if progress else []

@@ -1,4 +1,4 @@
-"""What a run trains: a network, examples, a loss and a metric, made of its settings or given in Python."""
+"""Task of a run: a network, examples, a loss and a metric, made from settings or given in Python."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,15 +52,15 @@ class Task:
     pictures: Dataset | None = None
     why_no_pictures: str = ""
     holds: Flags | None = None
-    """Which training examples have the property that an audit looks for; None where none is known."""
+    """Training examples that have the property that an audit looks for, or None."""
     property_name: str = ""
     optimizer: OptimizerFactory | None = None
     schedule: Schedule | None = None
     layers: Layers | None = None
-    """Which axes of the weights of one's own layers are inputs, as `SketchPlan.from_model` takes it."""
+    """Axes of the weights of custom layers that are inputs, as `SketchPlan.from_model` takes them."""
 
     def training(self, config: RunConfig) -> LocalTraining:
-        """What a client does with its examples."""
+        """Return the local training of a client."""
         training = local_training(config, self.optimizer, self.schedule)
         return replace(training, batch_size=min(training.batch_size, len(self.train)))  # engines make room for a batch
 
@@ -140,7 +140,7 @@ def _task_on_inputs(config: RunConfig, data_dir: str | None, allow_code: bool) -
         if value is not None and in_python(value):
             raise ConfigError(
                 f"the {name} of this run, {value.split(' (')[0]}, was given in Python: go on by dbcl.simulate with "
-                "the same objects and resume=True, and audit it by dbcl_audit.suite.audit(run.folder, task=run.task)"
+                "the same objects and resume=True, and audit it by dbcl_audit.audit.audit(run.folder, task=run.task)"
             )
     loss = None if config.loss == CROSS_ENTROPY else imported(config.loss, "loss")
     if config.metric == "loss":
