@@ -26,6 +26,8 @@ from dbcl.engines import LocalTraining
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.flower import DoubleBlind, LocalGrid, blinded, reply
 from dbcl.flower.grid import GUARANTEE_REMEDY, REMEDY, SECURE_REMEDY, TimeoutGrid
+from dbcl.flower.records import to_record
+from dbcl.protocol import Reason
 from dbcl.testing.nested import nested
 from dbcl.testing.secrecy import leaks
 from dbcl.transcripts import Recorder, Setting, Transcript
@@ -99,9 +101,9 @@ class TestTheWire:
         if broken:
             honest = strategy._blind
 
-            def leaky(asked: list[Message], own: ArrayRecord, *more: Any) -> list[Message]:
-                messages = honest(asked, own, *more)
-                messages[0].content["arrays"] = own
+            def leaky(asked: list[Message], *more: Any) -> list[Message]:
+                messages = honest(asked, *more)
+                messages[0].content["arrays"] = to_record(strategy.server.weights())
                 return messages
 
             strategy._blind = leaky  # type: ignore[method-assign]
@@ -231,7 +233,7 @@ class TestFaults:
                 answer.content["dbcl"] = ConfigRecord({"update": b"garbage"})
             return answer
 
-        self.check(clients(twist), "node 1002: update: does not begin with DBCL", caplog)
+        self.check(clients(twist), "node 1002: update: does not begin with DBCL", caplog, kind=Reason.UNREADABLE)
 
     def test_an_answer_that_reply_did_not_make_is_refused(self, caplog: pytest.LogCaptureFixture) -> None:
         def twist(client: int, round: int, answer: Message) -> Message:
@@ -240,7 +242,8 @@ class TestFaults:
                 answer.content = RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 3})})
             return answer
 
-        self.check(clients(twist), r"node 1002: its answer holds no update; answer with dbcl.flower.reply", caplog)
+        said = "node 1002: its answer holds no update; answer with dbcl.flower.reply"
+        self.check(clients(twist), said, caplog, kind=Reason.UNREADABLE)
 
     def test_a_client_that_raises_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
         def before(client: int, round: int, message: Message) -> Message:
@@ -248,7 +251,8 @@ class TestFaults:
                 raise ValueError("out of paper")
             return message
 
-        self.check(clients(before=before), "node 1002: failed: ValueError: out of paper", caplog)
+        said = "node 1002: failed: ValueError: out of paper"
+        self.check(clients(before=before), said, caplog, kind=Reason.NO_ANSWER)
 
     def test_a_client_that_hangs_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
         release = threading.Event()
@@ -260,11 +264,20 @@ class TestFaults:
             return message
 
         began = time.monotonic()
-        self.check(clients(before=before), "node 1002: did not answer in time", caplog, round_timeout=4.0)
+        said = "node 1002: did not answer in time"
+        self.check(clients(before=before), said, caplog, kind=Reason.NO_ANSWER, round_timeout=4.0)
         assert time.monotonic() - began < 20
         release.set()
 
-    def check(self, app: ClientApp, reason: str, caplog: pytest.LogCaptureFixture, **settings: Any) -> None:
+    def check(
+        self,
+        app: ClientApp,
+        reason: str,
+        caplog: pytest.LogCaptureFixture,
+        *,
+        kind: Reason | None = None,
+        **settings: Any,
+    ) -> None:
         """The round goes on with three, exactly as if the fourth had not been there."""
         strategy = DoubleBlind(fedavg(), net(), insecure_seed=0, **nested({"coverage": "hidden", **settings}))
         with caplog.at_level(logging.WARNING, logger="flwr.dbcl"):
@@ -273,6 +286,7 @@ class TestFaults:
         assert report.accepted == 3
         assert len(report.refused) == 1
         assert re.match(reason, report.refused[0])
+        assert kind in (None, report.rejected["node 1002"].reason)
         assert "refused node 1002" in caplog.text
         assert re.search(r"not every update counted as it was: node 1002: rejected in \d of \d rounds", caplog.text)
         assert dict(result.train_metrics_clientapp[1])["dbcl-refused"] == 1

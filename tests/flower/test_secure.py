@@ -159,13 +159,13 @@ def play(strategy: DoubleBlind, grid: Nodes, rounds: int) -> list[list[int]]:
 
 
 def rounding(count: int, members: Iterable[int]) -> float:
-    """By how much a mean may differ from that in clear: a step for every update, and the rounding of the weights."""
+    """Largest difference of a mean from the one without secure aggregation: a step for every update, and the rounding of the weights."""
     weight = sum(len(examples(node)[0]) for node in members) / CONFIG.weight_cap
     return 1.01 * count * CONFIG.clip / LEVELS / weight + 1e-4
 
 
 def clear_round(members: Iterable[int]) -> Tensor:
-    """The weights after a round in clear with some of the nodes."""
+    """Return the weights after a round without secure aggregation, with some of the nodes."""
     strategy = double_blind(
         secagg=None, validator=dbcl.protocol.UpdateValidator(max_influence=None, outlier_factor=None)
     )
@@ -394,8 +394,12 @@ def test_newcomers_form_a_batch_of_their_own() -> None:
 
 def test_too_few_nodes_are_waited_for_and_named() -> None:
     strategy = double_blind(lanes=2)
-    with pytest.raises(ProtocolError, match=r"5 are there, 0 of them may .* needed: 6 \(3 or more in each of 2 lanes"):
+    with pytest.raises(
+        ProtocolError, match=r"5 are there, 0 of them may .* needed: 6 \(3 or more in each of 2 lanes"
+    ) as error:
         strategy.start(Nodes(nodes=5), num_rounds=1, timeout=0.5)
+    assert "min_cohort" in str(error.value)
+    assert "min_train_nodes" not in str(error.value)
 
 
 # With a guarantee, whose noise the server adds

@@ -1,21 +1,66 @@
-"""What is read from the nodes' replies, beside the update itself."""
+"""Reading of the nodes' replies, beside the update itself."""
 
 import copy
+import logging
+import statistics
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from flwr.app import Message, RecordDict
 
-from dbcl.errors import ProtocolError, shown
+from dbcl.errors import ProtocolError, plain, shown
 from dbcl.flower.records import EXAMPLES
+from dbcl.protocol import Reason, Rejection
 from dbcl.protocol.codec import MAX_METRIC, MAX_METRICS
+from dbcl.protocol.rejection import rejection_of
+
+log = logging.getLogger("flwr.dbcl")
+
+T = TypeVar("T")
+
+
+def read_replies(
+    came: Mapping[str, Message], asked: Iterable[str], read: Callable[[Message], T], *, quote_errors: bool = True
+) -> tuple[dict[str, T], dict[str, Rejection]]:
+    """Read the replies of the nodes that were asked; a node that cannot be read does not end the others' round.
+
+    Args:
+        came: The replies by node.
+        asked: The nodes that were asked.
+        read: Reads one reply.
+        quote_errors: Quote the text of a node's error, which may hold data.
+
+    Returns:
+        What was read, and a rejection for every other node.
+
+    >>> answers, rejected = read_replies({}, ["node 7"], dict)
+    >>> rejected["node 7"].reason.name, str(rejected["node 7"])
+    ('NO_ANSWER', 'did not answer in time; see round_timeout')
+    """
+    late = Rejection(Reason.NO_ANSWER, "did not answer in time; see round_timeout")
+    rejected = {name: late for name in asked if name not in came}
+    for name in [name for name, message in came.items() if message.has_error()]:
+        reason = f": {plain(str(came[name].error.reason or 'without a reason'))}"
+        said = reason if quote_errors else ", and its own log says why"
+        rejected[name] = Rejection(Reason.NO_ANSWER, f"failed{said}")
+    answers = {}
+    for name, message in came.items():
+        if name in rejected:
+            continue
+        try:
+            answers[name] = read(message)
+        except Exception as error:
+            log.debug("%s", name, exc_info=True)
+            rejected[name] = rejection_of(error)
+    return answers, rejected
 
 
 def common_names(metrics: Iterable[Collection[str]]) -> set[str]:
-    """The metrics that more than half of the replies have, which are the ones that are averaged.
+    """Return the names of the metrics that more than half of the replies have, which are averaged.
 
-    Flower's strategies want the same names of all. No node is left out for what it reports or not: that is no reason to
-    lose its update, and a node that reports nonsense could have others thrown out.
+    Flower's strategies want the same names of all. No node is left out for the metrics that it reports: a node that
+    reports nonsense could otherwise have others rejected.
 
     >>> sorted(common_names([{"loss"}, {"loss", "time"}, {"accuracy"}]))
     ['loss']
@@ -26,7 +71,7 @@ def common_names(metrics: Iterable[Collection[str]]) -> set[str]:
 
 
 def filled(metrics: Mapping[str, float], names: Iterable[str], known: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of these names: a reply's own, or where it lacks one, the mean of those that have it.
+    """Return the metrics of these names: a reply's own, or where it lacks one, the mean of those that have it.
 
     >>> filled({"loss": 1.0, "odd": 2.0}, ["loss", "time"], {"loss": 3.0, "time": 4.0})
     {'loss': 1.0, 'time': 4.0}
@@ -34,15 +79,31 @@ def filled(metrics: Mapping[str, float], names: Iterable[str], known: Mapping[st
     return {name: metrics.get(name, known[name]) for name in names}
 
 
+def bounded(weights: Sequence[float], limit: float | None) -> list[int | float]:
+    """Bound the weights of answers by a multiple of their median; no weight is below 0.
+
+    >>> bounded([10, 20, 900, -5], limit=2.0)
+    [10, 20, 30, 0]
+    """
+    positive = [max(0.0, weight) for weight in weights]
+    middle = statistics.median(positive)
+    capped = [min(weight, limit * middle) if limit and middle > 0 else weight for weight in positive]
+    return [int(weight) if float(weight).is_integer() else weight for weight in capped]
+
+
 def with_content(message: Message, content: RecordDict) -> Message:
-    """A copy of a message with another content: the original must not come to hold the true weights."""
+    """Return a copy of a message with another content: the original must not come to hold the true weights."""
     message = copy.copy(message)
     message.content = content
     return message
 
 
 def metrics_of(message: Message, most: int) -> dict[str, float]:
-    """The metrics of a reply, checked: finite numbers, and between 1 and `most` examples."""
+    """Return the metrics of a reply.
+
+    Raises:
+        ProtocolError: A metric is not finite, or the number of examples is not between 1 and `most`.
+    """
     records = list(message.content.metric_records.values())
     if len(records) != 1:
         raise ProtocolError(f"its reply has {len(records)} MetricRecords and must have one; use dbcl.flower.reply")

@@ -1,4 +1,4 @@
-"""What a Flower strategy remembers between rounds, as plain values and tensors for a checkpoint: nothing is pickled."""
+"""The memory of a Flower strategy between rounds, as plain values and tensors for a checkpoint: nothing is pickled."""
 
 import contextlib
 import json
@@ -11,15 +11,18 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
-from dbcl.errors import ProtocolError
+from dbcl.errors import ProtocolError, shown
 from dbcl.state import State
 
 
 class StrategyState:
-    """Watches the attributes of a strategy, and of the strategies that it wraps, and tells what has changed.
+    """Saves the attributes of a strategy, and of the strategies that it wraps, that changed since it was built.
 
-    Arrays, numbers, texts, Flower's records, and lists, tuples and dicts of these can be kept. What a strategy was
-    built with is not stored: it comes from the constructor again, so that a setting may change when a run goes on.
+    Arrays, numbers, strings, Flower's records, and lists, tuples and dicts of these can be saved. Settings that have
+    not changed are not saved: they come from the constructor again, so a setting may change when a run goes on.
+
+    Args:
+        strategy: The strategy, just built.
 
     >>> from flwr.serverapp.strategy import FedAdam
     >>> strategy = FedAdam()
@@ -36,10 +39,11 @@ class StrategyState:
 
     @property
     def names(self) -> list[str]:
+        """The class names of the strategies, outermost first."""
         return [type(strategy).__name__ for strategy in self.strategies]
 
     def forgotten(self) -> list[str]:
-        """The attributes that a checkpoint cannot hold; functions are settings and do not count."""
+        """Return the attributes that a checkpoint cannot hold; functions are settings and do not count."""
         found = []
         for strategy in self.strategies:
             for name, value in vars(strategy).items():
@@ -48,7 +52,7 @@ class StrategyState:
         return found
 
     def state(self) -> State:
-        """What has changed since the strategy was built."""
+        """Return the attributes that changed since the strategy was built."""
         tensors: dict[str, Tensor] = {}
         attributes = []
         for number, (strategy, first) in enumerate(zip(self.strategies, self._first, strict=True)):
@@ -61,16 +65,27 @@ class StrategyState:
         return State({"names": self.names, "attributes": attributes}, tensors)
 
     def load_state(self, state: State) -> None:
-        """Go back to what `state` returned; refuses the state of other strategies."""
+        """Restore what `state` returned; where that fails, nothing has changed.
+
+        Raises:
+            ProtocolError: The state is of other strategies.
+        """
         values = state.values
         if values["names"] != self.names:
             raise ProtocolError(
-                f"the checkpoint is of {' around '.join(values['names'])} and the strategy is "
+                f"the checkpoint is of {' around '.join(map(str, values['names']))} and the strategy is "
                 f"{' around '.join(self.names)}; use the same, or another checkpoint folder"
             )
-        for strategy, attributes in zip(self.strategies, values["attributes"], strict=True):
-            for name, stored in attributes.items():
-                setattr(strategy, name, _get(stored, state.tensors))
+        restored = [
+            {name: _get(stored, state.tensors) for name, stored in attributes.items()}
+            for attributes in values["attributes"]
+        ]
+        for strategy, attributes in zip(self.strategies, restored, strict=True):
+            if wrong := [name for name in attributes if callable(getattr(strategy, name, None))]:
+                raise ProtocolError(f"the checkpoint is damaged: {shown(wrong[0])} is a method of the strategy")
+        for strategy, attributes in zip(self.strategies, restored, strict=True):
+            for name, value in attributes.items():
+                setattr(strategy, name, value)
 
     @contextlib.contextmanager
     def waiting_for_at_most(self, nodes: float) -> Iterator[None]:
@@ -104,7 +119,7 @@ class StrategyState:
 
 
 def chain(strategy: Strategy) -> list[Strategy]:
-    """A strategy and those that it wraps, outermost first.
+    """Return a strategy and those that it wraps, outermost first.
 
     >>> from flwr.serverapp.strategy import FedAvg, DifferentialPrivacyServerSideFixedClipping as Clipping
     >>> [type(each).__name__ for each in chain(Clipping(FedAvg(), 1.0, 1.0, 2))]
@@ -128,14 +143,14 @@ def _storable(value: Any) -> bool:
 
 
 def _text(value: Any) -> str | None:
-    """A value without tensors as a text to compare by; None where it has some."""
+    """Return a value without tensors as a string to compare by; None where it has tensors."""
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_put(value, "", tensors))
     return None if tensors else text
 
 
 def _put(value: Any, path: str, tensors: dict[str, Tensor]) -> list[Any]:
-    """A value as JSON that says its own kind; its arrays go to `tensors`."""
+    """Return a value as JSON that says its own kind; its arrays go to `tensors`."""
     if isinstance(value, Tensor):
         tensors[path] = value.detach().clone()
         return ["tensor", path]
@@ -165,4 +180,6 @@ def _get(stored: list[Any], tensors: Mapping[str, Tensor]) -> Any:
         return ConfigRecord(items) if kind == "config" else MetricRecord(items) if kind == "metrics" else items
     if kind in ("list", "tuple"):
         return [_get(item, tensors) for item in value] if kind == "list" else tuple(_get(i, tensors) for i in value)
+    if kind not in ("bytes", "plain") or isinstance(value, list | dict):
+        raise ProtocolError(f"the checkpoint is damaged: {shown(kind)} is no kind of value")
     return bytes.fromhex(value) if kind == "bytes" else value

@@ -1,6 +1,7 @@
 """The average of the accepted updates: over each lane in its sketched space, lifted, and added."""
 
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +11,13 @@ from dbcl.errors import DivergedError, ProtocolError
 from dbcl.protocol.aggregation import Aggregate, stacked_sums, summed
 from dbcl.protocol.validation import ValidationResult, not_finite
 from dbcl.round_plan import RoundPlan, mismatches
+
+
+class Aggregation(Protocol):
+    """Makes one aggregate of the accepted updates of a round."""
+
+    def aggregate(self, result: ValidationResult) -> Aggregate:
+        """Return the aggregate, or raise `ProtocolError` if there is none; nothing has changed then."""
 
 
 def average(

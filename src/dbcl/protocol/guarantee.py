@@ -5,7 +5,7 @@ here, so that a guarantee is one object and not a branch in every method.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -80,6 +80,10 @@ class Guarantee:
     def rejection(self, round: int, client: str, beside: Collection[str]) -> Rejection | None:
         """Return the reason for which a client may not take part in a round."""
         return None
+
+    def in_turn(self, round: int, clients: Sequence[str]) -> list[str]:
+        """Return the clients whose turn it is, of those that are there."""
+        return list(clients)
 
     def protect(self, update: Update) -> Update:
         """Remove from an update what must neither be reported nor decide anything."""
@@ -214,6 +218,11 @@ class DifferentialPrivacy(Guarantee):
     def rejection(self, round: int, client: str, beside: Collection[str]) -> Rejection | None:
         spent = self.tracker.refusal(round, client, beside)
         return None if spent is None else Rejection(Reason.BUDGET, spent)
+
+    def in_turn(self, round: int, clients: Sequence[str]) -> list[str]:
+        """Return at most the planned cohort: the clients that may take part, with the fewest participations first."""
+        may = [client for client in clients if self.tracker.refusal(round, client) is None]
+        return sorted(may, key=self.tracker.uses)[: self.plan.cohort]
 
     def protect(self, update: Update) -> Update:
         return replace(update, metrics={})

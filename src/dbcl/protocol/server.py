@@ -21,6 +21,7 @@ from dbcl.plan import SketchPlan
 from dbcl.privacy import NoiseMechanism, PrivacyPlan, norm
 from dbcl.protocol import averaging, checkpoint
 from dbcl.protocol.aggregation import Aggregate
+from dbcl.protocol.averaging import Aggregation
 from dbcl.protocol.base import fingerprints, veiled_base
 from dbcl.protocol.codec import WIRE_DTYPES
 from dbcl.protocol.contributions import Contributions
@@ -272,10 +273,8 @@ class Server:
             ProtocolError: Fewer updates than `validator.min_updates` were accepted, or the step failed. The round
                 stays open and nothing has changed. It is a `DivergedError` if values that are not finite are the cause.
         """
-        result = self.validate(updates)
-        result.require(self.validator.min_updates)
         known = set(self.contributions.rejected)
-        report = self.close(self.average(result), result.stats())
+        report = self.close_validated(self.validate(updates))
         for who in report.rejected.keys() - known:
             log.warning(
                 "round %s: rejected %s: %s (server.contributions counts how often)",
@@ -291,6 +290,20 @@ class Server:
         With an `Aggregate` of one's own and `close` this is `close_round` with another aggregation.
         """
         return self.validation.validate(updates, self._opened())
+
+    def close_validated(self, result: ValidationResult, aggregation: Aggregation | None = None) -> RoundReport:
+        """Close the round with updates that `validate` has validated.
+
+        Args:
+            result: The accepted updates and the rejections.
+            aggregation: Replaces the weighted mean, `average`.
+
+        Raises:
+            ProtocolError: As for `close_round`.
+        """
+        result.require(self.validator.min_updates)
+        made = self.average(result) if aggregation is None else aggregation.aggregate(result)
+        return self.close(made, result.stats())
 
     def average(self, result: ValidationResult) -> Aggregate:
         """Return the lifted average of the accepted updates, weighted by examples.

@@ -1,0 +1,105 @@
+"""The nodes of a run: their numbers, and which of them have part in the open round."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flwr.app import Message
+
+from dbcl.errors import ProtocolError
+from dbcl.flower.identity import NodeNames
+from dbcl.flower.records import with_broadcast
+from dbcl.protocol import Broadcast, Server, encode
+
+
+class RunNodes:
+    """Numbers the nodes in the order in which they are first seen, and knows who was sent the open round.
+
+    Args:
+        names: The server's names of the nodes.
+
+    >>> nodes = RunNodes(NodeNames(by_key=False))
+    >>> nodes.ask(["node 7"], there=[5, 7])
+    >>> nodes.number("node 7"), nodes.asked, nodes.shown
+    (1, ['node 7'], ['node 7'])
+    """
+
+    def __init__(self, names: NodeNames) -> None:
+        self.names = names
+        self.asked: list[str] = []
+        """Nodes of the last messages."""
+        self._numbers: dict[str, int] = {}
+        self._shown: set[str] = set()
+
+    @property
+    def shown(self) -> list[str]:
+        """The nodes that were sent something of the open round, in the order in which they were first seen."""
+        return sorted(self._shown, key=self._numbers.__getitem__)
+
+    def number(self, name: str) -> int:
+        """Return the number of a node."""
+        return self._numbers[name]
+
+    def named(self, messages: Iterable[Message]) -> dict[str, Message]:
+        """Return messages to nodes by the names of the nodes, in the order of their ids."""
+        in_order = sorted(messages, key=lambda message: message.metadata.dst_node_id)
+        return {name: each for each in in_order if (name := self.names.of(each.metadata.dst_node_id)) is not None}
+
+    def ask(self, asked: Iterable[str], there: Iterable[int]) -> None:
+        """Note whom messages of the open round go to, and number new nodes of those that are there."""
+        self.asked = list(asked)
+        present = [name for node in sorted(there) if (name := self.names.of(node)) is not None]
+        for name in [*present, *self.asked]:
+            self._numbers.setdefault(name, len(self._numbers))
+        self._shown.update(self.asked)
+
+    def replies(self, replies: Iterable[Message]) -> dict[str, Message]:
+        """Return the first reply of each node that was asked, in the order of asking: sums must not depend on speed."""
+        came: dict[str, Message] = {}
+        for message in replies:
+            name = self.names.of(message.metadata.src_node_id)
+            if name is not None:
+                came.setdefault(name, message)
+        return {name: came[name] for name in self.asked if name in came}
+
+    def broadcasts(self, server: Server) -> dict[int, Broadcast]:
+        """Return the broadcasts of the open round that were sent, by the number of the node."""
+        return {self.number(name): server.open_round(name) for name in self.shown}
+
+    def close_round(self) -> None:
+        """Forget who was sent the round that is closed."""
+        self._shown.clear()
+
+    def values(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"nodes": list(self._numbers), "shown": self.shown}
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Restore what `values` returned.
+
+        Raises:
+            ProtocolError: The values are damaged.
+        """
+        nodes, shown = values["nodes"], values["shown"]
+        if not (_are_names(nodes) and _are_names(shown) and set(shown) <= set(nodes)):
+            raise ProtocolError("the checkpoint is damaged: its list of nodes cannot be what it says")
+        self._numbers, self._shown = {name: number for number, name in enumerate(nodes)}, set(shown)
+
+
+def blind_messages(server: Server, asked: Mapping[str, Message], *, ttl: float, secure: bool) -> list[Message]:
+    """Return the inner strategy's messages with the broadcasts of the open round in place of arrays.
+
+    Args:
+        server: The server; the lane of a node follows from the order of `asked`.
+        asked: The inner strategy's messages by node.
+        ttl: Lifetime of a message, in seconds.
+        secure: Ask for an update under secure aggregation.
+    """
+    sent = {name: server.open_round(name) for name in asked}
+    written = {id(broadcast): encode(broadcast) for broadcast in sent.values()}
+    return [with_broadcast(each, written[id(sent[name])], ttl=ttl, secure=secure) for name, each in asked.items()]
+
+
+def _are_names(values: object) -> bool:
+    return (
+        isinstance(values, list) and all(isinstance(each, str) for each in values) and len(set(values)) == len(values)
+    )
