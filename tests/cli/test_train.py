@@ -21,10 +21,10 @@ from dbcl.simulation.presets import to_toml
 
 Invoke = Callable[..., str]
 
-QUICK = ["train", "--fraction", "0.03"]
+QUICK = ["train", "--preset", "blind", "--fraction", "0.03"]
 """A round of three clients with forty examples each, which is warned of."""
 
-TEN = ["train", "--fraction", "0.1"]
+TEN = ["train", "--preset", "blind", "--fraction", "0.1"]
 """A round of ten, which is not."""
 
 

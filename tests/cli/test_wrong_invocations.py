@@ -170,7 +170,7 @@ def schedule_negative(round): return -1.0
 def schedule_nan(round): return float("nan")
 def schedule_none_taken(): return 1.0
 """
-TINY = ("--clients", "2", "--fraction", "1", "--rounds", "1", "--seed", "0", "--quiet")
+TINY = ("--preset", "blind", "--clients", "2", "--fraction", "1", "--rounds", "1", "--seed", "0", "--quiet")
 NET = ("--model", "own:net", "--data", "own:small", *TINY)
 
 
@@ -206,7 +206,7 @@ def never(match: str, *arguments: str, **more: object) -> Row:
     return Row(("train", *NET, *arguments), match, **more)  # type: ignore[arg-type]
 
 
-BRIEF = ("--clients", "2", "--rounds", "1", "--quiet")
+BRIEF = ("--preset", "blind", "--clients", "2", "--rounds", "1", "--quiet")
 COMPANIONS = {
     "alpha": ("--partition", "dirichlet"),
     "update-noise": ("--update-clip", "1"),
@@ -867,7 +867,7 @@ COMPARE = [
         ("no audit", file("a.json", "null"), "a.json"),
         ("no audit", file("a.json", "{}"), "a.json"),
         ("no audit", file("a.json", b"\xff\xfe\x00"), "a.json"),
-        ("no audit", file("a.json", '{"findings": 3, "seats": []}'), "a.json"),
+        ("no audit", file("a.json", '{"findings": 3, "adversaries": []}'), "a.json"),
         ("no audit", file("a.json", changed(more=1)), "a.json"),
         ("no audit", file("a.json", changed(findings=["x"])), "a.json"),
         ("no audit", file("a.json", changed(findings=[{}])), "a.json"),

@@ -174,14 +174,14 @@ def play_run(folder: Path, rounds: int = ROUNDS, **more: Any) -> None:
     made: dict[str, Any] = {"rounds": rounds, "seed": 0, "transcripts": ("1", "server", "server-sum"), "lr": 0.1}
     made |= more
     try:
-        dbcl.simulate(net, clients, examples(9), folder=folder, resume=True, **made)
+        dbcl.simulate(net, clients, examples(9), folder=folder, resume=True, settings="blind", **made)
     except ConfigError as error:
         # A run that died before it began: nothing has been sent, so a person empties the folder and begins anew.
         if "is not empty" not in str(error):
             raise
         assert not (folder / "config.toml").exists()
         shutil.rmtree(folder)
-        dbcl.simulate(net, clients, examples(9), folder=folder, **made)
+        dbcl.simulate(net, clients, examples(9), folder=folder, settings="blind", **made)
 
 
 def run_result(folder: Path) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_the_default_is_the_same_everywhere(name: str) -> None:
         "a plan": dbcl.Server(model := make(), dbcl.SketchPlan.from_model(model), calibration=calibration),
         "RunConfig": of_run(RunConfig()),
         "the preset": of_run(preset(PRESETS[0])),
-        "dbcl.simulate": dbcl.simulate(make, [(x[:40], y[:40])], (x[40:], y[40:]), rounds=1).server,
+        "dbcl.simulate": dbcl.simulate(make, [(x[:40], y[:40])], (x[40:], y[40:]), rounds=1, settings="blind").server,
         "Flower": dbcl.flower.DoubleBlind(flower.FedAvg(), make(), calibration=calibration).server,
     }
     found = {

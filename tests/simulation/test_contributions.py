@@ -31,7 +31,7 @@ def of_sizes(*sizes: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_simulate_names_a_client_that_was_rejected_in_every_round(caplog: pytest.LogCaptureFixture) -> None:
-    run = dbcl.simulate(net(), one_with_nan(), HELD_OUT, rounds=ROUNDS, seed=0)
+    run = dbcl.simulate(net(), one_with_nan(), HELD_OUT, rounds=ROUNDS, seed=0, settings="blind")
     assert run.contributions.rejected == {"client 0": ROUNDS}
     said = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert sum("rejected client 0: " in each for each in said) == 1  # at once, and not in every round
@@ -40,7 +40,7 @@ def test_simulate_names_a_client_that_was_rejected_in_every_round(caplog: pytest
 
 
 def test_simulate_names_clients_that_counted_for_less(caplog: pytest.LogCaptureFixture) -> None:
-    run = dbcl.simulate(net(), of_sizes(20, 40, 80, 160), HELD_OUT, rounds=ROUNDS, seed=0)
+    run = dbcl.simulate(net(), of_sizes(20, 40, 80, 160), HELD_OUT, rounds=ROUNDS, seed=0, settings="blind")
     assert run.contributions.capped["client 3"] == ROUNDS
     assert "client 0" not in run.contributions.capped
     assert f"client 3: counted for fewer examples than it has in {ROUNDS} of {ROUNDS} rounds" in caplog.text
@@ -55,8 +55,8 @@ def test_nothing_is_said_of_a_run_in_which_every_update_counted_as_it_was(caplog
 
 def test_a_run_that_goes_on_counts_from_its_beginning(tmp_path: Path) -> None:
     given = {"folder": tmp_path / "run", "seed": 0}
-    dbcl.simulate(net(), one_with_nan(), HELD_OUT, rounds=2, **given)
-    run = dbcl.simulate(net(), one_with_nan(), HELD_OUT, rounds=ROUNDS, resume=True, **given)
+    dbcl.simulate(net(), one_with_nan(), HELD_OUT, rounds=2, settings="blind", **given)
+    run = dbcl.simulate(net(), one_with_nan(), HELD_OUT, rounds=ROUNDS, resume=True, settings="blind", **given)
     assert run.contributions.rejected == {"client 0": ROUNDS}
 
 

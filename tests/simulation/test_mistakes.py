@@ -67,7 +67,10 @@ class Wrapped(nn.Module):
 
 def simulate(model: Any = None, own: Any = None, held_out: Any = HELD_OUT, **more: Any) -> Callable[[], Any]:
     return lambda: dbcl.simulate(
-        net() if model is None else model, clients() if own is None else own, held_out, **{"rounds": 1, **more}
+        net() if model is None else model,
+        clients() if own is None else own,
+        held_out,
+        **{"settings": "blind", "rounds": 1, **more},
     )
 
 
@@ -134,34 +137,42 @@ def test_what_looks_like_broadcasting_and_is_none_is_taken() -> None:
     def squeezes(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.mse_loss(outputs.squeeze(-1), targets)
 
-    run = dbcl.simulate(net(1), clients(X, VALUES[:, 0]), (X, VALUES[:, 0]), loss=squeezes, rounds=1)
+    run = dbcl.simulate(net(1), clients(X, VALUES[:, 0]), (X, VALUES[:, 0]), loss=squeezes, rounds=1, settings="blind")
     assert np.isfinite(run.history[-1].loss)
     both = lambda outputs, targets: F.gaussian_nll_loss(outputs[:, :1], targets, outputs[:, 1:].exp())  # noqa: E731
-    run = dbcl.simulate(net(2), clients(X, VALUES), (X, VALUES), loss=both, rounds=1)
+    run = dbcl.simulate(net(2), clients(X, VALUES), (X, VALUES), loss=both, rounds=1, settings="blind")
     assert np.isfinite(run.history[-1].loss)
 
 
 def test_resuming_with_other_data_is_refused(tmp_path: Path) -> None:
-    dbcl.simulate(net(), clients(), HELD_OUT, rounds=1, folder=tmp_path / "run")
+    dbcl.simulate(net(), clients(), HELD_OUT, rounds=1, folder=tmp_path / "run", settings="blind")
     with pytest.raises(
         DbclError, match="the examples, the clients' or the held-out ones, are not those that this run began with"
     ):
-        dbcl.simulate(net(), clients(X + 1), HELD_OUT, rounds=2, folder=tmp_path / "run", resume=True)
+        dbcl.simulate(net(), clients(X + 1), HELD_OUT, rounds=2, folder=tmp_path / "run", resume=True, settings="blind")
     with pytest.raises(DbclError, match=r"examples, the clients' or .* are not those"):
-        dbcl.simulate(net(), clients(X.flip(0), Y.flip(0)), HELD_OUT, rounds=2, folder=tmp_path / "run", resume=True)
+        dbcl.simulate(
+            net(),
+            clients(X.flip(0), Y.flip(0)),
+            HELD_OUT,
+            rounds=2,
+            folder=tmp_path / "run",
+            resume=True,
+            settings="blind",
+        )
     with pytest.raises(DbclError, match="or the held-out ones, are not those"):
-        dbcl.simulate(net(), clients(), (X + 1, Y), rounds=2, folder=tmp_path / "run", resume=True)
-    again = dbcl.simulate(net(), clients(), HELD_OUT, rounds=2, folder=tmp_path / "run", resume=True)
+        dbcl.simulate(net(), clients(), (X + 1, Y), rounds=2, folder=tmp_path / "run", resume=True, settings="blind")
+    again = dbcl.simulate(net(), clients(), HELD_OUT, rounds=2, folder=tmp_path / "run", resume=True, settings="blind")
     assert again.history[-1].round == 2
 
 
 def test_one_example_of_many_that_has_changed_is_other_data(tmp_path: Path) -> None:
     x, y = torch.randn(300, 4, generator=torch.Generator().manual_seed(1)), torch.arange(300) % 2
-    dbcl.simulate(net(), [(x, y)], HELD_OUT, rounds=1, folder=tmp_path / "run")
+    dbcl.simulate(net(), [(x, y)], HELD_OUT, rounds=1, folder=tmp_path / "run", settings="blind")
     other = x.clone()
     other[101] += 1
     with pytest.raises(DbclError, match="are not those that this run began with"):
-        dbcl.simulate(net(), [(other, y)], HELD_OUT, rounds=2, folder=tmp_path / "run", resume=True)
+        dbcl.simulate(net(), [(other, y)], HELD_OUT, rounds=2, folder=tmp_path / "run", resume=True, settings="blind")
 
 
 def test_evaluating_on_nan_is_refused_and_a_model_of_nan_is_not() -> None:
@@ -173,7 +184,7 @@ def test_evaluating_on_nan_is_refused_and_a_model_of_nan_is_not() -> None:
 
 
 def test_resuming_with_another_model_says_what_differs(tmp_path: Path) -> None:
-    dbcl.simulate(net(), clients(), HELD_OUT, rounds=1, folder=tmp_path / "run")
+    dbcl.simulate(net(), clients(), HELD_OUT, rounds=1, folder=tmp_path / "run", settings="blind")
     wider = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 2))
     with pytest.raises(DbclError, match=r"0.weight has shape \(9, 4\) here and \(8, 4\) in the checkpoint"):
-        dbcl.simulate(wider, clients(), HELD_OUT, rounds=2, folder=tmp_path / "run", resume=True)
+        dbcl.simulate(wider, clients(), HELD_OUT, rounds=2, folder=tmp_path / "run", resume=True, settings="blind")

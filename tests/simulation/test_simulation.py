@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import dbcl
 from dbcl.errors import ConfigError, DataError
 from dbcl.simulation import Run, RunConfig, read_metrics
-from dbcl_audit import suite
-from dbcl_audit.budget import Budget
+from dbcl_audit import audit as audits
+from dbcl_audit.effort import AuditEffort
 from dbcl_audit.report.page import page
 
-BRIEF = Budget(
-    rounds=18, batch=4, estimators=("option I", "smoother"), own_batches=1, own_examples=8, pictures=1, steps=2,
+BRIEF = AuditEffort(
+    rounds=18, batch=4, estimators=("option I", "smoother"), own_batches=1, own_examples=8, images=1, steps=2,
     restarts=1, solver_steps=5, shadow_models=4, inverting=False, min_lag=4,
-    run_rounds=6, all_rounds=6, programmes=0, step_pictures=0, known_ends=False, fixed_pictures=1, fixed_rounds=6,
+    run_rounds=6, all_rounds=6,  step_images=0, known_ends=False, fixed_images=1, fixed_rounds=6,
     fixed_steps=3,
 )  # fmt: skip
 
@@ -66,7 +66,9 @@ def test_a_regression_learns_and_leaves_a_whole_folder(tmp_path: Path) -> None:
             seen.append("end")
 
     longer = {**SMALL, "rounds": 60, "server_momentum": 0.5}  # with more, the last weights of so small a run are noisy
-    run = dbcl.simulate(net, hospitals(), held_out(), metric=r2, folder=tmp_path / "run", trackers=[Watch()], **longer)
+    run = dbcl.simulate(
+        net, hospitals(), held_out(), metric=r2, folder=tmp_path / "run", trackers=[Watch()], settings="blind", **longer
+    )
     assert run.history[-1].score > 0.6 > 0.3 > run.history[0].score
     assert run.config.cohort == 4  # all hospitals in every round
     assert seen[0] == "mse_loss (in Python)"
@@ -83,7 +85,7 @@ def test_a_regression_learns_and_leaves_a_whole_folder(tmp_path: Path) -> None:
 
 
 def test_the_loss_is_the_metric_where_none_is_given_and_less_of_it_is_better() -> None:
-    run = dbcl.simulate(net, hospitals(), held_out(), **{**SMALL, "rounds": 30, "target": 2.0})
+    run = dbcl.simulate(net, hospitals(), held_out(), settings="blind", **{**SMALL, "rounds": 30, "target": 2.0})
     losses = [metrics.loss for metrics in run.history]
     assert [metrics.score for metrics in run.history] == losses
     assert run.best.loss == min(losses)
@@ -96,7 +98,7 @@ def test_one_set_is_divided_and_every_kind_of_source_gives_the_same_weights(engi
     x, y = table()
     weights = []
     for source in ((x, y), TensorDataset(x, y), DataLoader(TensorDataset(x, y), batch_size=7)):
-        run = dbcl.simulate(net, source, held_out(), clients=6, fraction=0.5, engine=engine, **SMALL)
+        run = dbcl.simulate(net, source, held_out(), clients=6, fraction=0.5, engine=engine, settings="blind", **SMALL)
         assert (run.config.clients, run.config.cohort) == (6, 3)
         weights.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
     assert torch.equal(weights[0], weights[1])
@@ -109,37 +111,53 @@ def test_classes_of_ones_own_take_the_fast_path_and_a_given_cross_entropy_too() 
     clients = [(x[:40], y[:40]), (x[40:60], y[40:60])]
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
     runs = [
-        dbcl.simulate(model, clients, (x[60:], y[60:]), loss=loss, rounds=5, seed=0, lr=0.1)
+        dbcl.simulate(model, clients, (x[60:], y[60:]), loss=loss, rounds=5, seed=0, lr=0.1, settings="blind")
         for loss in (None, F.cross_entropy, nn.CrossEntropyLoss, nn.CrossEntropyLoss())
     ]
     assert {run.engine.path for run in runs} == {"stages"}  # type: ignore[attr-defined]
     assert len({run.history[-1].loss for run in runs}) == 1
     smooth = dbcl.simulate(
-        model, clients, (x[60:], y[60:]), loss=nn.CrossEntropyLoss(label_smoothing=0.1), rounds=1, seed=0
+        model,
+        clients,
+        (x[60:], y[60:]),
+        loss=nn.CrossEntropyLoss(label_smoothing=0.1),
+        rounds=1,
+        seed=0,
+        settings="blind",
     )
     assert (smooth.engine.path, smooth.history[0].metric) == ("loop", "loss")  # type: ignore[attr-defined]
     assert smooth.engine.why == "the loss CrossEntropyLoss is computed for one client at a time"  # type: ignore[attr-defined]
 
 
 def test_a_run_of_objects_goes_on_with_the_same_objects_and_no_others(tmp_path: Path) -> None:
-    whole = dbcl.simulate(net, hospitals(), held_out(), **SMALL)
+    whole = dbcl.simulate(net, hospitals(), held_out(), settings="blind", **SMALL)
     short = {**SMALL, "rounds": 2}
-    dbcl.simulate(net, hospitals(), held_out(), folder=tmp_path / "run", **short)
-    run = dbcl.simulate(net, hospitals(), held_out(), folder=tmp_path / "run", resume=True, **SMALL)
+    dbcl.simulate(net, hospitals(), held_out(), folder=tmp_path / "run", settings="blind", **short)
+    run = dbcl.simulate(net, hospitals(), held_out(), folder=tmp_path / "run", resume=True, settings="blind", **SMALL)
     assert [metrics.round for metrics in run.history] == [1, 2, 3, 4]
     assert [m.loss for m in run.history] == [m.loss for m in whole.history]
     with pytest.raises(ConfigError, match=r"other settings: lr was 0.05 and is 0.1; a run may change rounds, target"):
-        dbcl.simulate(net, hospitals(), held_out(), folder=tmp_path / "run", resume=True, **{**SMALL, "lr": 0.1})
+        dbcl.simulate(
+            net, hospitals(), held_out(), folder=tmp_path / "run", resume=True, settings="blind", **{**SMALL, "lr": 0.1}
+        )
     with pytest.raises(ConfigError, match=r"other settings: veil was 0.2 and is 0.3;"):
-        dbcl.simulate(net, hospitals(), held_out(), folder=tmp_path / "run", resume=True, **{**SMALL, "veil": 0.3})
+        dbcl.simulate(
+            net,
+            hospitals(),
+            held_out(),
+            folder=tmp_path / "run",
+            resume=True,
+            settings="blind",
+            **{**SMALL, "veil": 0.3},
+        )
     with pytest.raises(ConfigError, match="holds a run already"):
-        dbcl.simulate(net, hospitals(), held_out(), folder=tmp_path / "run", **SMALL)
+        dbcl.simulate(net, hospitals(), held_out(), folder=tmp_path / "run", settings="blind", **SMALL)
     with pytest.raises(ConfigError, match=r"the model of this run, net, was given in Python: go on by dbcl.simulate"):
         Run.resume(tmp_path / "run")
 
 
 def test_without_a_folder_nothing_stays() -> None:
-    run = dbcl.simulate(net, hospitals(), held_out(), **SMALL)
+    run = dbcl.simulate(net, hospitals(), held_out(), settings="blind", **SMALL)
     folder = run.folder
     assert folder.exists()
     del run
@@ -151,7 +169,9 @@ def test_without_a_folder_nothing_stays() -> None:
     [("AdamW", "cosine"), (torch.optim.RMSprop, lambda round: 0.5**round), ("sgd", "constant")],
 )
 def test_optimisers_and_schedules(optimizer: Any, schedule: Any) -> None:
-    run = dbcl.simulate(net, hospitals(), held_out(), optimizer=optimizer, lr_schedule=schedule, **SMALL)
+    run = dbcl.simulate(
+        net, hospitals(), held_out(), optimizer=optimizer, lr_schedule=schedule, settings="blind", **SMALL
+    )
     training = run.engine.training
     rates = [training.rate(round) / 0.05 for round in range(4)]
     expected = {
@@ -197,7 +217,9 @@ def test_dictionaries_in_and_out_and_a_metric_that_streams() -> None:
     masks = (x[:, 0] > 0).long()
     clients = [({"image": x[at : at + 10]}, masks[at : at + 10]) for at in (0, 10, 20)]
     held = {"image": x[30:]}, masks[30:]
-    run = dbcl.simulate(Dictionary, clients, held, loss=pixel_loss, metric=MeanIoU, lr=0.5, rounds=30, seed=0)
+    run = dbcl.simulate(
+        Dictionary, clients, held, loss=pixel_loss, metric=MeanIoU, lr=0.5, rounds=30, seed=0, settings="blind"
+    )
     assert run.history[-1].metric == "MeanIoU"
     assert run.history[-1].score > 0.9
 
@@ -210,7 +232,7 @@ def test_a_metric_sees_all_outputs_at_once() -> None:
         return float(outputs.std())
 
     x, y = table(2100)
-    dbcl.simulate(net, [(x[:10], y[:10])], (x, y), metric=spread, **{**SMALL, "rounds": 1})
+    dbcl.simulate(net, [(x[:10], y[:10])], (x, y), metric=spread, settings="blind", **{**SMALL, "rounds": 1})
     assert calls == [2100]
 
 
@@ -253,31 +275,38 @@ def test_a_metric_sees_all_outputs_at_once() -> None:
 def test_what_cannot_be_is_refused_in_a_sentence(change: dict[str, Any], error: type, message: str) -> None:
     given = {"model": net, "clients": hospitals(), "held_out": held_out(), **SMALL, **change}
     with pytest.raises(error, match=message):
-        dbcl.simulate(given.pop("model"), given.pop("clients"), given.pop("held_out"), **given)
+        dbcl.simulate(given.pop("model"), given.pop("clients"), given.pop("held_out"), settings="blind", **given)
 
 
 def test_a_list_of_clients_and_a_number_of_them_is_a_contradiction() -> None:
     with pytest.raises(ConfigError, match="clients is a list of 4 clients already; give one set to divide it among 3"):
-        dbcl.simulate(net, hospitals(), held_out(), clients=3, **SMALL)
+        dbcl.simulate(net, hospitals(), held_out(), clients=3, settings="blind", **SMALL)
     with pytest.raises(ConfigError, match="unknown settings: nothing"):
-        dbcl.simulate(net, hospitals(), held_out(), nothing=3)
+        dbcl.simulate(net, hospitals(), held_out(), nothing=3, settings="blind")
 
 
 def test_an_audit_of_ones_own_data_runs_what_makes_sense_and_says_what_does_not(tmp_path: Path) -> None:
     old = (table()[0][:80, 3] > 0).numpy()
     run = dbcl.simulate(
-        net, hospitals(), held_out(), properties={"old": old}, folder=tmp_path / "run", transcripts=("0",), **SMALL
+        net,
+        hospitals(),
+        held_out(),
+        properties={"old": old},
+        folder=tmp_path / "run",
+        transcripts=("0",),
+        settings="blind",
+        **SMALL,
     )
-    found = suite.audit(run.folder, budget=BRIEF, task=run.task)
-    assert found.not_attacked == {"pictures and labels": "the loss is not the cross entropy of classes"}
+    found = audits.audit(run.folder, effort=BRIEF, task=run.task)
+    assert found.not_attacked == {"images and labels": "the loss is not the cross entropy of classes"}
     assert found.property_name == "old"
     assert not any(finding.failures or math.isnan(finding.value) for finding in found.findings)
     assert "This audit is incomplete" not in page(found)
-    kinds = {(finding.target, finding.seat) for finding in found.findings}
+    kinds = {(finding.target, finding.adversary) for finding in found.findings}
     assert {("update", "client"), ("property", "server"), ("property", "client"), ("membership", "anyone")} <= kinds
     assert not any("4.bias" in finding.note for finding in found.findings if finding.measure == "cosine")
-    without = dbcl.simulate(net, hospitals(), held_out(), folder=tmp_path / "without", **SMALL)
-    found = suite.audit(without.folder, budget=BRIEF, task=without.task)
+    without = dbcl.simulate(net, hospitals(), held_out(), folder=tmp_path / "without", settings="blind", **SMALL)
+    found = audits.audit(without.folder, effort=BRIEF, task=without.task)
     assert found.not_attacked["property"] == "no property of these examples is known; it can be given with the data"
 
 
@@ -286,13 +315,18 @@ def test_pictures_of_ones_own_are_attacked_as_pictures(tmp_path: Path) -> None:
     y = torch.arange(40) % 3
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(400, 3))
     run = dbcl.simulate(
-        model, [(x[:15], y[:15]), (x[15:30], y[15:30])], (x[30:], y[30:]), rounds=2, folder=tmp_path / "r"
+        model,
+        [(x[:15], y[:15]), (x[15:30], y[15:30])],
+        (x[30:], y[30:]),
+        rounds=2,
+        folder=tmp_path / "r",
+        settings="blind",
     )
     assert run.task.pictures is not None
-    from dbcl_audit.picture_quality import span
+    from dbcl_audit.image_quality import span
 
     assert span(run.task.pictures) == pytest.approx((float(x[:30].min()), float(x[:30].max())), abs=1e-5)
-    found = suite.audit(run.folder, budget=BRIEF, task=run.task)
+    found = audits.audit(run.folder, effort=BRIEF, task=run.task)
     assert {"image", "label", "membership", "update"} <= {finding.target for finding in found.findings}
     assert list(found.not_attacked) == ["property"]
 

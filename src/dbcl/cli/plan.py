@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from dbcl.cli.console import AsJson, console, print_json, table
-from dbcl.cli.options import Examples, ExampleShape, Outputs, Preset, read_shape, with_settings
+from dbcl.cli.options import Examples, ExampleShape, Outputs, preset_option, read_shape, with_settings
 from dbcl.config import SketchConfig
 from dbcl.model import networks
 from dbcl.plan import SketchPlan
@@ -14,10 +14,14 @@ from dbcl.simulation.build import build_plan, validator
 from dbcl.simulation.privacy_budget import units_in
 
 
+DEFAULT = "blind"
+"""The preset that sketches; those with a guarantee send every value, with noise."""
+
+
 @with_settings("coverage", "sketch", "ratio", "lanes", "buckets", "veil", "wire")
 def plan(
     model: Annotated[str, typer.Argument(show_default=False)],
-    preset: Preset = None,
+    preset: Annotated[str | None, preset_option(DEFAULT)] = None,
     shape: ExampleShape = "1,28,28",
     outputs: Outputs = 10,
     *,
@@ -25,7 +29,7 @@ def plan(
     as_json: AsJson = False,
     **settings: Any,
 ) -> None:
-    """Show, before any training, what a client would see of each tensor, which ones are unprotected, and the bytes of a round.
+    """Show what a client would see of each tensor, which tensors are unprotected, and the bytes of a round.
 
     MODEL is a network's name, or module:factory of your own, as for `dbcl train --model`.
 
@@ -35,7 +39,7 @@ def plan(
       dbcl plan cifar-cnn --shape 3,32,32 --coverage all
       dbcl plan mypackage.nets:make --preset paper --json
     """
-    chosen = presets.preset(presets.DEFAULT if preset is None else preset, **settings)
+    chosen = presets.preset(DEFAULT if preset is None else preset, **settings)
     net = networks.build(model, shape=read_shape(shape), outputs=outputs)
     made = build_plan(chosen, net, examples=examples or units_in(chosen))
     clear = message_bytes(net, SketchPlan.from_model(net, SketchConfig(sketch="identity-v1", veil=0)), "float32")

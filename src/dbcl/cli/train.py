@@ -23,7 +23,7 @@ from dbcl.simulation import RESUMABLE, RoundMetrics, Run, RunConfig, presets, tr
 from dbcl.simulation.baseline import score_without_noise
 from dbcl.simulation.run import read_config
 from dbcl.simulation.task import CODE, Task, code_of, task_of
-from dbcl.simulation.user_code import own_code
+from dbcl.simulation.user_code import user_code
 from dbcl.trackers import ProgressBar
 
 LINES = 10
@@ -102,20 +102,20 @@ def train(
         if fixed:
             raise ConfigError(f"with --resume only {_options(RESUMABLE)} may change, not {', '.join(fixed)}")
         allow_code = allow_code or _same_code(resume, code)
-        with _own_code(read_config(resume), as_json):
+        with _user_code(read_config(resume), as_json):
             run = Run.resume(resume, data_dir, allow_code=allow_code, **settings)
     else:
-        named, preset = preset, preset or presets.DEFAULT
+        named, preset = preset, presets.DEFAULT if preset is None else preset
         with presets.hint_of_default(named):
             chosen = presets.preset(preset, **settings)
-            with _own_code(chosen, as_json):
+            with _user_code(chosen, as_json):
                 task = _task(chosen, data_dir, quiet=quiet or as_json)
                 run = Run.start(chosen, out, task=task) if out else _start(chosen, preset, task)
     _warn_of_transcripts(run)
     _warn_of_few_clients(run)
     go_on = f"dbcl train --resume {run.folder}{' --allow-code' if code_of(run.config) else ''}"
     try:
-        with _own_code(run.config, as_json, then=f"; mend it and go on with: {go_on}"):
+        with _user_code(run.config, as_json, then=f"; mend it and go on with: {go_on}"):
             _play(run, quiet=quiet or as_json)
     except KeyboardInterrupt:
         errors.print(f"stopped after round {run.server.round}; go on with: {go_on}", soft_wrap=True)
@@ -144,9 +144,9 @@ def _same_code(folder: Path, code: Mapping[str, str]) -> bool:
 
 
 @contextlib.contextmanager
-def _own_code(config: RunConfig, as_json: bool, then: str = "") -> Iterator[None]:
+def _user_code(config: RunConfig, as_json: bool, then: str = "") -> Iterator[None]:
     """Explain what fails in code of the user's own; what it prints is no part of the JSON."""
-    with own_code(config, then), contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+    with user_code(config, then), contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
         yield
 
 

@@ -75,8 +75,8 @@ def planned(config: RunConfig, *, examples: int, values: int) -> RunConfig:
     found = suggest(privacy, clients=config.clients, examples=examples, values=values)
     if found.noise_to_signal > RUINED:
         raise GuaranteeError(
-            f"the noise for epsilon {privacy.epsilon:g} would be {found.noise_to_signal:.2g} times as large as all that "
-            f"can be learned of {values} parameters from {examples} examples, and cost about "
+            f"the noise for epsilon {privacy.epsilon:g} would be {found.noise_to_signal:.2g} times as large as all "
+            f"that can be learned of {values} parameters from {examples} examples, and cost about "
             f"{expected_loss(found.noise_to_signal):.0f} points of accuracy. {CHOICES}"
         )
     return replace(

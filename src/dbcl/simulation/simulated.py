@@ -59,11 +59,11 @@ def simulate(
     accuracy. `properties` are yes-or-no facts about the training examples that an audit looks for, and `layers` says
     what the inputs of layers of your own are, as `dbcl.SketchPlan.from_model` takes it.
 
-    `settings` is a preset or a TOML file, by default the preset guaranteed, whose noise needs some thousand examples or
-    few parameters; where it would cost much accuracy, this says so before it trains. `more` are settings by their flat names, as `dbcl train` has options.
-    All clients take part in every round unless `fraction` says otherwise. The run's folder is `folder`, or a temporary
-    one; with `resume=True` a run in that folder goes on, with the same objects. Clients whose updates were rejected or
-    counted for less are named in the log at the end, and in `run.contributions`.
+    `settings` is a preset or a TOML file, by default the preset guaranteed. Its noise needs some thousand examples or
+    few parameters; where it would cost much accuracy, this says so before it trains. `more` are settings by their flat
+    names, as `dbcl train` has options. All clients take part in every round unless `fraction` says otherwise. The run's
+    folder is `folder`, or a temporary one; with `resume=True` a run in that folder goes on, with the same objects.
+    Clients whose updates were rejected or counted for less are named in the log at the end, and in `run.contributions`.
 
     >>> import torch.nn.functional as F
     >>> x = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))

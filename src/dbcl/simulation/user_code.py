@@ -11,13 +11,13 @@ from dbcl.user_code import out_of_memory, short
 
 
 @contextlib.contextmanager
-def own_code(config: RunConfig, then: str = "") -> Iterator[None]:
-    """Whatever the code that the settings name raises becomes one sentence, with its function and line, and `then`.
+def user_code(config: RunConfig, then: str = "") -> Iterator[None]:
+    """Report an error of the code that the settings name in one sentence, with its function and line, and `then`.
 
     Errors of dbcl and of the system pass, and so does everything where the settings name no code.
 
     >>> import torch
-    >>> with own_code(RunConfig(loss="torch.nn.functional:mse_loss"), then="; mend it"):
+    >>> with user_code(RunConfig(loss="torch.nn.functional:mse_loss"), then="; mend it"):
     ...     torch.nn.functional.mse_loss(None, None)
     Traceback (most recent call last):
         ...
