@@ -1,4 +1,4 @@
-"""What leaves the server and what stays at home, on models of the kinds that people have."""
+"""Tensors that leave the server and tensors that do not, on models of common kinds."""
 
 import warnings
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_an_adapters_round_sends_the_adapter_alone(base: Tensor) -> None:
         assert server.close_round([dbcl.make_update(local, broadcast, examples=8)]).accepted == 1
     numbers = 64 * 4 + 4 * 64 + 64 * 2 + 2  # the base has 4,096
     assert len(data) < 4 * numbers + 1500
-    assert "stays at home: 1 frozen parameters (base)" in str(server.plan)
+    assert "not sent: 1 frozen parameters (base)" in str(server.plan)
     with pytest.raises(dbcl.errors.PlanError, match="base is frozen, and this model's copy differs from the server's"):
         dbcl.blinded(Adapted(base + 1), broadcast)
 
@@ -322,7 +322,7 @@ class Quantised(nn.Module):
         return self.out(self.hidden(x @ (self.base.small * self.base.scale) + self.bias))
 
 
-def test_a_quantised_base_that_calls_itself_float_stays_at_home(tmp_path: Path) -> None:
+def test_a_quantised_base_that_calls_itself_float_is_not_sent(tmp_path: Path) -> None:
     server = dbcl.Server(Quantised(), dbcl.SketchConfig(send_frozen=True, coverage="hidden"))
     assert server.plan.not_sent == (("base", "frozen"),)
     broadcast = server.open_round()

@@ -72,7 +72,7 @@ def test_what_a_word_cannot_cover_is_left_out_with_a_line_and_refused_only_when_
     assert reasons["narrow.weight"] == "has 1 inputs, too few for the ratio 2"
     assert "tied weights cannot be covered" in reasons["embed.weight"]
     assert "use torch.nn.utils.parametrizations.spectral_norm" in reasons["hooked.weight_orig"]
-    assert reasons["frozen.weight"] == "is frozen and stays at home"
+    assert reasons["frozen.weight"] == "is frozen and is not sent"
     assert "not sketched: narrow.weight has 1 inputs" in str(plan)
     assert plan.share_sketched < 0.5
     assert "% of the numbers, less than half: name more layers in coverage" in str(plan)
@@ -80,7 +80,7 @@ def test_what_a_word_cannot_cover_is_left_out_with_a_line_and_refused_only_when_
         ("narrow", "width must be between"),
         ("embed", "tied weights cannot be covered"),
         ("hooked", "old-style hook"),
-        ("frozen", "is frozen and stays at home; or leave it out with '!frozen.weight' in coverage"),
+        ("frozen", "is frozen and is not sent; or leave it out with '!frozen.weight' in coverage"),
     ):
         with pytest.raises(PlanError, match=f"{name}.*{why}"):
             SketchPlan.from_model(model, SketchConfig(coverage=[f"{name}.*"]))
@@ -243,7 +243,7 @@ def test_the_table_says_what_a_client_sees() -> None:
         SketchPlan.from_model(networks.build("mnist-mlp"), SketchConfig(veil=0, ratio=(2, 4), coverage="hidden"))
     )
     assert "1.weight  200x784  lanes-v1  196 to 392 of 784 numbers of each row  none" in text
-    assert "in clear: 1.bias, 3.bias, 5.weight, 5.bias" in text
+    assert "unprotected: 1.bias, 3.bias, 5.weight, 5.bias" in text
     assert "undo it: 1.weight, 3.weight" in text
 
 
@@ -295,7 +295,7 @@ def test_the_lanes_of_a_round_have_the_same_widths_and_one_that_is_not_of_lanes_
         assert one.sketches["3.weight"].fingerprint() == two.sketches["3.weight"].fingerprint()
 
 
-def test_buffers_that_are_constants_stay_at_home() -> None:
+def test_buffers_that_are_constants_are_not_sent() -> None:
     module = nn.Linear(3, 2)
     module.register_buffer("table", torch.ones(4), persistent=False)
     module.register_buffer("mask", torch.ones(4))
@@ -305,4 +305,4 @@ def test_buffers_that_are_constants_stay_at_home() -> None:
     plan = SketchPlan.from_model(module, SketchConfig(coverage="all", buffers=["steps"]))
     assert [tensor.name for tensor in plan.tensors] == ["weight", "bias", "steps"]
     assert plan.not_sent == (("mask", "constant"),)
-    assert "stays at home: 1 buffers that are constants (mask)" in str(plan)
+    assert "not sent: 1 buffers that are constants (mask)" in str(plan)

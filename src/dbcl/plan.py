@@ -121,7 +121,7 @@ class SketchPlan:
     2.bias    2      none      every number                  none
     sketched: 95 % of the numbers
     lanes: 2, whose sketches complement each other; each client trains in one of them
-    in clear: 0.bias, 2.weight, 2.bias
+    unprotected: 0.bias, 2.weight, 2.bias
     sketched without a veil, so a client that remembers can undo it: 0.weight
     """
 
@@ -309,7 +309,7 @@ class SketchPlan:
         for why, what in (("frozen", "frozen parameters"), ("constant", "buffers that are constants")):
             names = [name for name, reason in self.not_sent if reason == why]
             if names:
-                lines.append(f"stays at home: {len(names)} {what} ({_shown(names)})")
+                lines.append(f"not sent: {len(names)} {what} ({_shown(names)})")
         return lines
 
     def header(self) -> tuple[str, str, str, str, str]:
@@ -325,7 +325,7 @@ class SketchPlan:
         sizes = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True)).rstrip() for row in table]
         lines += self.notes()
-        lines.append(f"in clear: {', '.join(self.unprotected) or 'nothing'}")
+        lines.append(f"unprotected: {', '.join(self.unprotected) or 'nothing'}")
         bare = [tensor.name for tensor in self.tensors if tensor.sketched and not tensor.veil]
         if bare:
             lines.append(f"sketched without a veil, so a client that remembers can undo it: {', '.join(bare)}")

@@ -21,7 +21,7 @@ KINDS = {
     str: ("text", "texts"),
 }
 """Names of types in error messages, singular and plural."""
-LARGEST = torch.finfo(torch.float32).max
+MAX_FLOAT = torch.finfo(torch.float32).max
 
 WHAT, WHO, CLIENT, HIDE, PROMISE, SERVER, LONG = (
     "What is trained",
@@ -144,8 +144,8 @@ def check_settings(config: Any) -> None:
         if allowed and value not in allowed:
             raise ConfigError(f"{option_name(field)} must be one of {', '.join(allowed)}, got {value!r}")
         for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float) and not abs(number) <= LARGEST:
-                raise ConfigError(f"{option_name(field)} must be finite and at most {LARGEST:.3g}, got {number}")
+            if isinstance(number, float) and not abs(number) <= MAX_FLOAT:
+                raise ConfigError(f"{option_name(field)} must be finite and at most {MAX_FLOAT:.3g}, got {number}")
             if isinstance(number, int) and abs(number) >= 2**63:
                 raise ConfigError(f"{option_name(field)} must be between -2^63 and 2^63, got {number}")
 

@@ -40,7 +40,7 @@ def test_the_version(invoke: Invoke) -> None:
 def test_plan_shows_what_a_client_would_see(invoke: Invoke) -> None:
     out = invoke("plan", "mnist-cnn", "--ratio", "2-4")
     assert "200 to 400 of 800 numbers of each row" in out
-    assert "in clear: nothing" in out
+    assert "unprotected: nothing" in out
     facts = json.loads(invoke("plan", "cifar-cnn", "--shape", "3,32,32", "--preset", "paper", "--json"))
     assert facts["message_bytes"] < 0.51 * facts["plain_message_bytes"]
     assert facts["unprotected"][0] == "0.0.bias"
@@ -119,7 +119,9 @@ def test_a_comparison_fits_a_terminal_of_80_columns(invoke: Invoke, monkeypatch:
         Path(f"{name}.json").write_text(Audit(name, {}, run, (), tuple(findings), 1.0).json())
     monkeypatch.setattr("dbcl_audit.cli.compare.console", Console(width=80))
     lines = invoke("compare", "001-blind.json", "002-paper.json").splitlines()
-    rows = {words[0]: words[1:] for words in map(str.split, lines) if words}
+    worst = next(number for number, line in enumerate(lines) if "worst finding" in line)
+    rows = {words[0]: words[1:] for words in map(str.split, lines[:worst]) if words}
+    assert "leaks" in " ".join(lines[worst:])
     assert rows["guessing"] == ["0.000", "—", "—", "13.7", "—", "—"]
     assert rows["001-blind"] == ["91.5%", "60", "485", "0.329", "—", "—", "39.8", "—", "—"]
     assert rows["002-paper"][-3] == "39.8"

@@ -1,4 +1,4 @@
-"""A server that sees only sums: the same weights as in the clear, up to rounding, and nothing but sums."""
+"""A server that sees only sums: the weights of a run without it, up to rounding, and nothing but sums."""
 
 import math
 from collections.abc import Callable

@@ -483,7 +483,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Masked, lambda: nn.Sequential(Masked().base, nn.ReLU(), nn.Linear(8, 3))])
-def test_what_stays_at_home_is_each_clients_own(make: Any) -> None:
+def test_tensors_that_are_not_sent_are_each_clients_own(make: Any) -> None:
     worst, engine = distance(make, ROWS, LocalTraining(lr=0.05), outputs=3, coverage="all")
     assert worst < 1e-10
     assert engine.path == ("vmap" if make is Masked else "stages")

@@ -159,7 +159,7 @@ def play(strategy: DoubleBlind, grid: Nodes, rounds: int) -> list[list[int]]:
 
 
 def rounding(count: int, members: Iterable[int]) -> float:
-    """Largest difference of a mean from the one without secure aggregation: a step for every update, and the rounding of the weights."""
+    """Bound on the error of a mean: a step for every update, and the rounding of the weights."""
     weight = sum(len(examples(node)[0]) for node in members) / CONFIG.weight_cap
     return 1.01 * count * CONFIG.clip / LEVELS / weight + 1e-4
 

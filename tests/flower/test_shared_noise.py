@@ -249,7 +249,7 @@ def test_an_app_without_the_mod_sends_nothing(tmp_path: Path) -> None:
     broadcast = dbcl.Server(net(), dbcl.config.UNSKETCHED).open_round()
     LocalGrid(app, 1)
     record = ConfigRecord({"broadcast": dbcl.encode(broadcast), "secure": True})
-    with pytest.raises(ProtocolError, match="would leave in clear"):
+    with pytest.raises(ProtocolError, match="would leave unprotected"):
         train(Message(RecordDict({"dbcl": record}), 1000, "train"), None)  # type: ignore[arg-type]
     with pytest.raises(ProtocolError, match="protect one example"):
         clipped_reply(net(), Message(RecordDict(), 1000, "train"), examples(0), privacy=FLEET, clip=CLIP)

@@ -250,7 +250,7 @@ def test_wire_dtypes_reach_both_directions(wire: str) -> None:
         dbcl.Server(net(), dbcl.SketchConfig(coverage="hidden"), wire="int8")
 
 
-def test_frozen_parameters_stay_at_home() -> None:
+def test_frozen_parameters_are_not_sent() -> None:
     model = net()
     model[0].weight.requires_grad_(False)
     server = dbcl.Server(model, dbcl.SketchConfig(coverage="all"), optimizer=dbcl.optim.momentum(0.9))
@@ -271,7 +271,7 @@ def test_frozen_parameters_stay_at_home() -> None:
     server.close_round([dbcl.encode(dbcl.make_update(local, broadcast, examples=3))])
     assert torch.equal(weights(server)["0.weight"], before["0.weight"])
     assert not torch.equal(weights(server)["0.bias"], before["0.bias"])
-    assert "stays at home: 1 frozen parameters (0.weight)" in str(server.plan)
+    assert "not sent: 1 frozen parameters (0.weight)" in str(server.plan)
 
 
 def test_local_adam_and_any_loop_will_do(server: dbcl.Server) -> None:
@@ -542,7 +542,7 @@ def test_a_base_of_any_number_type_arrives_over_any_wire(base: torch.dtype, wire
     dbcl.blinded(mine, dbcl.protocol.decode_broadcast(dbcl.encode(server.open_round())))
 
 
-def test_what_is_no_floating_point_number_stays_at_home_all_the_same() -> None:
+def test_values_that_are_not_floating_point_are_never_sent() -> None:
     model = adapted()
     model.table = nn.Parameter(torch.arange(4, dtype=torch.int8), requires_grad=False)
     nn.init.zeros_(model[0].bias)

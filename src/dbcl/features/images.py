@@ -7,7 +7,7 @@ from dbcl.features.scattering import Scattering
 
 YUV = ((0.299, 0.587, 0.114), (-0.14713, -0.28886, 0.436), (0.615, -0.51499, -0.10001))
 """Brightness and two colour differences (ITU-R BT.601). On CIFAR-10 a linear head gains 3 points from it."""
-SMALLEST_GROUP = 3
+MIN_GROUP_CHANNELS = 3
 """Channels that are normalised together, at least."""
 FAINTEST = 1e-5
 """Variance below which a group is not amplified to 1: what is fainter than that in an image is mostly noise."""
@@ -36,7 +36,7 @@ class ImageFeatures(nn.Module):
         self.shape = (channels * self.scattering.channels, *self.scattering.size)
         self.version = f"scattering-v1 {shape} {scales} {angles}"
         """Identifier of the computation; other features have another version."""
-        group = next(size for size in range(SMALLEST_GROUP, self.shape[0] + 1) if self.shape[0] % size == 0)
+        group = next(size for size in range(MIN_GROUP_CHANNELS, self.shape[0] + 1) if self.shape[0] % size == 0)
         self.normalise = nn.GroupNorm(self.shape[0] // group, self.shape[0], eps=FAINTEST, affine=False)
         self.register_buffer("colours", torch.tensor(YUV) if channels == 3 else None, persistent=False)
 

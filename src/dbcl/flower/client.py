@@ -121,7 +121,7 @@ def _refuse_unprotected(message: Message) -> None:
     record = message.content.get(RECORD)
     if isinstance(record, ConfigRecord) and record.get(SECURE):
         raise ProtocolError(
-            "the server adds securely, and this update would leave in clear; make the app with "
+            "the server adds securely, and this update would leave unprotected; make the app with "
             "ClientApp(mods=[dbcl.flower.SecureMod(config)])"
         )
 

@@ -23,13 +23,13 @@ OWN = "this node"
 class GuaranteeMod:
     """Lets a node take part only as often as a guarantee was planned for, by the node's own count.
 
-    The server counts too, by the keys of the nodes. This mod shows the node's key to the server, and keeps a ledger on
-    the node, which holds whatever the server says: it refuses rounds that come too early, too often or after the last
+    The server counts too, by the keys of the nodes. This mod shows the node's key to the server, and counts on
+    the node, independently of the server: it rejects rounds that come too early, too often or after the last
     one, a second broadcast of one round, and messages to evaluate.
 
     Args:
         privacy: The plan that the node agrees to; the same as in `DoubleBlind(privacy=plan)`.
-        folder: A folder on the node's own disk for the key and the ledger. A new run on the same data spends a second
+        folder: A folder on the node's own disk for the key and the counts. A new run on the same data spends a second
             budget and needs a new folder.
 
     >>> import tempfile, torch, dbcl.flower
@@ -52,7 +52,7 @@ class GuaranteeMod:
     folder: str | Path
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Answer a message to train if the node's own ledger allows it."""
+        """Answer a message to train if the node's own count allows it."""
         category = message.metadata.message_type.split(".")[0]
         if category == "evaluate":
             raise ProtocolError(
@@ -73,27 +73,27 @@ class GuaranteeMod:
 
 
 def check_turn(privacy: PrivacyPlan, broadcast: Broadcast, store: NodeStore, *, count: bool = False) -> None:
-    """Raise `ProtocolError` where a node must not answer a broadcast, by its own ledger.
+    """Raise `ProtocolError` if a node must not answer a broadcast, by its own count.
 
     With `count` the answer is counted, on the disk and once, however often the same broadcast comes.
     """
     round, shown = broadcast.round, digest(encode(broadcast)).hex()
-    ledger, kept = _ledger(privacy), store.read("participation")
+    tracker, kept = _tracker(privacy), store.read("participation")
     if kept is not None:
         values = json.loads(kept)
         if values["last"] == [round, shown]:
             return
         if values["last"][0] == round:
             raise ProtocolError(f"this node has answered another broadcast of round {round}")
-        ledger.load_state(State(values["ledger"], {}))
-    if (reason := ledger.refusal(round, OWN)) is not None:
+        tracker.load_state(State(values["tracker"], {}))
+    if (reason := tracker.refusal(round, OWN)) is not None:
         raise ProtocolError(f"round {round}: this node {reason}, by its own count")
     if count:
-        ledger.use(round, [OWN])
-        store.write("participation", json.dumps({"last": [round, shown], "ledger": ledger.state().values}).encode())
+        tracker.use(round, [OWN])
+        store.write("participation", json.dumps({"last": [round, shown], "tracker": tracker.state().values}).encode())
 
 
-def _ledger(privacy: PrivacyPlan) -> ParticipationTracker:
+def _tracker(privacy: PrivacyPlan) -> ParticipationTracker:
     return ParticipationTracker(
         rounds=privacy.rounds, separation=privacy.separation, participations=privacy.participations, clients=1
     )

@@ -45,8 +45,8 @@ MIN_INPUTS = 32
 """Layers with fewer inputs are not covered by "auto": their sketch would lose too much of too little."""
 
 
-LARGE = 0.01
-"""The share of the model's parameters from which on "large" covers a layer."""
+MIN_LARGE_SHARE = 0.01
+"""Share of the model's parameters from which on "large" covers a layer."""
 
 
 def shared_memory(model: nn.Module) -> list[str]:
@@ -141,18 +141,20 @@ def _by_word(model: nn.Module, word: str, inputs: Mapping[str, tuple[int, ...]])
     if word == "large":
         hidden = _large(model, hidden)
         if layers and not hidden:
-            return set(), [f"no layer but the output layer holds {LARGE:.0%} of the parameters; use coverage='hidden'"]
+            return set(), [
+                f"no layer but the output layer holds {MIN_LARGE_SHARE:.0%} of the parameters; use coverage='hidden'"
+            ]
     picked = [name for weights in hidden for name in weights]
     return {first[id(model.get_parameter(name))] for name in picked}, []  # a tied weight by its first name
 
 
 def _large(model: nn.Module, layers: Sequence[list[str]]) -> list[list[str]]:
-    """Return the layers that hold at least `LARGE` of the trained parameters."""
+    """Return the layers that hold at least `MIN_LARGE_SHARE` of the trained parameters."""
 
     def trained(parameters: Iterable[Tensor]) -> int:
         return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
-    least = LARGE * trained(model.parameters())
+    least = MIN_LARGE_SHARE * trained(model.parameters())
     return [weights for weights in layers if trained(map(model.get_parameter, weights)) >= max(1, least)]
 
 
@@ -236,7 +238,7 @@ def _not_coverable(
     if parameter.ndim < 2:
         return None
     if not parameter.requires_grad:
-        return "is frozen and stays at home"
+        return "is frozen and is not sent"
     if len(aliases) > 1:
         return f"is one tensor with {', '.join(aliases[1:])}, and tied weights cannot be covered; untie them"
     if isinstance(module, ParametrizationList):

@@ -35,7 +35,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def broadcast_names(model: nn.Module, buffers: Sequence[str] = ()) -> list[str]:
     """The tensors of a model that leave the server: what is trained, normalisation statistics, and named buffers.
 
-    `buffers` are patterns. Everything else stays at home: frozen parameters, and buffers that are constants, such as
+    `buffers` are patterns. Everything else is not sent: frozen parameters, and buffers that are constants, such as
     a causal mask or a table of positions. A client has those of its own copy of the network.
 
     >>> broadcast_names(nn.BatchNorm1d(3))

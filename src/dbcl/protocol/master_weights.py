@@ -17,10 +17,10 @@ class MasterWeights:
 
     >>> model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     >>> own = {"weight": nn.init.ones_(model.weight)}
-    >>> masters = MasterWeights(own)
+    >>> master_weights = MasterWeights(own)
     >>> for _ in range(100):
-    ...     _ = masters.read(own)["weight"].data.add_(0.001)
-    ...     masters.write(own)
+    ...     _ = master_weights.read(own)["weight"].data.add_(0.001)
+    ...     master_weights.write(own)
     >>> model.weight.item()
     1.1015625
     """
@@ -40,7 +40,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def read(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The masters; what somebody else has written into the model since `write` is taken over first."""
+        """Return the master weights, after taking over values that were written into the model since `write`."""
         for name, master in self.tensors.items():
             tensor = own[name].detach()
             if master.device != tensor.device:
@@ -50,12 +50,12 @@ class MasterWeights:
 
     @torch.no_grad()
     def write(self, own: Mapping[str, Tensor]) -> None:
-        """Round the masters into the model."""
+        """Round the master weights into the model."""
         for name, master in self.tensors.items():
             own[name].copy_(master)
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Go back to masters that were saved."""
+        """Restore saved master weights."""
         for name, master in self.tensors.items():
             master.copy_(saved[name])

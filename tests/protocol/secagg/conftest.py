@@ -58,7 +58,7 @@ class Fleet:
     masked: dict[str, Masked] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def made(
         cls,
         count: int = 6,
         config: SecAggConfig | None = None,

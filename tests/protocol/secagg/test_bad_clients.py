@@ -29,7 +29,7 @@ SETTINGS = {"colluding": 0.3}  # of 7: 2 colluders, 5 must help
 
 
 def fleet_of(count: int = 7) -> Fleet:
-    return Fleet.of(count, easy_config(**SETTINGS))
+    return Fleet.made(count, easy_config(**SETTINGS))
 
 
 def changed(kind: type[Message], answers: dict[str, bytes], name: str, change: Callable[..., Message]) -> None:
@@ -74,7 +74,7 @@ def test_a_copied_key_leaves_out_both() -> None:
 
 
 def test_strangers_are_left_out_where_there_is_a_registry() -> None:
-    fleet = Fleet.of(7, easy_config(**SETTINGS), registry=True)
+    fleet = Fleet.made(7, easy_config(**SETTINGS), registry=True)
     answers = fleet.adverts()
     answers["mallory"] = advert("mallory", SigningKey(), KeyPair().public, KeyPair().public)
     answers[BAD] = advert(BAD, SigningKey(), KeyPair().public, KeyPair().public)
@@ -123,7 +123,7 @@ def test_sealed_garbage_for_many_fails_and_names_its_maker(count: int) -> None:
     with pytest.raises(ProtocolError, match=f"the mask of {BAD} stays on: {7 - count} shares, and 5 are needed"):
         fleet.server.total(reveals)
     assert list(fleet.server.refused) == [BAD]
-    again = Fleet.of(identities={name: fleet.clients[name].identity for name in GOOD}, config=easy_config(**SETTINGS))
+    again = Fleet.made(identities={name: fleet.clients[name].identity for name in GOOD}, config=easy_config(**SETTINGS))
     assert np.array_equal(again.play().values, again.clear_sum(GOOD))
 
 
@@ -215,7 +215,7 @@ def test_wrong_shares_are_passed_over_and_their_senders_are_named(liars: list[st
 
 def test_a_liar_with_the_first_number_in_a_large_group() -> None:
     """Trying sets of shares in their order, none of the first millions would be without the first client's."""
-    fleet = Fleet.of(20, easy_config(colluding=0.3))
+    fleet = Fleet.made(20, easy_config(colluding=0.3))
     total = fleet.server.total(with_wrong_shares(fleet, names(20)[:3]))
     assert np.array_equal(total.values, fleet.clear_sum(names(20)))
     assert set(fleet.server.refused) == set(names(20)[:3])

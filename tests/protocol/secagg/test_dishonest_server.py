@@ -45,7 +45,7 @@ def with_member(roster: Roster, number: int, **changes: bytes) -> Roster:
 
 
 def test_a_changed_config_is_refused_and_all_reasons_are_given() -> None:
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     roster = fleet.roster()
     client = fleet.clients[VICTIM]
     forged = replace(roster, threshold=roster.threshold - 1, colluders=1, bound=BOUND / 2, most=2)
@@ -71,13 +71,13 @@ def test_a_changed_config_is_refused_and_all_reasons_are_given() -> None:
     ],
 )
 def test_a_roster_for_something_else(changes: dict[str, object], reason: str) -> None:
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     with pytest.raises(ProtocolError, match=reason):
         fleet.clients[VICTIM].share(replace(fleet.roster(), **changes))
 
 
 def test_rosters_that_are_no_lists_of_clients() -> None:
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     roster = fleet.roster()
     for members, reason in (
         (roster.members[1:], "does not have this client with its own keys"),
@@ -92,7 +92,7 @@ def test_rosters_that_are_no_lists_of_clients() -> None:
 
 @pytest.mark.parametrize("which", ["share_key", "mask_key"])
 def test_a_substituted_key(which: str) -> None:
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     forged = with_member(fleet.roster(), 2, **{which: KeyPair().public})
     with pytest.raises(ProtocolError, match="'client-02' has not signed its keys for this round"):
         fleet.clients[VICTIM].share(forged)
@@ -104,7 +104,7 @@ def test_a_substituted_key(which: str) -> None:
 def test_keys_signed_by_somebody_else() -> None:
     """A server that signs as another client: refused with a registry. Without one it is believed, as the docs say."""
     for registry in (True, False):
-        fleet = Fleet.of(registry=registry)
+        fleet = Fleet.made(registry=registry)
         roster = fleet.roster()
         mine = signed(OTHERS[0], SigningKey(), KeyPair().public, KeyPair().public)
         forged = replace(roster, members=(roster.members[0], mine, *roster.members[2:]))
@@ -124,7 +124,7 @@ def invented(fleet: Fleet) -> tuple[Roster, dict[str, ClientRound]]:
 
 
 def test_invented_clients_are_refused_with_a_registry() -> None:
-    fleet = Fleet.of(registry=True)
+    fleet = Fleet.made(registry=True)
     roster, _ = invented(fleet)
     with pytest.raises(ProtocolError, match="is known by another key"):
         fleet.clients[VICTIM].share(roster)
@@ -132,7 +132,7 @@ def test_invented_clients_are_refused_with_a_registry() -> None:
 
 def test_invented_clients_learn_everything_without_one() -> None:
     """The documented limit: without a registry a server that plays all other clients takes the masks off."""
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     roster, own = invented(fleet)
     victim, clients = fleet.clients[VICTIM], {VICTIM: fleet.clients[VICTIM], **own}
     made = {name: client.share(roster) for name, client in clients.items()}
@@ -166,7 +166,7 @@ def test_invented_clients_learn_everything_without_one() -> None:
 
 def test_a_reflected_key() -> None:
     """The victim's own keys under another name: its mask with them would be one that it takes off itself."""
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     roster = fleet.roster()
     own = roster.members[0]
     mirror = signed(OTHERS[0], SigningKey(), own.share_key, own.mask_key)
@@ -176,7 +176,7 @@ def test_a_reflected_key() -> None:
 
 def test_a_key_of_small_order() -> None:
     """With it everybody has the same secret: zero."""
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     roster = fleet.roster()
     for point in (bytes(32), (1).to_bytes(32, "little")):
         weak = signed(OTHERS[0], SigningKey(), KeyPair().public, point)
@@ -186,7 +186,7 @@ def test_a_key_of_small_order() -> None:
 
 def test_a_replayed_round() -> None:
     identities = {name: SigningKey() for name in names(6)}
-    old, new = Fleet.of(identities=identities), Fleet.of(identities=identities, round=ROUND + 1)
+    old, new = Fleet.made(identities=identities), Fleet.made(identities=identities, round=ROUND + 1)
     before, now = old.roster(), new.roster()
     with pytest.raises(ProtocolError, match="round 8: a message of round 7"):
         new.clients[VICTIM].share(before)
@@ -199,7 +199,7 @@ def test_a_replayed_round() -> None:
 
 
 def test_every_step_is_taken_once() -> None:
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     roster = fleet.roster()
     client = fleet.clients[VICTIM]
     with pytest.raises(ProtocolError, match="was asked to advertise and would share: each is done once"):
@@ -220,7 +220,7 @@ def test_every_step_is_taken_once() -> None:
 
 def test_two_rosters_in_parallel() -> None:
     """Half of the clients are given one roster and half another: neither half opens a share of the other."""
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     whole = fleet.roster()
     less = replace(whole, members=whole.members[:5], threshold=3)
     made = {name: client.share(whole if name in OTHERS[2:] else less) for name, client in fleet.clients.items()}
@@ -258,7 +258,7 @@ def test_two_rosters_in_parallel() -> None:
     ids=["truncated", "empty", "tampered", "its tag"],
 )
 def test_a_share_that_was_changed_on_its_way_is_not_used(change: object) -> None:
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     deliveries = fleet.deliveries()
     for name in OTHERS:
         sealed = dict(deliveries[name].sealed)
@@ -270,8 +270,8 @@ def test_a_share_that_was_changed_on_its_way_is_not_used(change: object) -> None
 def test_shares_of_another_round() -> None:
     """The same people a round before: other keys, so nothing opens; swapped within a round nothing opens either."""
     identities = {name: SigningKey() for name in names(6)}
-    old = Fleet.of(identities=identities).deliveries()
-    new = Fleet.of(identities=identities, round=ROUND + 1)
+    old = Fleet.made(identities=identities).deliveries()
+    new = Fleet.made(identities=identities, round=ROUND + 1)
     deliveries = new.deliveries()
     first, second, third = OTHERS[:3]
     new.clients[first].mask(
@@ -284,7 +284,7 @@ def test_shares_of_another_round() -> None:
 
 
 def test_shares_of_strangers_or_without_digests() -> None:
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     delivery = fleet.deliveries()[VICTIM]
     stranger = replace(delivery, sealed={**delivery.sealed, "mallory": bytes(48)})
     with pytest.raises(ProtocolError, match="shares of 'mallory', who is not in the roster"):
@@ -299,7 +299,7 @@ def test_shares_of_strangers_or_without_digests() -> None:
 
 def test_different_sharers_for_different_clients() -> None:
     """The masks of a pair are those of a list of sharers: with two lists they do not cancel, and nobody signs."""
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     deliveries = fleet.deliveries()
     last = OTHERS[-1]
     for name in OTHERS[2:-1]:
@@ -341,7 +341,7 @@ def _without_own_masks(fleet: Fleet, some: list[str], own: dict[str, bytes]) -> 
 
 def test_without_own_masks_is_the_sum_where_all_is_honest() -> None:
     """The helper of the tests around it can find a sum where there is one."""
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     fleet.survivors()
     own = {name: client._own_mask for name, client in fleet.clients.items()}
     assert np.array_equal(_without_own_masks(fleet, names(6), own), fleet.clear_sum(names(6)))
@@ -351,7 +351,7 @@ def test_without_own_masks_is_the_sum_where_all_is_honest() -> None:
 
 
 def test_lists_of_survivors_that_cannot_be() -> None:
-    fleet = Fleet.of(config=easy_config(min_cohort=5))
+    fleet = Fleet.made(config=easy_config(min_cohort=5))
     survivors = fleet.survivors()
     client = fleet.clients[VICTIM]
     for listed, reason in (
@@ -369,7 +369,7 @@ def test_lists_of_survivors_that_cannot_be() -> None:
 
 
 def test_too_few_sharers() -> None:
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     delivery = fleet.deliveries()[VICTIM]
     few = replace(
         delivery,
@@ -382,7 +382,7 @@ def test_too_few_sharers() -> None:
 
 
 def test_signatures_of_others_and_under_other_lists_do_not_count() -> None:
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     survivors = fleet.survivors()
     signatures = {name: decode_message(Agreement, answer).signature for name, answer in fleet.agree(survivors).items()}
     client, binding = fleet.clients[VICTIM], survivors.binding
@@ -402,7 +402,7 @@ def test_signatures_of_others_and_under_other_lists_do_not_count() -> None:
 
 def test_one_client_never_gives_both_shares_of_anybody() -> None:
     """It gives one share of each, and a list with the others is not answered any more."""
-    fleet = Fleet.of()
+    fleet = Fleet.made()
     agreed = fleet.agreed(without=[OTHERS[-1]])
     held = {name: dict(fleet.clients[name]._held) for name in fleet.clients}
     for name, answer in fleet.reveal(agreed).items():
@@ -462,14 +462,14 @@ def split(fleet: Fleet, colluders: list[str]) -> list[tuple[int, dict[str, Revea
 
 
 def test_split_over_the_clients_with_colluders() -> None:
-    fleet = Fleet.of(config=easy_config(colluding=1 / 3))
+    fleet = Fleet.made(config=easy_config(colluding=1 / 3))
     assert (fleet.server.config.threshold(6), fleet.server.config.colluders(6)) == (5, 2)
     assert [(count, len(reveals)) for count, reveals in split(fleet, OTHERS[-2:])] == [(4, 0), (4, 0)]
 
 
 def test_split_over_the_clients_breaks_a_lower_threshold() -> None:
     """The mutant: with t = n / 2 the same server has both secrets of the victim, and reads its update."""
-    fleet = Fleet.of(config=Lowered(clip=BOUND, min_cohort=3, colluding=1 / 3))
+    fleet = Fleet.made(config=Lowered(clip=BOUND, min_cohort=3, colluding=1 / 3))
     colluders = OTHERS[-2:]
     fleet_secrets: dict[str, dict[int, bytes]] = {"own": {}, "key": {}}
     number = {name: place for place, name in enumerate(names(6), start=1)}
@@ -513,9 +513,9 @@ HALF = {name: bytes([9]) * 32 for name in names(6)[3:]}
 
 def two_broadcasts(kind: type[ClientRound] = ClientRound) -> tuple[Fleet, Roster]:
     """All six in one roster, whatever they were sent: the server passes over its own checks."""
-    fleet = Fleet.of(kind=kind, broadcasts=HALF)
+    fleet = Fleet.made(kind=kind, broadcasts=HALF)
     adverts = {name: client.advertise() for name, client in fleet.clients.items()}
-    honest = Fleet.of()
+    honest = Fleet.made()
     fleet.server._adverts = adverts
     return fleet, replace(honest.roster(), members=tuple(adverts[name].member for name in names(6)))
 
@@ -529,7 +529,7 @@ def test_clients_that_were_sent_different_models_refuse_each_other() -> None:
         strangers = set(names(6)) - set(HALF) if name in HALF else set(HALF)
         for other in names(6):
             assert (f"'{other}' has not signed its keys for this round" in str(error.value)) == (other in strangers)
-    honest = Fleet.of(broadcasts=HALF)
+    honest = Fleet.made(broadcasts=HALF)
     roster = honest.roster()
     assert set(roster.names) == set(names(6)) - set(HALF)  # an honest server leaves out who answers something else
     assert honest.server.refused == dict.fromkeys(HALF, "answers another broadcast")

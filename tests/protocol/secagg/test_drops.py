@@ -25,7 +25,7 @@ def expected(phases: tuple[int, ...]) -> list[int] | None:
 
 def check(phases: tuple[int, ...]) -> bool:
     """Play a round of five clients; whether there was a sum."""
-    fleet = Fleet.of(5)
+    fleet = Fleet.made(5)
     own = names(5)
     counted = expected(phases)
     try:
@@ -60,7 +60,7 @@ def test_every_combination_of_drops() -> None:
 @pytest.mark.parametrize("count", range(6))
 def test_drops_before_the_last_step(count: int) -> None:
     for some in combinations(names(5), count):
-        fleet = Fleet.of(5)
+        fleet = Fleet.made(5)
         if count > 2:
             with pytest.raises(ProtocolError, match=f"{5 - count} clients have helped to take the masks off, and 3"):
                 fleet.play(dict.fromkeys(some, 5))
@@ -80,7 +80,7 @@ def test_weights_are_inside_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
         return made[-1].copy()
 
     monkeypatch.setattr(WeightedMean, "words", watched)
-    fleet = Fleet.of(7, easy_config(weight_cap=600))
+    fleet = Fleet.made(7, easy_config(weight_cap=600))
     rng = np.random.default_rng(0)
     values = {name: rng.standard_normal(5) for name in fleet.clients}
     examples = dict(zip(fleet.clients, (1, 7, 150, 599, 600, 601, 10**6), strict=True))
@@ -101,7 +101,7 @@ def test_weights_are_inside_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("count", [3, 8, 24, pytest.param(64, marks=pytest.mark.slow)])
 def test_groups_of_every_size(count: int) -> None:
-    fleet = Fleet.of(count, easy_config(colluding=1 / 3))
+    fleet = Fleet.made(count, easy_config(colluding=1 / 3))
     config = fleet.server.config
     drops = dict.fromkeys(names(count)[::3][: count - config.threshold(count)], 3)
     total = fleet.play(drops)

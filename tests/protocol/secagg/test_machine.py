@@ -213,7 +213,7 @@ def needles(values: dict[str, np.ndarray]) -> list[bytes]:
 
 
 def test_the_search_finds_an_update_that_is_not_masked() -> None:
-    fleet = Fleet.of(4)
+    fleet = Fleet.made(4)
     values = {name: fleet.values(name) for name in NAMES}
     quantizer = Quantizer(BOUND, 4)
     clear = Masked(
@@ -230,7 +230,7 @@ class Network(RuleBasedStateMachine):
 
     @initialize(count=st.integers(3, 5))
     def begin(self, count: int) -> None:
-        self.fleet = Fleet.of(count)
+        self.fleet = Fleet.made(count)
         self.down: dict[str, list[tuple[str, object]]] = {name: [] for name in self.fleet.clients}
         self.arrived: dict[str, bytes] = {}
         self.phase, self.over, self.total = 0, False, None

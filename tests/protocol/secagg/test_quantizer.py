@@ -117,7 +117,7 @@ CHI_SQUARE = 131.0
 def test_a_masked_update_is_uniform_over_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     seeded(monkeypatch)
     length = 1 << 15
-    fleet = Fleet.of(4)
+    fleet = Fleet.made(4)
     fleet.server = GroupRound(ROUND, BROADCAST, PLAN, length, fleet.server.config)
     fleet.numbers = {name: np.arange(length) % 40 for name in names(4)}
     fleet.mask(fleet.deliveries())

@@ -21,7 +21,8 @@ NUMPY_DTYPES = (torch.float32, torch.float64)
 time, forward and backward, and the gradient of a layer with few outputs 0.4 of it (`benchmarks/small.py` measures all
 three).
 """
-FEW_OUTPUTS = 16
+MAX_OUTPUTS_IN_NUMPY = 16
+"""Outputs of the widest layer whose gradient NumPy computes."""
 
 
 class Linear(Stage):
@@ -78,7 +79,7 @@ class Linear(Stage):
 
     def manual_backward(self, grad: Tensor, saved: Tensor, out: Tensor, params: Params) -> Tensor | None:
         weight, inner = params[self.weight], None
-        in_numpy, few_outputs = _numpy_takes(weight), weight.shape[2] <= FEW_OUTPUTS
+        in_numpy, few_outputs = _numpy_takes(weight), weight.shape[2] <= MAX_OUTPUTS_IN_NUMPY
         if not self.presketched:
             product = _numpy_product if in_numpy and not few_outputs else torch.bmm
             # Before the weight changes below.

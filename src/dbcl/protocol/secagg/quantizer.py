@@ -23,7 +23,7 @@ from dbcl.privacy.distributed import longest_rounded
 Words = NDArray[np.uint32]
 LEVELS = (1 << 15) - 1
 """The clip becomes this integer: values have 16 bits with their sign."""
-MOST_CLIENTS = 1 << 10
+MAX_CLIENTS = 1 << 10
 _TRIES = 200
 
 
@@ -40,10 +40,9 @@ class Quantizer:
     clients: int
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip < math.inf or not 1 <= self.clients <= MOST_CLIENTS:
+        if not 0 < self.clip < math.inf or not 1 <= self.clients <= MAX_CLIENTS:
             raise ConfigError(
-                f"a quantizer has a bound above 0 and at most {MOST_CLIENTS} clients, "
-                f"got {self.clip} and {self.clients}"
+                f"a quantizer has a bound above 0 and at most {MAX_CLIENTS} clients, got {self.clip} and {self.clients}"
             )
 
     @property
