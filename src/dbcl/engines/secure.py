@@ -178,16 +178,26 @@ class SecureServer(Server):
 
     def load_state(self, state: State) -> None:
         """Restore what `state` returned; without shares of noise clients begin with new keys."""
-        if not {"sums", "members"} <= state.values.keys():
+        if not isinstance(state.values, Mapping) or not {"sums", "members"} <= state.values.keys():
             raise ProtocolError("the checkpoint is of a run without secure aggregation")
         own = {name: part for name, part in state.values.items() if name not in ("sums", "members")}
         tensors = {name: each for name, each in state.tensors.items() if not name.startswith("members.")}
-        with restored_on_error(self.rounds):
-            self.rounds.load_state(state.part("sums"))
-            super().load_state(State(own, tensors))
+        before = self._clients, self._known
+        try:
+            with restored_on_error(self.rounds):
+                self.rounds.load_state(state.part("sums"))
+                self._load_clients(state.part("members"))
+                super().load_state(State(own, tensors))
+        except Exception as error:
+            self._clients, self._known = before
+            if isinstance(error, ProtocolError):
+                raise
+            said = f"{type(error).__name__}: {plain(str(error), 100)}"
+            raise ProtocolError(f"the checkpoint is damaged ({said})") from error
+
+    def _load_clients(self, state: State) -> None:
         self._clients, self._known = {}, {}
-        clients = state.part("members")
-        for name in clients.values:
+        for name in state.values:
             client = self._client(name)
-            client.load_state(clients.part(name))
+            client.load_state(state.part(name))
             self._known[name] = client.identity.public

@@ -238,9 +238,39 @@ def optimizer_state(optimizer: Optimizer) -> State:
 
 
 def load_optimizer(optimizer: Optimizer, state: State) -> None:
-    """Restore an optimiser from `optimizer_state`."""
+    """Restore an optimiser from `optimizer_state`.
+
+    Raises:
+        ProtocolError: A setting is of another kind than the optimiser's, so that its next step would fail.
+    """
+    kept, own = state.values["groups"], optimizer.state_dict()["param_groups"]
+    if not isinstance(kept, list) or len(kept) != len(own):
+        raise ProtocolError("the checkpoint is of an optimiser with other groups of parameters")
+    groups = [{**ours, **theirs} for ours, theirs in zip(own, kept, strict=True)]
+    for ours, group in zip(own, groups, strict=True):
+        for name, value in ours.items():
+            if not _same_kind(group[name], value):
+                raise ProtocolError(
+                    f"the checkpoint is damaged, or of another optimiser: {name} is {shown(group[name])} there and "
+                    f"{shown(value)} here"
+                )
     entries: dict[int, dict[str, Any]] = {int(index): dict(own) for index, own in state.values["scalars"].items()}
     for name, tensor in state.tensors.items():
         index, _, key = name.partition(".")
         entries.setdefault(int(index), {})[key] = tensor
-    optimizer.load_state_dict({"state": entries, "param_groups": state.values["groups"]})
+    optimizer.load_state_dict({"state": entries, "param_groups": groups})
+
+
+def _same_kind(kept: Any, own: Any) -> bool:
+    """Whether a value from JSON may replace an optimiser's own: any number a number, a flag or None one of the two.
+
+    >>> _same_kind([0.9, 0.999], (0.5, 0.99)), _same_kind("x", 0.5), _same_kind(None, 0.5), _same_kind(True, None)
+    (True, False, False, True)
+    """
+    if isinstance(own, list | tuple):
+        return isinstance(kept, list | tuple) and len(kept) == len(own) and all(map(_same_kind, kept, own))
+    if own is None or isinstance(own, bool):
+        return kept is None or isinstance(kept, bool)
+    if isinstance(own, int | float):
+        return isinstance(kept, int | float) and not isinstance(kept, bool)
+    return isinstance(kept, type(own))
