@@ -25,7 +25,7 @@ from experiments.training import task_on, train
 if TYPE_CHECKING:
     from dbcl_audit.attacks.trajectory import Trajectory
     from dbcl_audit.findings import Finding
-    from dbcl_audit.run_rehearsal import RunRehearsal
+    from dbcl_audit.simulated_run import ShardRun
 
 TARGET = 0.9
 DEFENCES: dict[str, dict[str, Job]] = {
@@ -48,7 +48,7 @@ COLOURS = {**figures.COLOURS, "none": figures.COLOURS["plain"], "dropout": "#d08
 FIRST = [("none", False), ("ratio 2", False), ("veil 0.2", False), ("epsilon 8", False), ("veil 0.2", True)]
 """What tells most is played first."""
 QUICK = [("none", False), ("ratio 2", False), ("veil 0.2", True)]
-SEATS = {
+ADVERSARIES = {
     "two": "client, two parties", "cohort": "client, a cohort", "run": "client, as the run is", "server": "server",
 }  # fmt: skip
 WITH_SUMS, WITH_EPSILON = "sums need 8 clients in a lane", "the guarantee is for 1,000 clients"
@@ -96,22 +96,22 @@ def config_of(job: Job) -> RunConfig:
 
 
 def play(job: Job, context: Context) -> dict[str, Any]:
-    """Train a run, then rehearse it and attack from every seat."""
+    """Train a run, then simulate it and attack as every adversary."""
     config, title = config_of(job), title_of(job)
     run = train(config, context, title)
     task = task_on("cpu", config.data, config.model, context.data_dir)
     attacks: dict[str, dict[str, Any]] = {}
     not_attacked: dict[str, str] = {}
-    for seat, part in _rehearsals(job, config):
+    for adversary, part in _simulated_runs(job, config):
         if isinstance(part, str):
-            not_attacked[seat] = part
+            not_attacked[adversary] = part
             continue
-        context.tell(f"{title}: {SEATS[seat]}", 0, 1)
+        context.tell(f"{title}: {ADVERSARIES[adversary]}", 0, 1)
         try:
             with tempfile.TemporaryDirectory() as scratch, one_thread(True):
-                attacks |= part(task, Path(scratch), partial(context.tell, f"{title}: {SEATS[seat]}", 0, 1))
+                attacks |= part(task, Path(scratch), partial(context.tell, f"{title}: {ADVERSARIES[adversary]}", 0, 1))
         except DbclError as error:
-            not_attacked[seat] = str(error).splitlines()[0]
+            not_attacked[adversary] = str(error).splitlines()[0]
     plan = privacy_plan(config, len(task.train))
     kept = {name: run[name] for name in ("accuracy", "accuracies", "rounds", "bytes", "error")}
     # A mu-GDP mechanism lets two neighbours be told apart with an AUC of Phi(mu / sqrt 2) at most.
@@ -132,17 +132,17 @@ def title_of(job: Job) -> str:
 Part = Callable[[Task, Path, Callable[[], None]], dict[str, dict[str, Any]]]
 
 
-def _rehearsals(job: Job, config: RunConfig) -> Iterator[tuple[str, "str | Part"]]:
-    """By seat how it is rehearsed, or why it is not."""
+def _simulated_runs(job: Job, config: RunConfig) -> Iterator[tuple[str, "str | Part"]]:
+    """Return how each adversary is simulated, or why it is not."""
     whole = partial(_attacked, job, config, rounds=job["attacked"])
     if job["preset"] == "private":
         yield "two", WITH_EPSILON
         yield "cohort", WITH_EPSILON
-        yield "run", partial(_attacked, job, config, seats=("run", "server"), rounds=job["attacked_run"])
+        yield "run", partial(_attacked, job, config, adversaries=("run", "server"), rounds=job["attacked_run"])
         return
-    yield "two", WITH_SUMS if job["sums"] else partial(whole, seats=("two",), clients=2)
-    yield "cohort", partial(whole, seats=("cohort", "server"), clients=config.cohort)
-    yield "run", partial(_attacked, job, config, seats=("run",), rounds=job["attacked_run"])
+    yield "two", WITH_SUMS if job["sums"] else partial(whole, adversaries=("two",), clients=2)
+    yield "cohort", partial(whole, adversaries=("cohort", "server"), clients=config.cohort)
+    yield "run", partial(_attacked, job, config, adversaries=("run",), rounds=job["attacked_run"])
 
 
 def _attacked(
@@ -152,25 +152,25 @@ def _attacked(
     scratch: Path,
     step: Callable[[], None],
     *,
-    seats: Sequence[str],
+    adversaries: Sequence[str],
     rounds: int,
     clients: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """One rehearsal, with so many clients in every round or as the run is, and what a client and the server get."""
-    from dbcl_audit.run_rehearsal import rehearse_run, shards_of  # needs SciPy, which is an extra
+    """Simulate one run, with `clients` in every round or as the run is; attack as a client and as the server."""
+    from dbcl_audit.simulated_run import shards_of, simulate_run  # needs SciPy, which is an extra
 
     shards = shards_of(config, task, clients=clients, seed=job["seed"])
     cohort = clients or config.cohort
-    played = rehearse_run(
+    played = simulate_run(
         config, task, shards, scratch, rounds=rounds, cohort=cohort, seed=job["seed"], progress=lambda *_: step()
     )
-    found = {seats[0]: {**_client(job, played, task, step), "clients": cohort, "of": len(shards.of_clients)}}
-    if "server" in seats:
+    found = {adversaries[0]: {**_client(job, played, task, step), "clients": cohort, "of": len(shards.of_clients)}}
+    if "server" in adversaries:
         found["server"] = _server(played)
     return found
 
 
-def _client(job: Job, played: "RunRehearsal", task: Task, step: Callable[[], None]) -> dict[str, Any]:
+def _client(job: Job, played: "ShardRun", task: Task, step: Callable[[], None]) -> dict[str, Any]:
     """Which examples the others have, as a client tells: by all rounds, and where it knows their updates by spans."""
     from dbcl_audit.attacks.members import member_findings
     from dbcl_audit.attacks.span_rounds import rewound_changes, round_span_findings
@@ -192,10 +192,10 @@ def _client(job: Job, played: "RunRehearsal", task: Task, step: Callable[[], Non
     return {**_strongest(findings), "seen": len(trajectory.rounds)}
 
 
-def _trajectory(job: Job, played: "RunRehearsal", task: Task, step: Callable[[], None]) -> "Trajectory":
+def _trajectory(job: Job, played: "ShardRun", task: Task, step: Callable[[], None]) -> "Trajectory":
     """What a client knows of all rounds; it knows the settings, how updates are clipped and what noise is promised."""
     from dbcl_audit.attacks.trajectory import Knowledge, Trajectory
-    from dbcl_audit.run_audit import noise_covariance
+    from dbcl_audit.fixed_shards import noise_covariance
 
     shards, config = played.shards, played.config
     own = shards.examples.subset(shards.own)
@@ -217,7 +217,7 @@ def _trajectory(job: Job, played: "RunRehearsal", task: Task, step: Callable[[],
     return trajectory
 
 
-def _server(played: "RunRehearsal") -> dict[str, Any]:
+def _server(played: "ShardRun") -> dict[str, Any]:
     """Which examples are in a client's updates, or in the sums that it is in: of one round, and of several."""
     from dbcl_audit.attacks.span_rounds import round_span_findings, sent_changes
 
@@ -233,7 +233,7 @@ def _server(played: "RunRehearsal") -> dict[str, Any]:
     return {**best, "one_update": _strongest(one)["tpr"], "in_a_sum": len(clients), "members": len(inside)}
 
 
-def _inputs(played: "RunRehearsal", rows: Any) -> torch.Tensor:
+def _inputs(played: "ShardRun", rows: Any) -> torch.Tensor:
     inputs = played.shards.examples.take(rows).inputs
     assert isinstance(inputs, torch.Tensor)
     return inputs
@@ -255,7 +255,9 @@ def table(found: Results) -> str:
         name = [job["family"], job["defence"], "yes" if job["sums"] else "no"]
         lines.append([*name, NOT_RUN, *[""] * 7] if not runs else [*name, *_cells(runs[0])])
     heads = ["family", "defence", "sums", "accuracy", f"rounds to {TARGET:.0%}", f"MB to {TARGET:.0%}", "MB in all"]
-    heads += [f"{seat}: AUC" for name, seat in SEATS.items() if name != "server"] + ["server: found, AUC"]
+    heads += [f"{adversary}: AUC" for name, adversary in ADVERSARIES.items() if name != "server"] + [
+        "server: found, AUC"
+    ]
     first = found.jobs[0]
     return "\n\n".join([_setting(first), markdown(heads, lines)])
 
@@ -294,10 +296,10 @@ def _cells(run: Mapping[str, Any]) -> list[str]:
     sent = "–" if reached is None else f"{_megabytes(run, reached):,.0f}"
     score = "–" if run["accuracy"] is None else f"{run['accuracy']:.1%}"
     cells = [score, cost, sent, f"{run['bytes'] / 1e6:,.0f}"]
-    for seat in ("two", "cohort", "run"):
-        got = run["attacks"].get(seat)
-        bound = f" (at most {run['auc_bound']:.2f})" if seat == "run" and run["auc_bound"] is not None else ""
-        cells.append(f"{got['auc']:.3f}{bound}" if got else f"– ({run['not_attacked'].get(seat, '')})")
+    for adversary in ("two", "cohort", "run"):
+        got = run["attacks"].get(adversary)
+        bound = f" (at most {run['auc_bound']:.2f})" if adversary == "run" and run["auc_bound"] is not None else ""
+        cells.append(f"{got['auc']:.3f}{bound}" if got else f"– ({run['not_attacked'].get(adversary, '')})")
     got = run["attacks"].get("server")
     if not got:
         return [*cells, "–"]
@@ -318,10 +320,10 @@ def draw(found: Results) -> Mapping[str, Any]:
         "server": ("tpr", "found by the server, 0.1 % false"),
     }  # fmt: skip
     figure, panels = figures.new(11, 12, 3, 2)
-    for (left, right), (seat, (measure, title)) in zip(panels, rows.items(), strict=True):
+    for (left, right), (adversary, (measure, title)) in zip(panels, rows.items(), strict=True):
         for family in DEFENCES:
             for sums in (False, True):
-                _family(left, right, found, family, sums, seat, measure)
+                _family(left, right, found, family, sums, adversary, measure)
         for axes in (left, right):
             axes.set_ylim((0.45, 1.03) if measure == "auc" else (-0.04, 1.05))
             axes.axhline(0.5 if measure == "auc" else 0.001, color=figures.MORE[-1], linewidth=0.8, linestyle=":")
@@ -337,12 +339,12 @@ def draw(found: Results) -> Mapping[str, Any]:
     return {"frontier": figure}
 
 
-def _family(left: Any, right: Any, found: Results, family: str, sums: bool, seat: str, measure: str) -> None:
+def _family(left: Any, right: Any, found: Results, family: str, sums: bool, adversary: str, measure: str) -> None:
     """The points of a family in two panels, joined."""
     points = []
     for job in found.jobs_of(family=family, sums=sums):
         for run in found.of(family=family, defence=job["defence"], sums=sums):
-            got = run["attacks"].get(seat, {}).get(measure)
+            got = run["attacks"].get(adversary, {}).get(measure)
             if got is not None and run["accuracy"] is not None:
                 reached = to_target(run)
                 sent = _megabytes(run, reached or run["rounds"])

@@ -75,7 +75,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
 
 def play(job: Job, context: Context) -> dict[str, Any]:
     """Play the run with the attacker among its clients, and measure what its generators draw."""
-    from dbcl_audit import picture_quality as quality  # needs SciPy, which is an extra
+    from dbcl_audit import image_quality as quality  # needs SciPy, which is an extra
     from dbcl_audit.attacks.gan import estimated_models, measure
 
     dataset = data.load(job["data"], context.data_dir)
@@ -142,7 +142,7 @@ def _config(job: Job) -> RunConfig:
 
 def _attacker(job: Job, dataset: Dataset) -> "GanAttacker":
     from dbcl_audit.attacks.gan import GanAttacker, GanSettings
-    from dbcl_audit.picture_quality import span
+    from dbcl_audit.image_quality import span
 
     settings = GanSettings(target=job["target"], steps=job["steps"])
     return GanAttacker(dataset.shape, span(dataset), settings, count=job["drawings"], seed=job["seed"])

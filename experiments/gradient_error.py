@@ -22,7 +22,7 @@ from experiments.tables import NOT_RUN, markdown
 from experiments.training import task_on
 
 if TYPE_CHECKING:
-    from dbcl_audit.estimators.view import View
+    from dbcl_audit.estimators.observations import TensorObservations
 
 ATTACKER = 0
 ESTIMATORS = ("option I", "option II", "rewind", "smoother")
@@ -71,11 +71,15 @@ class AttendedEngine(StackedEngine):
 def play(job: Job, context: Context) -> dict[str, Any]:
     """Train with the paper's settings, record what the attacker sees, and compare its estimates with the truth."""
     from dbcl_audit.attacks import updates  # needs SciPy, which is an extra
-    from dbcl_audit.estimators.view import views
+    from dbcl_audit.estimators.observations import tensor_observations
 
     with tempfile.TemporaryDirectory() as scratch:
         truth = _record(job, context, Path(scratch))
-        seen = [view for view in views(Transcript(Path(scratch) / f"client-{ATTACKER}")).values() if view.sketched]
+        seen = [
+            view
+            for view in tensor_observations(Transcript(Path(scratch) / f"client-{ATTACKER}")).values()
+            if view.sketched
+        ]
         found = {}
         for name in ESTIMATORS:
             guesses = []
@@ -111,7 +115,9 @@ def _record(job: Job, context: Context, folder: Path) -> Truth:
     return Truth(folder)
 
 
-def _compare(truth: Truth, seen: "Sequence[View]", guesses: Sequence[Sequence[Tensor]]) -> dict[str, list[float]]:
+def _compare(
+    truth: Truth, seen: "Sequence[TensorObservations]", guesses: Sequence[Sequence[Tensor]]
+) -> dict[str, list[float]]:
     """For each seen round but the last: |D_hat - D| / |D| and the cosine, over all sketched tensors together."""
     from dbcl_audit.scoring import true_change
 

@@ -1,4 +1,4 @@
-"""`gradient-matching`: pictures back from gradients (DLG), from the server's and a client's seat.
+"""`gradient-matching`: pictures back from gradients (DLG), by the server and by a client.
 
 Without sketching, and with it by the paper's attacker and by one that knows the sketch: the server matches through it,
 the client matches what rewind makes of all the broadcasts that it saw.
@@ -26,19 +26,19 @@ from experiments.experiment import Context, Experiment, Job, Results
 from experiments.tables import NOT_RUN, markdown
 
 if TYPE_CHECKING:
-    from dbcl_audit.rehearsal import Rehearsal
+    from dbcl_audit.simulated_run import SimulatedRun
 
 LATER = 48
 """Rounds after the attacked ones: rewind goes backward through them from a guess."""
 CASES = {"no sketch": "plain", "the paper's attacker": "paper", "adaptive": "paper"}
 """What is attacked and by whom, with the preset of the run."""
-SEATS = ("server", "client")
+ADVERSARIES = ("server", "client")
 TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "digits": "embedded digits"}
 WORDS = {"no sketch": "very well recovers the images", "the paper's attacker": "completely fails", "adaptive": ""}
 
 
 def jobs(quick: bool, folder: Path) -> list[Job]:
-    """One job for each picture, seat and attacker; of batches only the server's, with known labels."""
+    """One job for each picture, adversary and attacker; of batches only the server's, with known labels."""
     fixed: Job = {"batch": 1, "lr": 0.1, "seed": 0}
     if quick:
         settings: dict[str, Job] = {"digits": {"pictures": 2, "steps": 300, "restarts": 1, "tv": 0.0}}
@@ -48,14 +48,14 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
             "cifar10": {"pictures": 3, "steps": 2000, "restarts": 1, "tv": 1.0},
         }
     single = [
-        {"data": name, "seat": seat, "case": case, "picture": number, **each, **fixed}
+        {"data": name, "adversary": adversary, "case": case, "picture": number, **each, **fixed}
         for name, each in settings.items()
-        for seat in SEATS
+        for adversary in ADVERSARIES
         for case in CASES
         for number in range(each["pictures"])
     ]
     together = [] if quick else [
-        {"data": "mnist", "seat": "server", "case": case, "picture": 0, **settings["mnist"], **fixed}
+        {"data": "mnist", "adversary": "server", "case": case, "picture": 0, **settings["mnist"], **fixed}
         | {"batch": batch, "steps": 2000, "restarts": 1}
         for batch in (2, 4)
         for case in CASES
@@ -64,17 +64,17 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
 
 
 def play(job: Job, context: Context) -> dict[str, Any]:
-    """Rehearse the run, take the seat, and match the gradient of one round."""
-    from dbcl_audit import picture_quality as quality  # needs SciPy, which is an extra
+    """Simulate the run, and match the gradient of one round."""
+    from dbcl_audit import image_quality as quality  # needs SciPy, which is an extra
     from dbcl_audit.attacks.matching import Matching, recover
 
     dataset = data.load(job["data"], context.data_dir)
     box, round = quality.span(dataset), job["picture"]
     with tempfile.TemporaryDirectory() as scratch:
-        context.tell(f"{_name(job)}: rehearsal", 0, 1)
-        rehearsal = _rehearse(job, dataset, Path(scratch))
-        model, gradient = target(rehearsal, job["seat"], job["case"], round)
-        rows = torch.from_numpy(rehearsal.script[round, 1])
+        context.tell(f"{_name(job)}: simulated run", 0, 1)
+        simulated = _simulate(job, dataset, Path(scratch))
+        model, gradient = target(simulated, job["adversary"], job["case"], round)
+        rows = torch.from_numpy(simulated.script[round, 1])
     truth, labels = dataset.x_train[rows].double(), dataset.y_train[rows]
     label = "inferred" if job["batch"] == 1 else "known"
     settings = Matching(steps=job["steps"], restarts=job["restarts"], tv=job["tv"], box=box, label=label)
@@ -93,28 +93,28 @@ def play(job: Job, context: Context) -> dict[str, Any]:
     }
 
 
-def _rehearse(job: Job, dataset: Dataset, folder: Path) -> "Rehearsal":
+def _simulate(job: Job, dataset: Dataset, folder: Path) -> "SimulatedRun":
     """Two clients, a step on one batch each in every round; the same batches whatever is sketched."""
-    from dbcl_audit.rehearsal import draw_batches, rehearse
+    from dbcl_audit.simulated_run import draw_batches, simulate_batches
 
     config = presets.preset(CASES[job["case"]], data=job["data"], model="dlg-lenet", lr=job["lr"])
     rounds = LATER + job["pictures"]
     script = draw_batches(np.arange(len(dataset.y_train)), (rounds, 2, job["batch"]), job["seed"] + 5)
-    return rehearse(config, of_pictures(config, dataset), script, folder, seed=job["seed"])
+    return simulate_batches(config, of_pictures(config, dataset), script, folder, seed=job["seed"])
 
 
 def target(
-    rehearsal: "Rehearsal", seat: str, case: str, round: int, estimator: str = "rewind"
+    simulated: "SimulatedRun", adversary: str, case: str, round: int, estimator: str = "rewind"
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model and the gradient that an attacker takes for the victim's, in a round.
 
     `estimator` is what an adaptive client makes of all the broadcasts that it saw.
 
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> config = preset("paper", model="dlg-lenet", lr=0.1)
     >>> script = draw_batches(np.arange(100), (4, 2, 1), seed=0)
-    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> target(played, "server", "the paper's attacker", 0)[1]["0.2.weight"].shape  # over the inputs of W
     torch.Size([12, 12, 5, 5])
     >>> target(played, "server", "adaptive", 0)[1]["0.2.weight"].shape
@@ -122,16 +122,16 @@ def target(
     """
     from dbcl_audit.attacks.gradients import as_gradient
 
-    template, adaptive = rehearsal.attacker.template().double(), case == "adaptive"
-    if seat == "server":
-        seen, broadcast, sent, _ = rehearsal.server_saw(round)
+    template, adaptive = simulated.attacker.template().double(), case == "adaptive"
+    if adversary == "server":
+        seen, broadcast, sent, _ = simulated.server_observation(round)
         assert seen.weights is not None
         weights, update = seen.weights, sent if adaptive else lift(broadcast.plan, sent)
     else:
-        broadcast = rehearsal.attacker[round].broadcast
+        broadcast = simulated.attacker[round].broadcast
         weights, update = (
             lift(broadcast.plan, broadcast.tensors),
-            _estimated(rehearsal, round, estimator if adaptive else ""),
+            _estimated(simulated, round, estimator if adaptive else ""),
         )
     if adaptive:
         template = blinded(template, broadcast)
@@ -139,21 +139,21 @@ def target(
         template.load_state_dict(weights)
     parts = {part.name: part.sent_shape if adaptive else part.shape for part in broadcast.plan.tensors}
     doubled = {name: tensor.double().reshape(parts[name]) for name, tensor in update.items()}
-    return template, as_gradient(doubled, rehearsal.server.setting.local.lr)
+    return template, as_gradient(doubled, simulated.server.setting.local.lr)
 
 
-def _estimated(rehearsal: "Rehearsal", round: int, adaptive: str) -> dict[str, Tensor]:
+def _estimated(simulated: "SimulatedRun", round: int, adaptive: str) -> dict[str, Tensor]:
     """The victim's update by a client: option I as the paper has it, or by an estimator that knows the sketch."""
     from dbcl_audit.attacks.updates import estimates, others_update_lifted
     from dbcl_audit.attacks.victim import victims_rounds
-    from dbcl_audit.estimators.view import views
+    from dbcl_audit.estimators.observations import tensor_observations
 
     name = adaptive or "option I"
-    found, cohort = estimates(rehearsal.attacker, [name]), rehearsal.attacker.setting.cohort
+    found, cohort = estimates(simulated.attacker, [name]), simulated.attacker.setting.cohort
     if adaptive:
-        known = victims_rounds(rehearsal, views(rehearsal.attacker), found, [round])[0]
+        known = victims_rounds(simulated, tensor_observations(simulated.attacker), found, [round])[0]
         return known.others_update(found[name], round, cohort)
-    layouts = {part.name: part.layout for part in rehearsal.attacker[round].broadcast.plan.tensors if part.sketched}
+    layouts = {part.name: part.layout for part in simulated.attacker[round].broadcast.plan.tensors if part.sketched}
     lifted = others_update_lifted(found[name], round, cohort)
     return {key: layouts[key].weight(tensor) if key in layouts else tensor for key, tensor in lifted.items()}
 
@@ -177,18 +177,18 @@ def pictures(text: str, shape: Sequence[int]) -> Any:
 
 
 def table(found: Results) -> str:
-    """The PSNR of each dataset, seat and number of pictures at once: the median, and each."""
+    """The PSNR of each dataset, adversary and number of pictures at once: the median, and each."""
     lines = []
-    for name, seat, batch in dict.fromkeys((job["data"], job["seat"], job["batch"]) for job in found.jobs):
+    for name, adversary, batch in dict.fromkeys((job["data"], job["adversary"], job["batch"]) for job in found.jobs):
         cells, guesses = [], list[float]()
         for case in CASES:
-            runs = found.of(data=name, seat=seat, batch=batch, case=case)
+            runs = found.of(data=name, adversary=adversary, batch=batch, case=case)
             values = [value for run in runs for value in run["psnr"]]
             guesses += [value for run in runs for value in run["guess"]]
             cells.append(f"{statistics.median(values):.1f} ({_each(values)})" if values else NOT_RUN)
         guess = f"{statistics.median(guesses):.1f}" if guesses else NOT_RUN
-        lines.append([TITLES[name], seat, batch, *cells, guess])
-    heads = ["data", "seat", "pictures at once", "no sketch, dB", "paper, the paper's attacker, dB"]
+        lines.append([TITLES[name], adversary, batch, *cells, guess])
+    heads = ["data", "adversary", "pictures at once", "no sketch, dB", "paper, the paper's attacker, dB"]
     heads += ["paper, adaptive attacker, dB", "the mean picture, dB"]
     said = "; ".join(f"{case}: “{words}”" for case, words in WORDS.items() if words)
     first = found.jobs[0]
@@ -201,30 +201,32 @@ def table(found: Results) -> str:
         "server matches through the sketch that it knows; the adaptive client rewinds all rounds that it saw, of "
         f"which {LATER} come after the attacked ones. Labels are read off the output layer; with several pictures at "
         "once they are known. Where the data are CIFAR-10, all attackers have a total-variation prior that fades. "
-        f"What the paper says of both datasets and seats, in words and pictures only: {said}; it has no adaptive "
+        f"What the paper says of both datasets and adversaries, in words and pictures only: {said}; it has no adaptive "
         "attackers."
     )
     return "\n\n".join([text, markdown(heads, lines)])
 
 
 def draw(found: Results) -> Mapping[str, Any]:
-    """A line for each picture: the true one, and what each attacker rebuilt from either seat, with its PSNR."""
+    """A line for each picture: the true one, and what each attacker rebuilt by either adversary, with its PSNR."""
     lines = list(dict.fromkeys((job["data"], job["picture"]) for job in found.jobs))
     shown = [line for line in lines if found.of(data=line[0], picture=line[1], batch=1)]
-    columns = [(seat, case) for seat in SEATS for case in CASES]
+    columns = [(adversary, case) for adversary in ADVERSARIES for case in CASES]
     figure, panels = figures.new(1.35 * (1 + len(columns)), 1.55 * len(shown) + 0.4, len(shown), 1 + len(columns))
     for axes in panels.flat:
         axes.grid(visible=False)
         axes.set(xticks=[], yticks=[])
         axes.spines[:].set_visible(False)
     for line, (name, number) in zip(panels, shown, strict=True):
-        for axes, (seat, case) in zip(line[1:], columns, strict=True):
-            for run in found.of(data=name, picture=number, batch=1, seat=seat, case=case):
+        for axes, (adversary, case) in zip(line[1:], columns, strict=True):
+            for run in found.of(data=name, picture=number, batch=1, adversary=adversary, case=case):
                 _show(line[0], pictures(run["truth"], run["shape"])[0])
                 _show(axes, pictures(run["rebuilt"], run["shape"])[0])
                 figures.label(axes, f"{run['psnr'][0]:.1f} dB", "")
         figures.label(line[0], "", TITLES[name])
-    for axes, title in zip(panels[0], ["original", *(f"{seat}:\n{case}" for seat, case in columns)], strict=True):
+    for axes, title in zip(
+        panels[0], ["original", *(f"{adversary}:\n{case}" for adversary, case in columns)], strict=True
+    ):
         figures.label(axes, axes.get_xlabel(), axes.get_ylabel(), title)
         axes.title.set_fontsize(8)
     return {"gradient-matching": figure}
@@ -244,13 +246,13 @@ def _each(values: Sequence[float]) -> str:
 
 
 def _name(job: Job) -> str:
-    return f"{TITLES[job['data']]}, {job['seat']}'s seat, {job['case']}, picture {job['picture'] + 1}"
+    return f"{TITLES[job['data']]}, {job['adversary']}, {job['case']}, picture {job['picture'] + 1}"
 
 
 EXPERIMENT = Experiment(
     name="gradient-matching",
     title="Gradient matching, with and without sketching",
-    what="DLG on MNIST and CIFAR-10 from the server's and a client's seat, with and without sketching, and adaptive.",
+    what="DLG on MNIST and CIFAR-10 by the server and by a client, with and without sketching, and adaptive.",
     minutes="20 on one core",
     jobs=jobs,
     play=play,

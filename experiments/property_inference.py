@@ -1,4 +1,4 @@
-"""`property-inference`: whether a batch of the victim's has a property that is not learned, from either seat.
+"""`property-inference`: whether a batch of the victim's has a property that is not learned, by either adversary.
 
 The published attacker is a random forest on the update (server) or on the paper's estimate of it (client). The adaptive
 ones filter gradients at the very model that the victim received, and a client rewinds the rounds that it saw.
@@ -19,7 +19,7 @@ from experiments.training import task_on
 
 if TYPE_CHECKING:
     from dbcl_audit.attacks.victim import Changes
-    from dbcl_audit.rehearsal import Rehearsal
+    from dbcl_audit.simulated_run import SimulatedRun
 
 ESTIMATORS = {"plain": ["option I"], "paper": ["option I", "rewind"]}
 """What a client makes of the broadcasts, by preset; without a sketch a difference of two is the update itself."""
@@ -27,11 +27,11 @@ PUBLISHED = {
     ("client", "random forest on option I"): ("1.0", "0.5"),
     ("server", "random forest on the update itself"): ("1.0", "0.726"),
 }
-"""By seat and attack: what the paper prints without and with sketching."""
+"""By adversary and attack: what the paper prints without and with sketching."""
 
 
 def jobs(quick: bool, folder: Path) -> list[Job]:
-    """One rehearsal for each preset, with all attackers."""
+    """One simulated run for each preset, with all attackers."""
     fixed: Job = {"data": "lfw", "model": "lfw-cnn", "lr": 0.01, "rounds": 120, "batch": 32, "own_batches": 6}
     fixed |= {"own_examples": 200, "seed": 0}
     if quick:
@@ -51,13 +51,13 @@ def play(job: Job, context: Context) -> dict[str, Any]:
 
 
 class Told(NamedTuple):
-    """What was told of the batches' property, and the rehearsal and the estimates that it was told from.
+    """What was told of the batches' property, and the simulated run and the estimates that it was inferred from.
 
     >>> Told._fields
-    ('rehearsal', 'found', 'tested', 'scores')
+    ('simulated', 'found', 'tested', 'scores')
     """
 
-    rehearsal: "Rehearsal"
+    simulated: "SimulatedRun"
     found: "Mapping[str, Changes]"
     tested: int
     scores: list[dict[str, Any]]
@@ -79,24 +79,26 @@ def infer(
     >>> job = {"rounds": 24, "batch": 4, "own_batches": 1, "own_examples": 4, "seed": 0}
     >>> config = presets.preset("plain", model="dlg-lenet")
     >>> told = infer(job, config, task_on("cpu", "digits", "dlg-lenet"), [], Path(tempfile.mkdtemp()), Context().tell)
-    >>> sorted({each["seat"] for each in told.scores})
+    >>> sorted({each["adversary"] for each in told.scores})
     ['client', 'server']
     """
     from dbcl_audit.attacks.properties import property_findings  # needs scikit-learn, which is an extra
     from dbcl_audit.attacks.updates import estimates
-    from dbcl_audit.budget import FULL
-    from dbcl_audit.rehearsal import rehearse
-    from dbcl_audit.suite import property_script
+    from dbcl_audit.effort import FULL
+    from dbcl_audit.simulated_run import simulate_batches
+    from dbcl_audit.single_steps import property_script
 
     def step(text: str) -> None:
         tell(text, 0, 1)
 
     assert task.holds is not None
     own, script = property_script(task, replace(FULL, rounds=job["rounds"], batch=job["batch"]), clients, job["seed"])
-    rehearsal = rehearse(config, task, script, folder, seed=job["seed"], progress=partial(tell, "rehearsal"))
-    found = estimates(rehearsal.attacker, names, step)
+    simulated = simulate_batches(
+        config, task, script, folder, seed=job["seed"], progress=partial(tell, "simulated run")
+    )
+    found = estimates(simulated.attacker, names, step)
     findings = property_findings(
-        rehearsal,
+        simulated,
         task,
         task.holds,
         own,
@@ -107,10 +109,10 @@ def infer(
         tell=step,
     )
     scores = [
-        {"attack": each.attack, "seat": each.seat, "auc": each.value, "low": each.low, "high": each.high}
+        {"attack": each.attack, "adversary": each.adversary, "auc": each.value, "low": each.low, "high": each.high}
         for each in findings
     ]
-    return Told(rehearsal, found, findings[0].budget["tested rounds"], scores)
+    return Told(simulated, found, findings[0].budget["tested rounds"], scores)
 
 
 def _tell(context: Context, job: Job, text: str, done: int, total: int) -> None:
@@ -118,7 +120,7 @@ def _tell(context: Context, job: Job, text: str, done: int, total: int) -> None:
 
 
 def table(found: Results) -> str:
-    """AUCs by seat and attack, without and with sketching, and the paper's beside them."""
+    """AUCs by adversary and attack, without and with sketching, and the paper's beside them."""
     cells = {preset: _cells(found, preset) for preset in ESTIMATORS}
     lines = []
     for place in sorted({**cells["plain"], **cells["paper"]}, key=_order):
@@ -126,7 +128,7 @@ def table(found: Results) -> str:
         kind = "published" if place in PUBLISHED else "adaptive" if _adaptive(place) else "published learner"
         lines.append([*place, kind, *ours, *PUBLISHED.get(place, ("", ""))])
     heads = [
-        "seat",
+        "adversary",
         "attack",
         "attacker",
         "AUC, `plain`",
@@ -149,7 +151,7 @@ def table(found: Results) -> str:
 
 
 def _cells(found: Results, preset: str) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(each["seat"], each["attack"]): each for run in found.of(preset=preset) for each in run["scores"]}
+    return {(each["adversary"], each["attack"]): each for run in found.of(preset=preset) for each in run["scores"]}
 
 
 def _cell(cells: Mapping[tuple[str, str], Mapping[str, Any]], place: tuple[str, str], runs: list[Any]) -> str:
@@ -165,13 +167,13 @@ def _adaptive(place: tuple[str, str]) -> bool:
 
 
 def _order(place: tuple[str, str]) -> tuple[bool, str, bool, str]:
-    """The paper's own attacks first, then by seat."""
-    seat, attack = place
-    return place not in PUBLISHED, seat, "forest" not in attack, attack
+    """The paper's own attacks first, then by adversary."""
+    adversary, attack = place
+    return place not in PUBLISHED, adversary, "forest" not in attack, attack
 
 
 def draw(found: Results) -> Mapping[str, Any]:
-    """A line for each seat and attack: AUC and interval of both presets, and the paper's numbers as crosses."""
+    """A line for each adversary and attack: AUC and interval of both presets, and the paper's numbers as crosses."""
     cells = {preset: _cells(found, preset) for preset in ESTIMATORS}
     places = sorted({**cells["plain"], **cells["paper"]}, key=_order)[::-1]
     figure, panels = figures.new(9, 1.2 + 0.36 * len(places))
@@ -185,7 +187,7 @@ def draw(found: Results) -> Mapping[str, Any]:
         axes.errorbar(values, heights, xerr=errors, fmt="o", color=colour, markersize=5, capsize=2, label=preset)
         printed = [(float(PUBLISHED[p][side]), y + shift) for y, p in enumerate(places) if p in PUBLISHED]
         axes.plot(*zip(*printed, strict=True), "x", color=colour, markersize=9, label=f"{preset}, the paper's number")
-    axes.set_yticks(range(len(places)), [f"{seat}: {attack}" for seat, attack in places], fontsize=8)
+    axes.set_yticks(range(len(places)), [f"{adversary}: {attack}" for adversary, attack in places], fontsize=8)
     figures.label(axes, "AUC; 0.5 is guessing", "")
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return {"property-inference": figure}

@@ -56,7 +56,7 @@ def play(job: Job, context: Context) -> dict[str, Any]:
 
 def _updates(job: Job, context: Context, folder: Path) -> dict[str, Any]:
     """A property of the victim's batches and, where there is one other client, the cosine with its update."""
-    from dbcl_audit.estimators.view import views  # needs SciPy, which is an extra
+    from dbcl_audit.estimators.observations import tensor_observations  # needs SciPy, which is an extra
     from dbcl_audit.scoring import predicted_cosine, score
 
     config = presets.preset("paper", lr=0.01, veil=job["veil"])
@@ -65,28 +65,28 @@ def _updates(job: Job, context: Context, folder: Path) -> dict[str, Any]:
     told = infer(job, config, task, names, folder, partial(_tell, context, job), job["clients"])
     if job["clients"] > 2:
         return {"scores": told.scores}
-    view, truth = views(told.rehearsal.attacker)[LAYER], told.rehearsal.truth
+    view, truth = tensor_observations(told.simulated.attacker)[LAYER], told.simulated.truth
     cosines = {name: score(truth, view, told.found[name][LAYER]).median_cosine(job["rounds"] // 3) for name in names}
     cosines["formula"] = predicted_cosine(truth, view, job["veil"])
     return {"scores": told.scores, "cosines": {name: round(value, 4) for name, value in cosines.items()}}
 
 
 def _pictures(job: Job, context: Context, folder: Path) -> dict[str, Any]:
-    """A victim's single pictures from a client's seat, by gradient matching on an estimate of its update."""
-    from dbcl_audit import picture_quality as quality
+    """A victim's single images as a client, by gradient matching on an estimate of its update."""
+    from dbcl_audit import image_quality as quality
     from dbcl_audit.attacks.matching import Matching, recover
-    from dbcl_audit.rehearsal import draw_batches, rehearse
+    from dbcl_audit.simulated_run import draw_batches, simulate_batches
 
     config = presets.preset("paper", model="dlg-lenet", lr=0.1, veil=job["veil"])
     dataset, noisy = data.load("digits"), job["veil"] > 0
     script = draw_batches(np.arange(len(dataset.y_train)), (LATER + job["pictures"], 2, 1), job["seed"] + 5)
-    rehearsal = rehearse(config, of_pictures(config, dataset), script, folder, seed=job["seed"])
+    simulated = simulate_batches(config, of_pictures(config, dataset), script, folder, seed=job["seed"])
     box = quality.span(dataset)
     # A prior helps where the gradient is noisy, and stays to the end; without noise several starts do.
     tricks: dict[str, Any] = {"tv": 0.1, "anneal_tv": False, "restarts": 1} if noisy else {"restarts": 3}
     settings, values = Matching(steps=job["steps"], box=box, **tricks), list[float]()
     for number in range(job["pictures"]):
-        model, gradient = target(rehearsal, "client", "adaptive", number, "smoother" if noisy else "rewind")
+        model, gradient = target(simulated, "client", "adaptive", number, "smoother" if noisy else "rewind")
         rebuilt = recover(model, gradient, dataset.shape, None, 1, settings, seed=number)
         truth = dataset.x_train[script[number, 1]].double()
         values.append(round(float(quality.psnr(rebuilt.images, truth, box)[0]), 2))
@@ -111,7 +111,7 @@ def table(found: Results) -> str:
         "with the one other client's update, medians over the first two thirds of the rounds, which have enough after "
         "them; the formula is 1/(1 + 4 kappa^2)^(1/4), with kappa the veil relative to the update. A picture is the "
         "victim's batch of one round, the median of several and each; about 13 dB is what the mean picture of a class "
-        "has. AUCs are the highest that any filter or forest has from the client's seat. The paper has no veil."
+        "has. AUCs are the highest that any filter or forest of the client has. The paper has no veil."
     )
     return "\n\n".join([text, markdown(heads, lines)])
 
@@ -143,13 +143,13 @@ def _accuracy(found: Results, veil: float) -> str:
 
 
 def best(run: Mapping[str, Any], learner: str) -> float:
-    """The highest AUC of a learner from a client's seat, whatever it was given.
+    """The highest AUC of a learner of the client, whatever it was given.
 
-    >>> forest = {"attack": "random forest on the smoother's estimate", "seat": "client", "auc": 0.6}
-    >>> best({"scores": [forest, {**forest, "seat": "server", "auc": 1.0}]}, "random forest")
+    >>> forest = {"attack": "random forest on the smoother's estimate", "adversary": "client", "auc": 0.6}
+    >>> best({"scores": [forest, {**forest, "adversary": "server", "auc": 1.0}]}, "random forest")
     0.6
     """
-    scores = [each["auc"] for each in run["scores"] if learner in each["attack"] and each["seat"] == "client"]
+    scores = [each["auc"] for each in run["scores"] if learner in each["attack"] and each["adversary"] == "client"]
     return float(max(scores))
 
 

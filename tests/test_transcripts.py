@@ -27,7 +27,7 @@ from dbcl.testing.nested import nested
 from dbcl.testing.secrecy import leaks
 from dbcl.transcripts import Recorder, Setting, Transcript, Truth, sums
 from dbcl_audit.attacks.updates import ESTIMATORS, estimates, update_findings
-from dbcl_audit.estimators.view import views
+from dbcl_audit.estimators.observations import tensor_observations
 from dbcl_audit.scoring import score
 
 SEED = bytes(range(32))
@@ -196,7 +196,7 @@ def test_a_client_that_is_not_chosen_sees_nothing_of_the_round(tmp_path: Path) -
         missed = next(round for round in range(14) if round not in transcript.rounds)
         with pytest.raises(AuditError, match=f"round {missed} cannot be read"):
             transcript[missed]
-        view = views(transcript)[COVERED]
+        view = tensor_observations(transcript)[COVERED]
         assert view.rounds == tuple(transcript.rounds)
         assert [a + gap for a, gap in zip(view.rounds, view.gaps, strict=True)][:-1] == list(view.rounds[1:])
     assert run.of("server").rounds == list(range(14))
@@ -240,7 +240,7 @@ def test_estimates_meet_the_truth_as_scored(tmp_path: Path, veil: float, lanes: 
     run.setting = Setting(**{**asdict(run.setting), "momentum": 0.5})
     run.record()
     run.play(4)
-    view = views(run.of("client-1"))[COVERED]
+    view = tensor_observations(run.of("client-1"))[COVERED]
     sent, answers = run.crossed[2]
     sketches = {who: dbcl.protocol.decode_broadcast(broadcast).sketches()[COVERED] for who, broadcast in sent.items()}
     assert len({sketch.fingerprint() for sketch in sketches.values()}) == lanes
@@ -381,12 +381,12 @@ def test_a_damaged_round_says_which(tmp_path: Path, damage: str) -> None:
 def test_only_a_client_that_saw_three_rounds_estimates(tmp_path: Path) -> None:
     run = Recording(tmp_path).play(2)
     with pytest.raises(AuditError, match="server: updates are estimated from a client's seat"):
-        views(run.of("server"))
+        tensor_observations(run.of("server"))
     with pytest.raises(AuditError, match="client-0 saw 2 rounds; estimating takes 3 or more"):
-        views(run.of("client-0"))
+        tensor_observations(run.of("client-0"))
     run.play(1)
-    assert set(views(run.of("client-0"))) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    assert list(views(run.of("client-0"), [COVERED])) == [COVERED]
+    assert set(tensor_observations(run.of("client-0"))) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert list(tensor_observations(run.of("client-0"), [COVERED])) == [COVERED]
 
 
 # --- secrecy --------------------------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def test_a_clients_transcript_holds_no_covered_weight(tmp_path: Path, veil: floa
     hidden = secrets(tmp_path, 4)
     for client in range(CLIENTS):
         transcript = run.of(f"client-{client}")
-        kept = [transcript, list(transcript), views(transcript)]
+        kept = [transcript, list(transcript), tensor_observations(transcript)]
         assert leaks(kept, hidden) == []
         files = [path.read_bytes() for path in transcript.folder.rglob("*") if path.is_file()]
         assert len(files) == 5

@@ -8,7 +8,7 @@ cohort      the same with ten clients, by one of them and by two of different la
 ends        two parties: the attacker knows W_0, receives the released model, or both
 server      one update of 40 examples and 4 steps, from the server's seat: who is in it, five seeds
 property    two parties, single steps of 32 at the learning rate 0.01, 120 rounds, 2,000 examples of the attacker's own
-pictures    two parties, one picture in all of 60 rounds, single steps at the learning rate 0.01, five victims
+images    two parties, one image in all of 60 rounds, single steps at the learning rate 0.01, five victims
 guarantee   preset private: members of its clients, and canaries, beside what mu allows
 fresh       where it must fail: members, with examples that the other never had as members
 """
@@ -29,17 +29,16 @@ from dbcl.simulation import preset, task_of
 from dbcl_audit.attacks.members import member_findings
 from dbcl_audit.attacks.span import span_membership_findings
 from dbcl_audit.attacks.trajectory import Knowledge, Trajectory
-from dbcl_audit.attacks.trajectory_pictures import TrajectoryMatching, trajectory_picture_findings
+from dbcl_audit.attacks.trajectory_images import TrajectoryMatching, trajectory_image_findings
 from dbcl_audit.attacks.trajectory_properties import trajectory_property_findings
 from dbcl_audit.attacks.trajectory_updates import trajectory_update_findings
-from dbcl_audit.budget import FULL
+from dbcl_audit.context import AuditContext
+from dbcl_audit.effort import FULL
 from dbcl_audit.findings import Finding
+from dbcl_audit.fixed_shards import as_it_is, released_shares
 from dbcl_audit.guarantee import guarantee_finding, measure_guarantee
-from dbcl_audit.job import Job
-from dbcl_audit.rehearsal import VICTIM, draw_batches, rehearse
-from dbcl_audit.run_audit import as_it_is, released_shares
-from dbcl_audit.run_rehearsal import RunRehearsal, rehearse_run, shards_of
-from dbcl_audit.suite import PROPERTY_LEEWAY, property_script
+from dbcl_audit.simulated_run import VICTIM, ShardRun, draw_batches, shards_of, simulate_batches, simulate_run
+from dbcl_audit.single_steps import PROPERTY_NOISE_SCALE, property_script
 
 HERE = Path(__file__).parent
 ROUNDS = 60
@@ -47,7 +46,7 @@ ROUNDS = 60
 
 def rows(findings: list[Finding], **more: Any) -> list[dict[str, Any]]:
     """Findings as they are written down."""
-    names = ("attack", "seat", "target", "measure", "value", "low", "high", "chance", "note")
+    names = ("attack", "adversary", "target", "measure", "value", "low", "high", "chance", "note")
     return [{**more, **{name: _number(getattr(each, name)) for name in names}} for each in findings]
 
 
@@ -55,18 +54,18 @@ def _number(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def played(seed: int, scratch: Path, clients: int = 2, allies: int = 0) -> RunRehearsal:
+def played(seed: int, scratch: Path, clients: int = 2, allies: int = 0) -> ShardRun:
     config = preset("blind")
     task = task_of(config)
     shards = shards_of(config, task, clients=clients, seed=seed)
-    return rehearse_run(config, task, shards, scratch / "played", rounds=ROUNDS, allies=allies, seed=seed)
+    return simulate_run(config, task, shards, scratch / "played", rounds=ROUNDS, allies=allies, seed=seed)
 
 
-def knowledge(run: RunRehearsal, **more: Any) -> Knowledge:
+def knowledge(run: ShardRun, **more: Any) -> Knowledge:
     return Knowledge(run.shards.examples.subset(run.shards.own), **more)
 
 
-def trajectory(run: RunRehearsal, **more: Any) -> Trajectory:
+def trajectory(run: ShardRun, **more: Any) -> Trajectory:
     return Trajectory(run.recorded.attacker, knowledge(run, **more), allies=run.recorded.allies)
 
 
@@ -104,7 +103,7 @@ def ends(scratch: Path, seed: int) -> list[dict[str, Any]]:
 def server(scratch: Path, seed: int) -> list[dict[str, Any]]:
     run = played(seed, scratch)
     victim = next(client for client in (0, 1) if client not in run.known)
-    saw = run.recorded.server_saw(2, victim)
+    saw = run.recorded.server_observation(2, victim)
     inside, outside = (
         run.shards.examples.take(each).inputs for each in (run.shards.of_clients[victim], run.shards.others)
     )
@@ -115,15 +114,15 @@ def property_(scratch: Path, seed: int) -> list[dict[str, Any]]:
     config = preset("blind", lr=0.01)
     task = task_of(config)
     own, script = property_script(task, replace(FULL, rounds=120, batch=32), 2, seed)
-    run = rehearse(config, task, script, scratch / "played", seed=seed)
+    run = simulate_batches(config, task, script, scratch / "played", seed=seed)
     assert task.holds is not None
     examples = task.train.subset(own)
-    seen = Trajectory(run.attacker, Knowledge(examples, examples=2000, leeway=PROPERTY_LEEWAY))
+    seen = Trajectory(run.attacker, Knowledge(examples, examples=2000, process_noise_scale=PROPERTY_NOISE_SCALE))
     truth = [bool(task.holds[script[number, VICTIM]].mean() > 0.5) for number in seen.rounds[:-1]]
     return rows(trajectory_property_findings(run, seen, examples, task.holds[own], truth), seed=seed)
 
 
-def pictures(scratch: Path, seed: int) -> list[dict[str, Any]]:
+def images(scratch: Path, seed: int) -> list[dict[str, Any]]:
     config = preset("blind", lr=0.01)
     task = task_of(config)
     assert task.pictures is not None
@@ -131,18 +130,20 @@ def pictures(scratch: Path, seed: int) -> list[dict[str, Any]]:
     for number in range(5):
         script = draw_batches(np.arange(len(task.train)), (ROUNDS, 2, 1), seed + 31 + number)
         script[:, VICTIM] = script[0, VICTIM]
-        runs.append(rehearse(config, task, script, scratch / str(number), seed=seed + number))
-    found = trajectory_picture_findings(runs, task.pictures, TrajectoryMatching())
+        runs.append(simulate_batches(config, task, script, scratch / str(number), seed=seed + number))
+    found = trajectory_image_findings(runs, task.pictures, TrajectoryMatching())
     return rows([replace(each, images=()) for each in found], seed=seed)
 
 
 def guarantee(scratch: Path, seed: int) -> list[dict[str, Any]]:
     config = preset("private")
     task = task_of(config)
-    job = Job(config, task, Path("none"), scratch, replace(FULL, all_rounds=400), 2, seed, lambda text: None)
+    context = AuditContext(
+        config, task, Path("none"), scratch, replace(FULL, all_rounds=400), 2, seed, lambda text: None
+    )
     canaries = guarantee_finding(measure_guarantee(config, task, seed=seed))
     auc = {name: canaries.budget[name] for name in ("auc", "auc low", "auc high", "auc bound")}
-    return [*rows(as_it_is(job), seed=seed), {**rows([canaries], seed=seed)[0], **auc}]
+    return [*rows(as_it_is(context), seed=seed), {**rows([canaries], seed=seed)[0], **auc}]
 
 
 def fresh(scratch: Path, seed: int) -> list[dict[str, Any]]:
@@ -156,7 +157,7 @@ def fresh(scratch: Path, seed: int) -> list[dict[str, Any]]:
 
 
 PARTS: dict[str, tuple[Callable[[Path, int], list[dict[str, Any]]], int]] = {
-    "members": (members, 5), "server": (server, 5), "fresh": (fresh, 2), "pictures": (pictures, 1),
+    "members": (members, 5), "server": (server, 5), "fresh": (fresh, 2), "images": (images, 1),
     "cohort": (cohort, 2), "property": (property_, 2), "ends": (ends, 1), "guarantee": (guarantee, 1),
 }  # fmt: skip
 

@@ -5,7 +5,7 @@
 writes lanes.json beside this file and prints it. The embedded digits, ratio 2, hidden layers covered; every client
 takes one step of SGD a round. A cosine is the median over rounds with 40 or more after them, of the smoother on the
 first layer (784 inputs), in 90 rounds of 32 examples; an AUC the highest of the detectors on the smoother, by the
-quick budget (60 rounds of 16 examples); each for every seed. Pictures are four of one example each, in decibels. About
+quick budget (60 rounds of 16 examples); each for every seed. Images are four of one example each, in decibels. About
 20 minutes on two cores; an argument such as `updates` makes that part only, and keeps the others of the file.
 """
 
@@ -29,16 +29,16 @@ from dbcl_audit.attacks.images import image_findings
 from dbcl_audit.attacks.matching import Matching
 from dbcl_audit.attacks.properties import property_findings
 from dbcl_audit.attacks.updates import estimates
-from dbcl_audit.budget import FULL, QUICK
+from dbcl_audit.effort import FULL, QUICK
+from dbcl_audit.estimators.observations import tensor_observations
 from dbcl_audit.estimators.smoother import known_scales, smoother
-from dbcl_audit.estimators.view import views
-from dbcl_audit.rehearsal import colluders_of, draw_batches, rehearse
 from dbcl_audit.scoring import score
-from dbcl_audit.suite import property_script
+from dbcl_audit.simulated_run import colluders_of, draw_batches, simulate_batches
+from dbcl_audit.single_steps import property_script
 
 HERE = Path(__file__).parent
 BUDGET = replace(FULL, rounds=90, batch=32)
-SEEDS = {"updates": (0, 1), "properties": (0, 1), "pictures": (0,)}
+SEEDS = {"updates": (0, 1), "properties": (0, 1), "images": (0,)}
 FIRST = {"mnist-mlp": "1.weight"}
 
 
@@ -90,16 +90,16 @@ def cases() -> Iterator[Case]:
                 yield Case("properties", veil, lanes, 2, False, seed)
                 if lanes == 2:
                     yield Case("properties", veil, lanes, 4, True, seed)
-            for seed in SEEDS["pictures"]:
+            for seed in SEEDS["images"]:
                 for model in ("mnist-mlp", "dlg-lenet"):
-                    yield Case("pictures", veil, lanes, 2, False, seed, model)
+                    yield Case("images", veil, lanes, 2, False, seed, model)
 
 
 def measured(case: Case) -> dict[str, float]:
     """What one rehearsal gave."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        return {"updates": updates, "properties": properties, "pictures": pictures}[case.part](case, Path(scratch))
+        return {"updates": updates, "properties": properties, "images": images}[case.part](case, Path(scratch))
 
 
 def updates(case: Case, scratch: Path) -> dict[str, float]:
@@ -107,8 +107,8 @@ def updates(case: Case, scratch: Path) -> dict[str, float]:
     task = task_of(config)
     _, script = property_script(task, BUDGET, case.parties, case.seed)
     colluders = colluders_of(case.lanes) if case.together else ()
-    played = rehearse(config, task, script, scratch, seed=case.seed, colluders=colluders)
-    view = views(played.attacker, [FIRST[case.model]], allies=played.allies)[FIRST[case.model]]
+    played = simulate_batches(config, task, script, scratch, seed=case.seed, colluders=colluders)
+    view = tensor_observations(played.attacker, [FIRST[case.model]], allies=played.allies)[FIRST[case.model]]
     scores = score(played.truth, view, smoother(view, known_scales(view, case.veil)))
     return {"cosine": scores.median_cosine(40)}
 
@@ -118,7 +118,7 @@ def properties(case: Case, scratch: Path) -> dict[str, float]:
     task = task_of(config)
     own, script = property_script(task, QUICK, case.parties, case.seed)
     colluders = colluders_of(case.lanes) if case.together else ()
-    played = rehearse(config, task, script, scratch, seed=case.seed, colluders=colluders)
+    played = simulate_batches(config, task, script, scratch, seed=case.seed, colluders=colluders)
     found = estimates(played.attacker, ["smoother"], allies=played.allies)
     assert task.holds is not None
     findings = property_findings(
@@ -135,16 +135,16 @@ def properties(case: Case, scratch: Path) -> dict[str, float]:
     return {"auc": max(each.value for each in findings if each.attack.endswith("on smoother"))}
 
 
-def pictures(case: Case, scratch: Path) -> dict[str, float]:
+def images(case: Case, scratch: Path) -> dict[str, float]:
     config = case.config()
     task = task_of(config)
     assert task.pictures is not None
     script = draw_batches(np.arange(len(task.pictures.y_train)), (56, 2, 1), case.seed + 17)
-    played = rehearse(config, task, script, scratch, seed=case.seed)
+    played = simulate_batches(config, task, script, scratch, seed=case.seed)
     found = estimates(played.attacker, ["smoother"])
     settings = Matching(steps=600, restarts=1, tv=1e-3 if case.veil else 0.0)
     findings = image_findings(played, task.pictures, found, [4, 5, 6, 7], settings, tell=lambda text: None)
-    named = [each for each in findings if each.measure == "psnr" and each.seat == "client"]
+    named = [each for each in findings if each.measure == "psnr" and each.adversary == "client"]
     return {f"{case.model}, {each.attack}": each.value for each in named} | {
         "guessing": next(each.chance for each in named if each.chance is not None)
     }

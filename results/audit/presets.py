@@ -1,9 +1,9 @@
 """Every preset against every attacker from every seat, and what it costs: presets.json, presets.md, presets.png.
 
-    python results/audit/presets.py                  trains and audits what is not there yet; writes table and picture
+    python results/audit/presets.py                  trains and audits what is not there yet; writes table and image
     python results/audit/presets.py blind private    some of them
 
-Embedded digits, MLP 784-200-200-10, seed 0. An audit between `--quick` and a full one: BUDGET below. A preset that is
+Embedded digits, MLP 784-200-200-10, seed 0. An audit between `--quick` and a full one: EFFORT below. A preset that is
 in presets.json is not audited again.
 """
 
@@ -18,11 +18,10 @@ import torch
 
 from dbcl._version import __version__
 from dbcl.simulation import Run, preset
-from dbcl_audit.budget import QUICK
+from dbcl_audit.audit import audit
+from dbcl_audit.effort import QUICK
 from dbcl_audit.findings import Audit, Finding
-from dbcl_audit.report.measures import kind
 from dbcl_audit.report.rating import severity
-from dbcl_audit.suite import audit
 
 HERE = Path(__file__).parent
 PRESETS: dict[str, dict[str, Any]] = {
@@ -34,11 +33,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "private": {},
     "private-example": {},
 }
-BUDGET = replace(
-    QUICK, run_rounds=60, whole_cohort=True, programmes=30, fixed_pictures=3, fixed_rounds=60, all_rounds=100
-)
-MEASURES = ("cosine", "psnr", "accuracy", "auc", "membership auc", "tpr at 0.1 % fpr", "epsilon")
-SEATS = ("client", "colluders", "server", "anyone")
+EFFORT = replace(QUICK, run_rounds=60, whole_cohort=True, fixed_images=3, fixed_rounds=60, all_rounds=100)
+MEASURES = ("cosine", "psnr", "accuracy", "auc", "auc", "tpr at 0.1 % fpr", "epsilon")
+ADVERSARIES = ("client", "colluders", "server", "anyone")
 
 
 def tell(text: str) -> None:
@@ -54,12 +51,24 @@ def made(name: str) -> dict[str, Any]:
         run = Run.start(config, folder)
         for metrics in run.play():
             tell(f"{name}: round {metrics.round} of {config.rounds}")
-        found = audit(folder, budget=BUDGET, tell=lambda text: tell(f"{name}: {text}"))
+        found = audit(folder, effort=EFFORT, tell=lambda text: tell(f"{name}: {text}"))
     return {"name": name, "run": dict(found.run), "seconds": round(found.seconds), "findings": rows(found)}
 
 
 def rows(found: Audit) -> list[dict[str, Any]]:
-    kept = ("rehearsal", "attack", "seat", "attacker", "target", "measure", "value", "low", "high", "chance", "note")
+    kept = (
+        "rehearsal",
+        "attack",
+        "adversary",
+        "attacker",
+        "target",
+        "measure",
+        "value",
+        "low",
+        "high",
+        "chance",
+        "note",
+    )
     read = json.loads(found.json())["findings"]
     return [{key: each[key] for key in kept} | {"failures": each["failures"]} for each in read]
 
@@ -73,13 +82,13 @@ def table(results: list[dict[str, Any]]) -> str:
             if each["measure"] not in MEASURES or each["value"] is None:
                 continue
             finding = Finding(**{key: value for key, value in each.items() if key != "failures"})
-            key = _short(finding.rehearsal), finding.seat, finding.target, finding.measure
+            key = _short(finding.simulated_run), finding.adversary, finding.target, finding.measure
             keys[key] = None
             place = key, result["name"]
             if place not in cells or severity(finding) > severity(cells[place]):
                 cells[place] = finding
     names = [result["name"] for result in results]
-    order = sorted(keys, key=lambda key: (SEATS.index(key[1]), key[2], key[3], key[0]))
+    order = sorted(keys, key=lambda key: (ADVERSARIES.index(key[1]), key[2], key[3], key[0]))
     lines = [f"| seat | what | rehearsal | guessing | {' | '.join(names)} |", "|" + "---|" * (4 + len(names))]
     for key in order:
         found = [cells.get((key, name)) for name in names]
@@ -99,22 +108,22 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join([*head, "", *lines]) + "\n"
 
 
-def _short(rehearsal: str) -> str:
+def _short(simulated_run: str) -> str:
     """A rehearsal without the numbers in which presets differ."""
-    if rehearsal.startswith("as the run is"):
+    if simulated_run.startswith("as the run is"):
         return "as the run is"
-    if "all in every round" in rehearsal:
+    if "all in every round" in simulated_run:
         return "a cohort, fixed shards"
-    for words in ("fixed shards", "single steps", "one picture"):
-        if words in rehearsal:
+    for words in ("fixed shards", "single steps", "one image"):
+        if words in simulated_run:
             return {"fixed shards": "few parties, fixed shards", "single steps": "few parties, single steps"}.get(
-                words, "two parties, one picture"
+                words, "two parties, one image"
             )
-    return rehearsal
+    return simulated_run
 
 
 def _cell(finding: Finding) -> str:
-    digits = 1 if kind(finding.measure) == "psnr" else 2
+    digits = 1 if finding.measure == "psnr" else 2
     bad = "**" if severity(finding)[0] >= 4 else ""
     return f"{bad}{finding.value:.{digits}f}{bad}"
 
@@ -124,13 +133,13 @@ def draw(results: list[dict[str, Any]]) -> None:
     import matplotlib.pyplot as plt
 
     panels = (
-        ("membership auc", "membership", "members: AUC"),
-        ("psnr", "image", "pictures: PSNR, dB"),
+        ("auc", "membership", "members: AUC"),
+        ("psnr", "image", "images: PSNR, dB"),
         ("auc", "property", "property: AUC"),
     )
     marks = {
         "few parties, fixed shards": "o", "a cohort, fixed shards": "s", "as the run is": "^",
-        "two parties, one picture": "o", "few parties, single steps": "D",
+        "two parties, one image": "o", "few parties, single steps": "D",
     }  # fmt: skip
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.2))
     colours = {name: f"C{number}" for number, name in enumerate(PRESETS)}
@@ -138,7 +147,9 @@ def draw(results: list[dict[str, Any]]) -> None:
         for result in results:
             best: dict[str, float] = {}
             for each in result["findings"]:
-                if (each["measure"], each["target"], each["seat"]) == (measure, target, "client") and each["value"]:
+                if (each["measure"], each["target"], each["adversary"]) == (measure, target, "client") and each[
+                    "value"
+                ]:
                     place = _short(each["rehearsal"])
                     best[place] = max(best.get(place, 0.0), each["value"])
             for place, value in best.items():

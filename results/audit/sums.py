@@ -1,14 +1,14 @@
-"""What the server gets of one client where it sees only sums: pictures and properties, by the clients in a sum.
+"""What the server gets of one client where it sees only sums: images and properties, by the clients in a sum.
 
     python results/audit/sums.py
 
 writes sums.json beside this file and prints it. The embedded digits, one sketch of ratio 2, one lane; every client
-takes one step of SGD a round, on one picture (dlg-lenet) or on 16 (mnist-mlp). The server holds W and the sketch. A sum
+takes one step of SGD a round, on one image (dlg-lenet) or on 16 (mnist-mlp). The server holds W and the sketch. A sum
 is that of secure aggregation: updates clipped to 4, rounded to 16 bits and added; with one client it is its update by
-itself. Pictures are matched through the sketch, as many at once as are in the sum, and paired with the true ones; the
-figure is the median over four rounds of the victim's, in decibels, beside that of the mean picture. An AUC is the
+itself. Images are matched through the sketch, as many at once as are in the sum, and paired with the true ones; the
+figure is the median over four rounds of the victim's, in decibels, beside that of the mean image. An AUC is the
 highest of the detectors from the server's seat, and guessing has 0.5. Matching has 1,200 steps, for 16 and 32 clients
-300. An argument such as `pictures` makes that part only, and keeps the other of the file.
+300. An argument such as `images` makes that part only, and keeps the other of the file.
 """
 
 import json
@@ -28,13 +28,13 @@ from dbcl.simulation import RunConfig, task_of
 from dbcl_audit.attacks.images import image_findings
 from dbcl_audit.attacks.matching import Matching
 from dbcl_audit.attacks.properties import property_findings
-from dbcl_audit.budget import QUICK
-from dbcl_audit.rehearsal import Rehearsal, draw_batches, rehearse
-from dbcl_audit.suite import property_script
+from dbcl_audit.effort import QUICK
+from dbcl_audit.simulated_run import SimulatedRun, draw_batches, simulate_batches
+from dbcl_audit.single_steps import property_script
 
 HERE = Path(__file__).parent
 SIZES = (1, 2, 4, 8, 16, 32)
-SEEDS = {"pictures": (0,), "properties": (0, 1, 2)}
+SEEDS = {"images": (0,), "properties": (0, 1, 2)}
 
 
 def config(model: str, seed: int) -> RunConfig:
@@ -45,7 +45,7 @@ def config(model: str, seed: int) -> RunConfig:
     )  # fmt: skip
 
 
-def summed(played: Rehearsal, size: int) -> Rehearsal:
+def summed(played: SimulatedRun, size: int) -> SimulatedRun:
     """The same rehearsal as a server has it that sees the sum of all its clients."""
     return played if size == 1 else replace(played, bound=4.0)
 
@@ -54,27 +54,27 @@ def measured(part: str, size: int, seed: int) -> dict[str, float]:
     """What the attacks gave on sums of so many clients."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        return {"pictures": pictures, "properties": properties}[part](size, seed, Path(scratch))
+        return {"images": images, "properties": properties}[part](size, seed, Path(scratch))
 
 
-def pictures(size: int, seed: int, scratch: Path) -> dict[str, float]:
+def images(size: int, seed: int, scratch: Path) -> dict[str, float]:
     own = config("dlg-lenet", seed)
     task = task_of(own)
     assert task.pictures is not None
     script = draw_batches(np.arange(len(task.pictures.y_train)), (6, max(2, size), 1), seed + 17)
-    played = summed(rehearse(own, task, script, scratch, seed=seed), size)
+    played = summed(simulate_batches(own, task, script, scratch, seed=seed), size)
     settings = Matching(steps=1200 if size <= 8 else 300, restarts=1)
     findings = image_findings(played, task.pictures, {}, [1, 2, 3, 4], settings, tell=lambda text: None)
     best = max((each for each in findings if each.measure == "psnr"), key=lambda each: each.value)
     assert best.chance is not None
-    return {"decibels": best.value, "best picture": best.high or best.value, "the mean picture": best.chance}
+    return {"decibels": best.value, "best image": best.high or best.value, "the mean image": best.chance}
 
 
 def properties(size: int, seed: int, scratch: Path) -> dict[str, float]:
     own = config("mnist-mlp", seed)
     task = task_of(own)
     mine, script = property_script(task, QUICK, max(2, size), seed)
-    played = summed(rehearse(own, task, script, scratch, seed=seed), size)
+    played = summed(simulate_batches(own, task, script, scratch, seed=seed), size)
     assert task.holds is not None
     findings = property_findings(
         played,
@@ -87,7 +87,7 @@ def properties(size: int, seed: int, scratch: Path) -> dict[str, float]:
         seed=seed,
         tell=lambda text: None,
     )
-    return {"AUC": max(each.value for each in findings if each.seat == "server")}
+    return {"AUC": max(each.value for each in findings if each.adversary == "server")}
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ SUM = "sum"
 
 @dataclass(frozen=True)
 class Setting:
-    """What every party knows before the first round: the network, the way of training, how many take part.
+    """Public setting that every party knows before the first round: the network, the local training, the cohort size.
 
     `momentum` and `server_lr` are those of the server's optimiser, `veil` the size of its noise relative to the
     weights. None of it is secret in a deployment: it is in the configuration that the parties agreed on.
@@ -53,7 +53,7 @@ class Setting:
 
     @property
     def local(self) -> LocalTraining:
-        """How clients train, as far as numbers say it: an optimiser and a schedule have only their names here."""
+        """Settings of local training that are plain values; an optimiser and a schedule have only their names here."""
         numbers = {name: value for name, value in self.training.items() if name not in ("optimizer", "schedule")}
         return LocalTraining(**numbers)  # type: ignore[arg-type]
 
@@ -66,7 +66,7 @@ class Setting:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class RoundRecord:
     """One round as a party saw it.
 
     `updates` are by sender: a client's own under its number, the server's by client, or their sum under "sum", or with
@@ -129,21 +129,21 @@ class Transcript:
     def __len__(self) -> int:
         return len(self.rounds)
 
-    def __getitem__(self, round: int) -> Seen:
+    def __getitem__(self, round: int) -> RoundRecord:
         try:
             held = safetensors.torch.load_file(_path(self.folder, round))
             sent = tuple(decode_broadcast(_bytes(tensor)) for _, tensor in sorted(_under(held, "broadcast").items()))
             updates = {who: decode_update(_bytes(tensor)) for who, tensor in _under(held, "update/").items()}
         except (OSError, safetensors.SafetensorError, ProtocolError, KeyError) as error:
             raise AuditError(f"{self.folder}: round {round} cannot be read ({error})") from None
-        return Seen(sent, updates, _under(held, "weights/") or None)
+        return RoundRecord(sent, updates, _under(held, "weights/") or None)
 
-    def __iter__(self) -> Iterator[Seen]:
+    def __iter__(self) -> Iterator[RoundRecord]:
         return (self[round] for round in self.rounds)
 
 
 class Truth:
-    """What really happened; for scoring only. `weights(t)` is W before round t."""
+    """Ground truth, for scoring only. `weights(t)` is W before round t."""
 
     def __init__(self, transcripts: Path) -> None:
         self.folder = transcripts / "truth"
@@ -155,7 +155,7 @@ class Truth:
             raise AuditError(f"{self.folder}: round {round} cannot be read ({error})") from None
 
     def change(self, start: int, end: int) -> dict[str, Tensor]:
-        """How W changed from before round `start` to before round `end`."""
+        """Return the change of W from before round `start` to before round `end`."""
         before, after = self.weights(start), self.weights(end)
         return {name: after[name] - before[name] for name in before}
 
@@ -301,7 +301,7 @@ def _rounds(folder: Path) -> list[int]:
 
 
 def _only_shown(path: Path) -> bool:
-    """Whether a round's file holds a broadcast without any update; a damaged file holds nothing."""
+    """Return whether a round's file holds a broadcast without any update; a damaged file holds nothing."""
     try:
         with safetensors.safe_open(path, "pt") as file:
             return not any(name.startswith("update/") for name in file.keys())  # noqa: SIM118

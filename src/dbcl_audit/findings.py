@@ -1,21 +1,56 @@
-"""What an audit found: one `Finding` for each attack and measure, and an `Audit` that holds them all."""
+"""Results of an audit: one `Finding` for each attack and measure, and the `Audit` that holds them."""
 
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
-SEATS = ("client", "colluders", "server", "anyone")
-"""A client alone, clients of all lanes that pool what they saw, the server, and anyone with the finished model."""
+ADVERSARIES = ("client", "colluders", "server", "anyone")
+"""A client alone, clients of all lanes that pool their observations, the server, and anyone with the final model."""
 ATTACKERS = ("naive", "adaptive")
-CASES = ("canaries", "pictures", "tested rounds", "scored rounds", "members", "rounds")
-"""The entries of a finding's budget that say how many cases its value rests on; the first that is there counts."""
+CASES = ("canaries", "images", "tested rounds", "scored rounds", "members", "rounds")
+"""Entries of a finding's budget that count the cases its value rests on; the first one present counts."""
+
+
+class Measure(StrEnum):
+    """Measure of a finding.
+
+    Each member has its `family`, which limits name, a `text` for reports and the value `chance` that
+    guessing gives where a finding has no value of its own.
+
+    >>> Measure("psnr").chance, Measure.TPR_AT_1_PERCENT.family
+    (13.0, 'tpr')
+    """
+
+    SHARE_ABOVE_20_DB = "share above 20 dB", "share", "recognisable (above 20 dB)", 0.0
+    TPR_AT_1_PERCENT = "tpr at 1 % fpr", "tpr", "members found at 1 % false alarms", 0.01
+    TPR_AT_01_PERCENT = "tpr at 0.1 % fpr", "tpr", "members found at 0.1 % false alarms", 0.001
+    AUC = "auc", "auc", "told apart (AUC)", 0.5
+    ACCURACY = "accuracy", "accuracy", "named correctly", 0.0
+    COSINE = "cosine", "cosine", "closeness to the update (cosine)", 0.0
+    PSNR = "psnr", "psnr", "likeness (PSNR)", 13.0
+    SSIM = "ssim", "ssim", "likeness to the eye (SSIM)", 0.0
+    ERROR = "relative error", "error", "error, relative to the update", 1.0
+    EPSILON = "epsilon", "epsilon", "measured epsilon", 0.0
+
+    family: str
+    text: str
+    chance: float
+
+    __repr__ = str.__repr__
+
+    def __new__(cls, value: str, family: str = "", text: str = "", chance: float = 0.0) -> "Measure":
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.family, member.text, member.chance = family, text, chance
+        return member
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a plot; what was not measured but follows from a formula is dashed.
+    """One line of a plot; dashed if it follows from a formula instead of measurements.
 
     >>> Curve("rewind", (1.0, 2.0), (0.1, 0.9)).label
     'rewind'
@@ -29,21 +64,36 @@ class Curve:
 
 @dataclass(frozen=True)
 class Finding:
-    """One attack, one measure: what the attacker got, and what guessing would have given.
+    """Result of one attack by one measure, beside the value that guessing gives.
 
-    `naive` attackers are those of the published papers, `adaptive` ones know the defence. `value` may be NaN where the
-    attack could not run; `failures` then says why. `images` are pairs of a caption and a PNG as base64.
+    Attributes:
+        attack: Name of the attack.
+        adversary: One of `ADVERSARIES`.
+        attacker: "naive" for attacks as published, "adaptive" for those that know the defence.
+        target: "update", "image", "label", "property", "membership" or "guarantee".
+        measure: A `Measure`; its name is converted.
+        value: The value; NaN if the attack could not run, and then `failures` has the reasons.
+        low: Lower end of an interval.
+        high: Upper end of an interval.
+        chance: Value that guessing gives, if it was measured.
+        budget: Effort and number of cases.
+        failures: Reasons of failed attempts.
+        note: Remark for readers.
+        curves: Curves of a plot.
+        axes: Labels of its axes.
+        images: Pairs of a caption and a PNG as base64.
+        simulated_run: Simulated run of the finding; empty for the run itself.
 
     >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99, chance=0.0)
-    >>> finding.attack, finding.value
-    ('rewind', 0.99)
+    >>> finding.attack, finding.measure is Measure.COSINE
+    ('rewind', True)
     """
 
     attack: str
-    seat: str
+    adversary: str
     attacker: str
-    target: str  # update, image, label, property, membership or guarantee
-    measure: str  # cosine, error, psnr, ssim, share above 20 dB, accuracy, auc, tpr at 1 % fpr, epsilon ...
+    target: str
+    measure: Measure
     value: float
     low: float | None = None
     high: float | None = None
@@ -54,17 +104,29 @@ class Finding:
     curves: tuple[Curve, ...] = ()
     axes: tuple[str, str] = ("", "")
     images: tuple[tuple[str, str], ...] = ()
-    rehearsal: str = ""
-    """In which rehearsal it was found, where there are several; audits of older versions do not say."""
+    simulated_run: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "measure", Measure(self.measure))
 
 
 @dataclass(frozen=True)
 class Audit:
-    """All findings of one audit, with the settings of the run that was attacked.
+    """All findings of one audit, with the settings of the audited run.
 
-    `seats` says who sees what: party, what it receives, what it does not. `run` holds accuracy, rounds and bytes.
-    `date`, `version` (of dbcl), `parties` of the rehearsals, `property_name` and `budget` say how the audit was made;
-    audits of older versions do not have them. `not_attacked` says what makes no sense to attack in this run, and why.
+    Attributes:
+        name: Name of the run.
+        settings: Settings of the run.
+        run: Accuracy, rounds and bytes of the run.
+        adversaries: For each adversary its name, what it receives, and what it does not receive.
+        findings: The findings.
+        seconds: Duration of the audit.
+        date: Date of the audit.
+        version: Version of dbcl.
+        parties: Clients of the simulated runs.
+        property_name: Property that was inferred.
+        budget: Effort of the audit.
+        not_attacked: Targets that were left out, and why.
 
     >>> audit = Audit("paper", {"veil": 0.0}, {"accuracy": 0.9}, (), (), 1.5)
     >>> Audit.from_json(audit.json()) == audit
@@ -74,7 +136,7 @@ class Audit:
     name: str
     settings: Mapping[str, Any]
     run: Mapping[str, Any]
-    seats: tuple[tuple[str, str, str], ...]
+    adversaries: tuple[tuple[str, str, str], ...]
     findings: tuple[Finding, ...]
     seconds: float
     date: str = ""
@@ -85,12 +147,16 @@ class Audit:
     not_attacked: Mapping[str, str] = field(default_factory=dict)
 
     def json(self) -> str:
-        """Write it as JSON; NaN becomes null."""
+        """Return the audit as JSON; NaN becomes null."""
         return json.dumps(_plain(asdict(self)), indent=1, allow_nan=False)
 
     @staticmethod
     def from_json(text: str) -> "Audit":
-        """Read what `json` wrote."""
+        """Return the audit that `json` wrote.
+
+        Raises:
+            ValueError: The text is no JSON, or names an unknown measure.
+        """
         read = json.loads(text)
         findings = tuple(
             Finding(
@@ -105,34 +171,34 @@ class Audit:
             )
             for entry in read["findings"]
         )
-        return Audit(**{**read, "findings": findings, "seats": tuple(tuple(row) for row in read["seats"])})
+        return Audit(**{**read, "findings": findings, "adversaries": tuple(tuple(row) for row in read["adversaries"])})
 
 
 def cases(finding: Finding) -> tuple[int, str]:
-    """How many cases a finding's value rests on, and what they are; 0 where its budget does not say.
+    """Number of cases that a finding's value rests on, and their name; 0 if its budget has none.
 
-    >>> cases(Finding("matching", "server", "naive", "image", "psnr", 9.0, budget={"pictures": 2, "seconds": 1.5}))
-    (2, 'pictures')
+    >>> cases(Finding("matching", "server", "naive", "image", "psnr", 9.0, budget={"images": 2, "seconds": 1.5}))
+    (2, 'images')
     """
     named = next((name for name in CASES if isinstance(finding.budget.get(name), int)), "")
     return (finding.budget[named], named) if named else (0, "")
 
 
 def with_interval(finding: Finding) -> Finding:
-    """The same finding with a 95 % interval from its number of cases, where the attack gave none and we know a formula.
+    """Return the finding with a 95 % interval from its number of cases, if the attack gave none and a formula exists.
 
     Shares of cases get Wilson's interval, an AUC of members against as many others Hanley and McNeil's standard error.
 
-    >>> found = with_interval(Finding("a", "client", "naive", "label", "accuracy", 0.5, budget={"pictures": 2}))
+    >>> found = with_interval(Finding("a", "client", "naive", "label", "accuracy", 0.5, budget={"images": 2}))
     >>> round(found.low, 3), round(found.high, 3)
     (0.095, 0.905)
     """
     count, value = cases(finding)[0], finding.value
     if finding.low is not None or finding.high is not None or not count or not 0 <= value <= 1:
         return finding
-    if finding.measure in ("accuracy", "share above 20 dB") or finding.measure.startswith("tpr"):
+    if finding.measure.family in ("accuracy", "share", "tpr"):
         low, high = _wilson(value, count)
-    elif "auc" in finding.measure:
+    elif finding.measure is Measure.AUC:
         error = 1.96 * _auc_error(value, count)
         low, high = max(0.0, value - error), min(1.0, value + error)
     else:
@@ -147,7 +213,7 @@ def _wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def _auc_error(auc: float, count: int) -> float:
-    """Hanley and McNeil 1982, with as many cases of the one kind as of the other."""
+    """Standard error of an AUC (Hanley and McNeil 1982), with as many cases of either kind."""
     one, two = auc / (2 - auc), 2 * auc**2 / (1 + auc)
     return math.sqrt((auc * (1 - auc) + (count - 1) * (one + two - 2 * auc**2)) / count**2)
 

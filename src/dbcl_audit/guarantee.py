@@ -1,4 +1,4 @@
-"""The guarantee of a run, measured: a rehearsal of its settings in which canaries take part, as a finding."""
+"""Measurement of a run's guarantee: a simulated run of its settings with canaries, as a finding."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,11 +14,38 @@ from dbcl.simulation.build import build_engine, build_run_server
 from dbcl.simulation.config import RunConfig
 from dbcl.simulation.task import Task
 from dbcl_audit.canaries import Canaries, CanaryEstimate
+from dbcl_audit.context import AuditContext
 from dbcl_audit.extreme_examples import contributions, with_extremes
-from dbcl_audit.findings import Curve, Finding
+from dbcl_audit.findings import Curve, Finding, Measure
 
-TARGET, MEASURE = "guarantee", "epsilon"
-BINS = 14
+MAX_BINS = 14
+"""Largest number of bins of a histogram of scores."""
+BOUNDED = "the guarantee bounds how well every adversary but the server can infer one {unit}"
+"""Reason for leaving out other attacks on a run with a guarantee."""
+
+
+def audit_guarantee(context: AuditContext) -> list[Finding]:
+    """Measure the epsilon of a run with a guarantee, by canaries in a simulated run."""
+    privacy = context.config.privacy
+    assert privacy is not None
+    rest = "labels and properties" if has_fixed_members(context) else "labels, properties and membership"
+    context.not_attacked[f"updates, images, {rest}"] = BOUNDED.format(unit=privacy.unit)
+    context.tell("simulated run: canaries among the run's clients")
+    rounds = context.effort.canary_rounds
+    found = measure_guarantee(context.config, context.task, rounds=rounds, seed=context.seed, step=context.step)
+    return [guarantee_finding(found)]
+
+
+def guarantee_steps(context: AuditContext) -> int:
+    """Expected steps of `audit_guarantee`."""
+    rounds = context.config.rounds
+    return min(context.effort.canary_rounds or rounds, rounds) + 2 if context.guaranteed else 0
+
+
+def has_fixed_members(context: AuditContext) -> bool:
+    """Return True if members of a run with a guarantee are attacked: its unit is a client with a fixed shard."""
+    privacy = context.config.privacy
+    return privacy is not None and privacy.unit == "client" and context.config.server_optimizer != "adam"
 
 
 def measure_guarantee(
@@ -111,8 +138,8 @@ def guarantee_finding(found: CanaryEstimate) -> Finding:
         "matched filter",
         "client",
         "adaptive",
-        TARGET,
-        MEASURE,
+        "guarantee",
+        Measure.EPSILON,
         found.epsilon,
         low,
         high,
@@ -126,7 +153,7 @@ def guarantee_finding(found: CanaryEstimate) -> Finding:
 
 def _histogram(label: str, scores: Sequence[float]) -> Curve:
     """The density of scores as the outline of a histogram."""
-    heights, edges = np.histogram(scores, bins=min(BINS, max(4, len(scores) // 5)), density=True)
+    heights, edges = np.histogram(scores, bins=min(MAX_BINS, max(4, len(scores) // 5)), density=True)
     outline = [0.0, *np.repeat(heights, 2).tolist(), 0.0]
     return Curve(label, tuple(np.repeat(edges, 2).tolist()), tuple(outline))
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dbcl.transcripts import Truth
+from dbcl_audit.estimators.observations import TensorObservations
 from dbcl_audit.estimators.smoother import known_scales
-from dbcl_audit.estimators.view import View
 from dbcl_audit.numerics import cosine
 from dbcl_audit.theory import veil_cosine
 
@@ -44,7 +44,7 @@ class Scores:
         return float(np.median(picked)) if picked else float("nan")
 
 
-def true_change(truth: Truth, view: View, index: int) -> Tensor:
+def true_change(truth: Truth, view: TensorObservations, index: int) -> Tensor:
     """The true change of a tensor from a seen round to the next one, as a matrix, less the client's own part.
 
     `index` counts the seen rounds. With momentum on the server it is what the round's updates add, without what older
@@ -52,13 +52,13 @@ def true_change(truth: Truth, view: View, index: int) -> Tensor:
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> from dbcl_audit.estimators.view import views
+    >>> from dbcl_audit.estimators.observations import tensor_observations
     >>> config = preset("paper", model="dlg-lenet")
-    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
-    >>> true_change(played.truth, views(played.attacker)["1.bias"], index=0).shape
+    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> true_change(played.truth, tensor_observations(played.attacker)["1.bias"], index=0).shape
     torch.Size([1, 10])
     """
     start, end = view.rounds[index], view.rounds[index] + view.gaps[index]
@@ -68,18 +68,18 @@ def true_change(truth: Truth, view: View, index: int) -> Tensor:
     return view.matrix(change) - view.lr * view.sketches[index].lift(view.own[index])
 
 
-def score(truth: Truth, view: View, changes: Iterable[Tensor]) -> Scores:
+def score(truth: Truth, view: TensorObservations, changes: Iterable[Tensor]) -> Scores:
     """Compare an estimator's changes of one tensor with what really happened.
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> from dbcl_audit.estimators.view import views
+    >>> from dbcl_audit.estimators.observations import tensor_observations
     >>> config = preset("paper", model="dlg-lenet")
-    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
-    >>> view = views(played.attacker)["1.bias"]
+    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> view = tensor_observations(played.attacker)["1.bias"]
     >>> [round(cosine, 3) for cosine in score(played.truth, view, [true_change(played.truth, view, 0)]).cosines]
     [1.0]
     """
@@ -94,18 +94,18 @@ def score(truth: Truth, view: View, changes: Iterable[Tensor]) -> Scores:
     return Scores(view.name, view.rounds[:count], lags, tuple(cosines), tuple(errors))
 
 
-def predicted_cosine(truth: Truth, view: View, veil: float) -> float:
+def predicted_cosine(truth: Truth, view: TensorObservations, veil: float) -> float:
     """The isotropic formula 1 / (1 + 4 kappa^2)^(1/4), with the true size of the others' updates.
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> from dbcl_audit.estimators.view import views
+    >>> from dbcl_audit.estimators.observations import tensor_observations
     >>> config = preset("paper", model="dlg-lenet")
-    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
-    >>> round(predicted_cosine(played.truth, views(played.attacker)["1.bias"], veil=0.0), 3)
+    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> round(predicted_cosine(played.truth, tensor_observations(played.attacker)["1.bias"], veil=0.0), 3)
     1.0
     """
     rows = len(view.seen[0])

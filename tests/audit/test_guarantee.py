@@ -22,14 +22,14 @@ from dbcl.simulation import RunConfig
 from dbcl.simulation.build import privacy_plan
 from dbcl.simulation.presets import preset, to_toml
 from dbcl.simulation.task import given
-from dbcl_audit.budget import QUICK
+from dbcl_audit.audit import audit
 from dbcl_audit.canaries import CanaryEstimate
+from dbcl_audit.effort import QUICK
 from dbcl_audit.findings import Audit, Finding
 from dbcl_audit.guarantee import guarantee_finding
 from dbcl_audit.report.page import page
 from dbcl_audit.report.rating import BROKEN, DOUBTFUL, FAILED, KEPT, UNRATED, exceeded, word
 from dbcl_audit.report.wording import verdicts
-from dbcl_audit.suite import audit
 
 SETTINGS: dict[str, Any] = {
     "sketch": "identity-v1",
@@ -90,7 +90,7 @@ def test_an_audit_measures_epsilon_with_fresh_secrets(tmp_path: Path, monkeypatc
         progress=lambda done, total: steps.append((done, total)),
     )
     finding, *members = found.findings
-    assert seeds_seen == [None, 0]  # members are looked for in a rehearsal that can be repeated
+    assert seeds_seen == [None, 0]  # members are attacked in a simulated run that can be repeated
     assert (finding.target, finding.measure, finding.budget["rounds"], finding.budget["turns"]) == (
         "guarantee",
         "epsilon",
@@ -104,13 +104,13 @@ def test_an_audit_measures_epsilon_with_fresh_secrets(tmp_path: Path, monkeypatc
     error = (finding.budget["mu high"] - finding.budget["mu low"]) / (2 * 1.96)
     assert error < 0.4
     assert abs(finding.budget["mu"] - finding.budget["stated mu"]) < 5 * error
-    assert told[0] == "rehearsal: canaries among the run's clients"
+    assert told[0] == "simulated run: canaries among the run's clients"
     assert steps[0][0] == 0
     assert steps[-1][0] == steps[-1][1]
     assert found.not_attacked == {
-        "updates, pictures, labels and properties": "the guarantee bounds what they can tell of one client, from every "
+        "updates, images, labels and properties": "the guarantee bounds what they can tell of one client, from every "
         "seat but the server's",
-        "members, as the run is": "no client takes part three times in the rehearsal's rounds",
+        "members, as the run is": "no client takes part three times in the simulated rounds",
     }
     assert members == []
     assert Audit.from_json(found.json()).findings == found.findings
@@ -137,7 +137,7 @@ def test_the_command_measures_one_example_and_keeps_limits(tmp_path: Path) -> No
     assert "told canaries as well as an epsilon of" in said
     assert "8.00 is stated for these 4 rounds, at delta 1e-05" in said
     assert (
-        "not attacked: updates, pictures, labels, properties and membership: the guarantee bounds what they can" in said
+        "not attacked: updates, images, labels, properties and membership: the guarantee bounds what they can" in said
     )
     assert "the promise is a theorem" in said
     broken = invoke("client.epsilon=0.01,auc=0.9")

@@ -16,19 +16,21 @@ from dbcl_audit.attacks.properties import property_findings
 from dbcl_audit.attacks.sources import sources
 from dbcl_audit.attacks.updates import estimates, update_findings
 from dbcl_audit.attacks.victim import victims_rounds
-from dbcl_audit.estimators.view import views
+from dbcl_audit.estimators.observations import tensor_observations
 from dbcl_audit.findings import Finding
-from dbcl_audit.rehearsal import VICTIM, Rehearsal, colluders_of, draw_batches, rehearse
+from dbcl_audit.simulated_run import VICTIM, SimulatedRun, colluders_of, draw_batches, simulate_batches
 
 DIGITS = data.load("digits")
 
 
-def played(folder: Path, shape: tuple[int, int, int], colluders: tuple[int, ...] = (), **settings: object) -> Rehearsal:
+def played(
+    folder: Path, shape: tuple[int, int, int], colluders: tuple[int, ...] = (), **settings: object
+) -> SimulatedRun:
     chosen = presets.preset(
         "paper", **{"model": "audit.networks:twelve", "seed": 0, "lanes": 2, "lr": 0.05, **settings}
     )
     script = draw_batches(np.arange(400), shape, seed=3)
-    return rehearse(chosen, of_pictures(chosen, DIGITS), script, folder, colluders=colluders)
+    return simulate_batches(chosen, of_pictures(chosen, DIGITS), script, folder, colluders=colluders)
 
 
 def cosines(findings: list[Finding]) -> dict[str, float]:
@@ -36,17 +38,17 @@ def cosines(findings: list[Finding]) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
+def two(tmp_path_factory: pytest.TempPathFactory) -> SimulatedRun:
     """Two parties in two lanes, without a veil."""
     return played(tmp_path_factory.mktemp("two"), (26, 2, 1))
 
 
-def test_two_parties_in_two_lanes_without_a_veil_see_each_others_updates_and_models(two: Rehearsal) -> None:
+def test_two_parties_in_two_lanes_without_a_veil_see_each_others_updates_and_models(two: SimulatedRun) -> None:
     found = estimates(two.attacker, ["smoother", "rewind"])
     values = cosines(update_findings(two.attacker, two.truth, found, str))
     assert values["smoother"] > 0.98
     assert values["rewind"] < 0.9
-    known = victims_rounds(two, views(two.attacker), found, range(1, 6))
+    known = victims_rounds(two, tensor_observations(two.attacker), found, range(1, 6))
     for each in known:
         seen = two.server[each.broadcast.round]
         sent = seen.answered(str(VICTIM))
@@ -62,7 +64,7 @@ def test_two_parties_in_two_lanes_without_a_veil_see_each_others_updates_and_mod
     assert np.median(close) > 0.95  # in the victim's own space; a small gradient drowns in what stays unknown
 
 
-def test_the_server_attacks_the_model_that_the_victim_received(two: Rehearsal) -> None:
+def test_the_server_attacks_the_model_that_the_victim_received(two: SimulatedRun) -> None:
     template, lr = two.server.template(), two.server.setting.local.lr
     places = set()
     for round in range(8):
@@ -81,24 +83,24 @@ def test_the_server_attacks_the_model_that_the_victim_received(two: Rehearsal) -
 
 
 def test_clients_of_all_lanes_together_see_every_update(tmp_path: Path) -> None:
-    rehearsal = played(tmp_path, (16, 4, 2), colluders_of(2))
-    assert [each.party for each in (rehearsal.attacker, *rehearsal.allies)] == ["client-2", "client-3"]
-    found = estimates(rehearsal.attacker, ["smoother"], allies=rehearsal.allies)
-    findings = update_findings(rehearsal.attacker, rehearsal.truth, found, str, allies=rehearsal.allies)
-    assert {finding.seat for finding in findings} == {"colluders"}
+    simulated = played(tmp_path, (16, 4, 2), colluders_of(2))
+    assert [each.party for each in (simulated.attacker, *simulated.allies)] == ["client-2", "client-3"]
+    found = estimates(simulated.attacker, ["smoother"], allies=simulated.allies)
+    findings = update_findings(simulated.attacker, simulated.truth, found, str, allies=simulated.allies)
+    assert {finding.adversary for finding in findings} == {"colluders"}
     assert cosines(findings)["smoother"] > 0.999
     assert "1.weight" in findings[0].budget["tensors"]
-    alone = estimates(rehearsal.attacker, ["smoother"])
-    assert cosines(update_findings(rehearsal.attacker, rehearsal.truth, alone, str))["smoother"] < 0.95
+    alone = estimates(simulated.attacker, ["smoother"])
+    assert cosines(update_findings(simulated.attacker, simulated.truth, alone, str))["smoother"] < 0.95
     holds, own = np.arange(len(DIGITS.y_train)) % 2 == 0, np.arange(400, 800)
-    holds[rehearsal.script[:, VICTIM]] = (np.arange(16) % 2 == 0)[:, None]
+    holds[simulated.script[:, VICTIM]] = (np.arange(16) % 2 == 0)[:, None]
     task = of_pictures(presets.preset("paper", model="audit.networks:twelve"), DIGITS)
-    inferred = property_findings(rehearsal, task, holds, own, found, batches=1, examples=4, seed=0, tell=str)
-    assert {finding.seat for finding in inferred} == {"colluders"}
+    inferred = property_findings(simulated, task, holds, own, found, batches=1, examples=4, seed=0, tell=str)
+    assert {finding.adversary for finding in inferred} == {"colluders"}
 
 
 def test_a_veil_is_not_averaged_away_by_clients_of_several_lanes(tmp_path: Path) -> None:
-    rehearsal = played(tmp_path, (16, 4, 2), colluders_of(2), veil=0.2)
-    found = estimates(rehearsal.attacker, ["smoother"], allies=rehearsal.allies)
-    findings = update_findings(rehearsal.attacker, rehearsal.truth, found, str, allies=rehearsal.allies)
+    simulated = played(tmp_path, (16, 4, 2), colluders_of(2), veil=0.2)
+    found = estimates(simulated.attacker, ["smoother"], allies=simulated.allies)
+    findings = update_findings(simulated.attacker, simulated.truth, found, str, allies=simulated.allies)
     assert abs(cosines(findings)["smoother"]) < 0.6

@@ -107,7 +107,7 @@ def test_all_goes_on_where_one_cannot_be_played(
 ) -> None:
     wanted = tuple(experiment for experiment in EXPERIMENTS if experiment.name in ("table1", "theory"))
     monkeypatch.setattr("experiments.registry.EXPERIMENTS", wanted)
-    monkeypatch.setattr("dbcl_audit.simulation.simulate_veil", lambda *_, **__: pytest.fail("not wanted"))
+    monkeypatch.setattr("dbcl_audit.theory_checks.simulate_veil", lambda *_, **__: pytest.fail("not wanted"))
     with pytest.raises((typer.Exit, SystemExit)):
         invoke("all", "--data-dir", str(tmp_path), "--only", "check=remark")
     assert len(rows.read(tmp_path / "results" / "theory" / "rows.jsonl")) == 3

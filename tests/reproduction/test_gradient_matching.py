@@ -18,7 +18,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     dataset = data.load("digits")
     jobs = {case: {**JOBS[0], "case": case} for case in ("no sketch", "adaptive")}
     return {
-        case: gradient_matching._rehearse(job, dataset, tmp_path_factory.mktemp(case.split()[0]))
+        case: gradient_matching._simulate(job, dataset, tmp_path_factory.mktemp(case.split()[0]))
         for case, job in jobs.items()
     }
 
@@ -28,15 +28,15 @@ def cosine(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> floa
     return float(a @ b / (a.norm() * b.norm()))
 
 
-@pytest.mark.parametrize("seat", gradient_matching.SEATS)
+@pytest.mark.parametrize("adversary", gradient_matching.ADVERSARIES)
 @pytest.mark.parametrize(
     ("case", "low", "high"), [("no sketch", 0.999, 1), ("adaptive", 0.999, 1), ("the paper's attacker", -0.9, 0.9)]
 )
 def test_who_knows_the_sketch_has_the_victims_gradient(
-    rehearsed: dict[str, Any], seat: str, case: str, low: float, high: float
+    rehearsed: dict[str, Any], adversary: str, case: str, low: float, high: float
 ) -> None:
     played = rehearsed["no sketch" if case == "no sketch" else "adaptive"]
-    _, found = gradient_matching.target(played, seat, case, round=1)
+    _, found = gradient_matching.target(played, adversary, case, round=1)
     dataset, rows = data.load("digits"), torch.from_numpy(played.script[1, 1])
     x, y = dataset.x_train[rows].double(), dataset.y_train[rows]
     template = played.attacker.template().double()

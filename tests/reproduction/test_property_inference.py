@@ -11,14 +11,14 @@ def test_both_seats_and_all_learners_are_played() -> None:
     small = {"model": "dlg-lenet", "rounds": 30, "batch": 4, "own_batches": 1, "own_examples": 8}
     found = property_inference.play({**JOBS[1], **small}, Context())
     assert (found["property"], found["tested"]) == ("thick strokes", 20)
-    places = {(each["seat"], each["attack"]) for each in found["scores"]}
+    places = {(each["adversary"], each["attack"]) for each in found["scores"]}
     assert set(property_inference.PUBLISHED) < places
     assert ("client", "matched filter of magnitudes on rewind") in places
     assert all(each["low"] <= each["auc"] <= each["high"] for each in found["scores"])
 
 
-def score(seat: str, attack: str, auc: float) -> dict[str, Any]:
-    return {"seat": seat, "attack": attack, "auc": auc, "low": auc - 0.05, "high": auc + 0.02}
+def score(adversary: str, attack: str, auc: float) -> dict[str, Any]:
+    return {"adversary": adversary, "attack": attack, "auc": auc, "low": auc - 0.05, "high": auc + 0.02}
 
 
 def test_the_table_has_the_papers_numbers_beside_ours() -> None:

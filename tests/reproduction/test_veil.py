@@ -29,7 +29,7 @@ def test_without_a_veil_the_update_is_exact_and_with_one_it_is_not(monkeypatch: 
     assert bare["cosines"]["smoother"] > 0.98
     assert bare["cosines"]["formula"] == 1
     assert veiled["cosines"]["smoother"] < 0.5
-    assert {each["seat"] for each in bare["scores"]} == {"client", "server"}
+    assert {each["adversary"] for each in bare["scores"]} == {"client", "server"}
 
 
 @pytest.mark.slow
@@ -53,8 +53,8 @@ def test_a_picture_is_rebuilt_without_a_veil_only() -> None:
 
 def result(job: Job) -> dict[str, Any]:
     scores = [
-        {"seat": seat, "attack": f"{learner} on something", "auc": 0.5 + number / 10}
-        for number, (seat, learner) in enumerate(
+        {"adversary": adversary, "attack": f"{learner} on something", "auc": 0.5 + number / 10}
+        for number, (adversary, learner) in enumerate(
             [("client", "random forest"), ("client", "matched filter"), ("server", "matched filter")]
         )
     ]

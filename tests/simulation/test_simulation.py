@@ -273,9 +273,9 @@ def test_a_metric_sees_all_outputs_at_once() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(change: dict[str, Any], error: type, message: str) -> None:
-    given = {"model": net, "clients": hospitals(), "held_out": held_out(), **SMALL, **change}
+    given = {"model": net, "clients": hospitals(), "held_out": held_out(), "settings": "blind", **SMALL, **change}
     with pytest.raises(error, match=message):
-        dbcl.simulate(given.pop("model"), given.pop("clients"), given.pop("held_out"), settings="blind", **given)
+        dbcl.simulate(given.pop("model"), given.pop("clients"), given.pop("held_out"), **given)
 
 
 def test_a_list_of_clients_and_a_number_of_them_is_a_contradiction() -> None:

@@ -74,7 +74,7 @@ def metric_root(c: Array) -> Array:
 
 
 def dense_first_layer(broadcast: Broadcast, shape: Sequence[int]) -> str | None:
-    """The prefix of a first layer that is dense, has a bias and takes the whole picture; None where there is none.
+    """The prefix of a first layer that is dense, has a bias and takes the whole image; None where there is none.
 
     >>> import dbcl
     >>> from torch import nn

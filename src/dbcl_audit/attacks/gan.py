@@ -1,9 +1,9 @@
-"""Pictures of a class that another client alone holds, drawn by a generator (Hitaj et al. 2017). Reads: client-N.
+"""Images of a class that another client alone holds, drawn by a generator (Hitaj et al. 2017). Reads: client-N.
 
-The attacker is a client that follows the protocol. In every round it trains a generator whose pictures the model that
+The attacker is a client that follows the protocol. In every round it trains a generator whose images the model that
 it received shall take for the victim's class. It then calls its drawings a class of their own, `fake`, and trains on
 them with its other examples, so that the victim must say better what its class looks like: the model that all share is
-the discriminator of a GAN, whose real pictures only the victim has. No update is estimated, and no round needs an
+the discriminator of a GAN, whose real images only the victim has. No update is estimated, and no round needs an
 earlier one; what hides updates does not stop it.
 """
 
@@ -22,13 +22,13 @@ from dbcl.errors import ConfigError
 from dbcl.model import networks
 from dbcl.protocol import Broadcast, Update, blinded
 from dbcl.transcripts import Transcript
-from dbcl_audit import picture_quality as quality
+from dbcl_audit import image_quality as quality
+from dbcl_audit.estimators.observations import tensor_observations
 from dbcl_audit.estimators.smoother import known_scales, smoother
-from dbcl_audit.estimators.view import views
 
 ATTACKER, VICTIM = 0, 1
 BLOCKS = (2, 4, 7)
-"""Sides of the blocks of pixels in what the judge learns to be no picture."""
+"""Sides of the blocks of pixels in what the judge learns to be no image."""
 REPLAY = 5
 """The drawings of so many rounds are kept: a model that forgot older ones would let the generator run in circles."""
 
@@ -51,7 +51,7 @@ class GanSettings:
     latent: int = 64
     channels: int = 16
     tv: float = 0.1
-    """The weight of the drawings' total variation: pictures are smooth, as the attacker knows from its own."""
+    """The weight of the drawings' total variation: images are smooth, as the attacker knows from its own."""
 
     def __post_init__(self) -> None:
         sizes = (self.steps, self.batch, self.latent, self.channels)
@@ -67,7 +67,7 @@ def generator(shape: Sequence[int], settings: GanSettings) -> nn.Module:
     """
     channels, height, width = shape
     if height % 4 or width % 4:
-        raise ConfigError(f"the generator doubles its pictures twice: {height} x {width} must be divisible by 4")
+        raise ConfigError(f"the generator doubles its images twice: {height} x {width} must be divisible by 4")
     wide, narrow = 2 * settings.channels, settings.channels
     return nn.Sequential(
         nn.Linear(settings.latent, wide * height * width // 16),
@@ -87,7 +87,7 @@ def generator(shape: Sequence[int], settings: GanSettings) -> nn.Module:
 class GanAttacker:
     """A client's generator, with the models that it receives as discriminators.
 
-    `box` is the range of the values that pictures have. `drawings` holds so many, of the last `REPLAY` models.
+    `box` is the range of the values that images have. `drawings` holds so many, of the last `REPLAY` models.
 
     >>> attacker = GanAttacker((1, 28, 28), (-1.0, 1.0), GanSettings(target=3, steps=2), count=10, seed=0)
     >>> attacker.learn(networks.build("mnist-mlp", outputs=11))
@@ -107,13 +107,13 @@ class GanAttacker:
         self.drawings = self._drawn(count)
 
     def learn(self, model: nn.Module) -> None:
-        """Train the generator so that a model takes its pictures for the victim's class, and draw new ones."""
+        """Train the generator so that a model takes its images for the victim's class, and draw new ones."""
         model.eval()
         self.generator.train()
         wanted = torch.full((self.settings.batch,), self.settings.target)
         for _ in range(self.settings.steps):
             self.optimizer.zero_grad()
-            drawn = self._pictures(self.settings.batch)
+            drawn = self._images(self.settings.batch)
             loss = F.cross_entropy(model(drawn), wanted) + self.settings.tv * _variation(drawn)
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
@@ -124,9 +124,9 @@ class GanAttacker:
     @torch.no_grad()
     def _drawn(self, count: int) -> Tensor:
         self.generator.eval()
-        return self._pictures(count)
+        return self._images(count)
 
-    def _pictures(self, count: int) -> Tensor:
+    def _images(self, count: int) -> Tensor:
         low, high = self.box
         noise = torch.randn(count, self.settings.latent, generator=self.noise)
         drawn: Tensor = low + (high - low) * (self.generator(noise) + 1) / 2
@@ -165,9 +165,9 @@ class GanEngine(StackedEngine):
         return super().train_cohort(sent)
 
 
-def _variation(pictures: Tensor) -> Tensor:
+def _variation(images: Tensor) -> Tensor:
     """The mean absolute difference of neighbouring pixels."""
-    return pictures.diff(dim=-1).abs().mean() + pictures.diff(dim=-2).abs().mean()
+    return images.diff(dim=-1).abs().mean() + images.diff(dim=-2).abs().mean()
 
 
 def with_drawings(dataset: Dataset, drawings: int) -> Dataset:
@@ -212,15 +212,15 @@ def estimated_models(transcript: Transcript) -> Iterator[nn.Module]:
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> config = preset("paper", model="dlg-lenet")
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> len(list(estimated_models(played.attacker)))
     3
     """
-    seen, veil = views(transcript), transcript.setting.veil
+    seen, veil = tensor_observations(transcript), transcript.setting.veil
     walks = {name: smoother(view, known_scales(view, veil)).weights(view) for name, view in seen.items()}
     for _ in transcript.rounds:
         model = transcript.template()
@@ -236,7 +236,7 @@ def estimated_models(transcript: Transcript) -> Iterator[nn.Module]:
 def judge(dataset: Dataset, *, steps: int, seed: int = 0) -> nn.Module:
     """A classifier that no party of the run has: a CNN that learns from the held-out examples alone.
 
-    It has one class more, for what is no picture of any, or it would call any pattern some class: held-out pictures
+    It has one class more, for what is no image of any, or it would call any pattern some class: held-out images
     whose blocks of pixels change places, and blots.
 
     >>> from dbcl import data
@@ -257,21 +257,21 @@ def judge(dataset: Dataset, *, steps: int, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
-def scrambled(pictures: Tensor, block: int, rng: np.random.Generator) -> Tensor:
-    """Pictures whose blocks of pixels change places, in each its own way.
+def scrambled(images: Tensor, block: int, rng: np.random.Generator) -> Tensor:
+    """Images whose blocks of pixels change places, in each its own way.
 
     >>> mixed = scrambled(torch.arange(16.0).view(1, 1, 4, 4), 2, np.random.default_rng(0))
     >>> mixed.shape, sorted(mixed.flatten().tolist()) == list(range(16))
     (torch.Size([1, 1, 4, 4]), True)
     """
-    blocks = F.unfold(pictures, block, stride=block)  # (n, channels * block^2, blocks)
+    blocks = F.unfold(images, block, stride=block)  # (n, channels * block^2, blocks)
     places = torch.from_numpy(rng.permuted(np.tile(np.arange(blocks.shape[2]), (len(blocks), 1)), axis=1))
     mixed = blocks.gather(2, places[:, None].expand_as(blocks))
-    return F.fold(mixed, pictures.shape[-2:], block, stride=block)
+    return F.fold(mixed, images.shape[-2:], block, stride=block)
 
 
 def blots(like: Tensor, block: int, box: tuple[float, float], rng: np.random.Generator) -> Tensor:
-    """Smooth noise of the shape of pictures: a normal value for every block of pixels, interpolated, in the box.
+    """Smooth noise of the shape of images: a normal value for every block of pixels, interpolated, in the box.
 
     >>> found = blots(torch.zeros(3, 1, 28, 28), 7, (-1.0, 1.0), np.random.default_rng(0))
     >>> found.shape, float(found.abs().max()) <= 1
@@ -287,7 +287,7 @@ def blots(like: Tensor, block: int, box: tuple[float, float], rng: np.random.Gen
 
 @dataclass(frozen=True)
 class Drawn:
-    """How far drawings are pictures of the target class.
+    """How far drawings are images of the target class.
 
     `called` is the share that the judge takes for it, `nearest` the share of those nearest to the mean of that class
     among the means of all, and `psnr` the median PSNR with that mean, in dB.
@@ -302,7 +302,7 @@ class Drawn:
 
 
 @torch.no_grad()
-def measure(pictures: Tensor, dataset: Dataset, target: int, judge: nn.Module) -> Drawn:
+def measure(images: Tensor, dataset: Dataset, target: int, judge: nn.Module) -> Drawn:
     """Measure drawings by a judge and by the class means of the held-out examples.
 
     >>> from dbcl import data
@@ -313,9 +313,9 @@ def measure(pictures: Tensor, dataset: Dataset, target: int, judge: nn.Module) -
     """
     box = quality.span(dataset)
     means = torch.stack([dataset.x_test[dataset.y_test == label].mean(dim=0) for label in range(dataset.outputs)])
-    each = torch.stack([quality.psnr(pictures, mean.expand_as(pictures), box, ordered=True) for mean in means])
+    each = torch.stack([quality.psnr(images, mean.expand_as(images), box, ordered=True) for mean in means])
     return Drawn(
-        called=float((judge(pictures).argmax(dim=1) == target).double().mean()),
+        called=float((judge(images).argmax(dim=1) == target).double().mean()),
         nearest=float((each.argmax(dim=0) == target).double().mean()),
         psnr=float(each[target].median()),
     )

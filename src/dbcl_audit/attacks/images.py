@@ -1,4 +1,4 @@
-"""The victim's pictures, by gradient matching and by solving a dense first layer. Reads: server; client-0.
+"""The victim's images, by gradient matching and by solving a dense first layer. Reads: server; client-0.
 
 From the server's seat the victim's update is known; from a client's seat an estimate of it takes its place.
 """
@@ -18,40 +18,40 @@ from dbcl.data import Dataset
 from dbcl.errors import ConfigError
 from dbcl.protocol import Broadcast, blinded
 from dbcl.sketch import Identity
-from dbcl_audit import picture_quality as pictures
-from dbcl_audit.attacks import OnProgress
+from dbcl_audit import image_quality
 from dbcl_audit.attacks.first_layer import FirstLayer, dense_first_layer, solve_first_layer
 from dbcl_audit.attacks.gradients import as_gradient
 from dbcl_audit.attacks.labels import label_chance, labels_of_gradient
 from dbcl_audit.attacks.matching import Matching, Recovered, recover
 from dbcl_audit.attacks.updates import ESTIMATORS, others_update_lifted
 from dbcl_audit.attacks.victim import Changes, VictimsRound, victims_rounds
-from dbcl_audit.estimators.view import views
-from dbcl_audit.findings import Finding
-from dbcl_audit.rehearsal import VICTIM, Rehearsal
+from dbcl_audit.context import OnProgress
+from dbcl_audit.estimators.observations import tensor_observations
+from dbcl_audit.findings import Finding, Measure
+from dbcl_audit.simulated_run import VICTIM, SimulatedRun
 
 
 class Attack(NamedTuple):
     name: str
-    seat: str
+    adversary: str
     attacker: str
 
 
 @dataclass(frozen=True, eq=False)
 class _Attempts:
-    """Runs attacks on one picture after another; `results` holds what each recovered, or why it failed."""
+    """Runs attacks on one image after another; `results` holds what each recovered, or why it failed."""
 
     dataset: Dataset
     settings: Matching
     inverting: Matching | None
     solver_steps: int
     tell: OnProgress
-    pictures: int
+    images: int
     results: dict[Attack, list[Recovered | str]] = field(default_factory=dict)
 
     @property
     def box(self) -> tuple[float, float]:
-        return pictures.span(self.dataset)
+        return image_quality.span(self.dataset)
 
     def match(
         self,
@@ -62,8 +62,8 @@ class _Attempts:
         settings: Matching | None = None,
         count: int = 1,
     ) -> None:
-        """Match a gradient with those of a model, for `count` pictures together."""
-        self.tell(f"pictures, {attack.seat}'s seat, {attack.name}: {number + 1} of {self.pictures}")
+        """Match a gradient with those of a model, for `count` images together."""
+        self.tell(f"images, {attack.adversary}'s seat, {attack.name}: {number + 1} of {self.images}")
         how = replace(settings or self.settings, box=self.box)
         try:
             result: Recovered | str = recover(model, gradient, self.dataset.shape, None, count, how, seed=number)
@@ -91,7 +91,7 @@ class _Attempts:
 
 
 def image_findings(
-    rehearsal: Rehearsal,
+    simulated: SimulatedRun,
     dataset: Dataset,
     found: Mapping[str, Changes],
     rounds: Sequence[int],
@@ -101,7 +101,7 @@ def image_findings(
     inverting: Matching | None = None,
     solver_steps: int = 300,
 ) -> list[Finding]:
-    """Recover the victim's single pictures, from the server's seat and from the attacker's, naive and adaptive.
+    """Recover the victim's single images, from the server's seat and from the attacker's, naive and adaptive.
 
     `found` holds the attacker's estimates. With `inverting` the server also tries these settings, such as those of
     Inverting Gradients. A dense first layer is solved in `solver_steps` for each weight of the total variation.
@@ -109,48 +109,50 @@ def image_findings(
     >>> import tempfile
     >>> from pathlib import Path
     >>> from dbcl import data
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
     >>> config = preset("paper", model="dlg-lenet")
-    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> settings = Matching(steps=1, restarts=1)
     >>> findings = image_findings(played, data.load("digits"), {}, [0], settings, tell=str)
-    >>> sorted({(finding.attack, finding.seat) for finding in findings})
+    >>> sorted({(finding.attack, finding.adversary) for finding in findings})
     [('matching the lifted update', 'server'), ('matching through the sketch', 'server')]
     """
     attempts = _Attempts(dataset, settings, inverting, solver_steps, tell, len(rounds))
-    template = rehearsal.attacker.template().double()
-    seen = views(rehearsal.attacker, allies=rehearsal.allies)
-    known = victims_rounds(rehearsal, seen, found, rounds) if found else []
+    template = simulated.attacker.template().double()
+    seen = tensor_observations(simulated.attacker, allies=simulated.allies)
+    known = victims_rounds(simulated, seen, found, rounds) if found else []
     for number, round in enumerate(rounds):
-        _server_attacks(attempts, number, rehearsal, round, template)
+        _server_attacks(attempts, number, simulated, round, template)
         if known:
-            _client_attacks(attempts, number, rehearsal, round, template, known[number], found)
-    victims = torch.from_numpy(rehearsal.script[list(rounds), VICTIM, 0])
-    together = [rehearsal.script[round, list(rehearsal.server_saw(round).clients), 0] for round in rounds]
+            _client_attacks(attempts, number, simulated, round, template, known[number], found)
+    victims = torch.from_numpy(simulated.script[list(rounds), VICTIM, 0])
+    together = [simulated.script[round, list(simulated.server_observation(round).clients), 0] for round in rounds]
     findings = []
     for attack, results in attempts.results.items():
         each = zip(results, together, strict=True)
         paired = [_victims_own(result, dataset, torch.from_numpy(rows)) for result, rows in each]
-        findings += picture_findings(attack, paired, dataset, victims)
+        findings += recovered_image_findings(attack, paired, dataset, victims)
     # A sum shows which labels are in it and not whose they are: the one that was paired with the victim's says nothing.
-    summed = rehearsal.bound is not None
-    return [finding for finding in findings if not (summed and (finding.seat, finding.target) == ("server", "label"))]
+    summed = simulated.bound is not None
+    return [
+        finding for finding in findings if not (summed and (finding.adversary, finding.target) == ("server", "label"))
+    ]
 
 
 def _victims_own(result: Recovered | str, dataset: Dataset, truth: Tensor) -> Recovered | str:
-    """Of pictures that were recovered together the victim's: the first, when all are paired with the true ones."""
+    """Of images that were recovered together the victim's: the first, when all are paired with the true ones."""
     if isinstance(result, str) or len(result.images) == 1:
         return result
-    paired = pictures.pair(result.images, dataset.x_train[truth].double(), pictures.span(dataset))
+    paired = image_quality.pair(result.images, dataset.x_train[truth].double(), image_quality.span(dataset))
     place = next(number for number, image in enumerate(result.images) if torch.equal(image, paired[0]))
     return replace(result, images=paired[:1], labels=result.labels[place : place + 1])
 
 
-def _server_attacks(attempts: _Attempts, number: int, rehearsal: Rehearsal, round: int, template: nn.Module) -> None:
+def _server_attacks(attempts: _Attempts, number: int, simulated: SimulatedRun, round: int, template: nn.Module) -> None:
     """The server knows W and the victim's update, or the mean of several."""
-    (known, broadcast, sent, clients), lr = rehearsal.server_saw(round), rehearsal.server.setting.local.lr
+    (known, broadcast, sent, clients), lr = simulated.server_observation(round), simulated.server.setting.local.lr
     client, count = blinded(template, broadcast), len(clients)
     assert known.weights is not None
     gradient = as_gradient(_double(sent), lr)
@@ -173,14 +175,14 @@ def _server_attacks(attempts: _Attempts, number: int, rehearsal: Rehearsal, roun
 def _client_attacks(
     attempts: _Attempts,
     number: int,
-    rehearsal: Rehearsal,
+    simulated: SimulatedRun,
     round: int,
     template: nn.Module,
     victim: VictimsRound,
     found: Mapping[str, Changes],
 ) -> None:
     """A client has only estimates of the victim's update, and in another lane than its own of the victim's model."""
-    transcript, seat = rehearsal.attacker, rehearsal.seat
+    transcript, adversary = simulated.attacker, simulated.adversary
     setting, index = transcript.setting, transcript.rounds.index(round)
     for name, changes in found.items():
         kind = ESTIMATORS[name][0]
@@ -199,39 +201,39 @@ def _client_attacks(
         shaped = {tensor: change.double().reshape(shapes[tensor]) for tensor, change in update.items()}
         gradient = as_gradient(shaped, setting.local.lr)
         if kind == "adaptive" and (name != "rewind" or setting.veil == 0):
-            attempts.solve(Attack(f"solving the first layer on {name}", seat, "adaptive"), gradient, broadcast)
-        attempts.match(Attack(f"matching on {name}", seat, kind), model, gradient, number)
+            attempts.solve(Attack(f"solving the first layer on {name}", adversary, "adaptive"), gradient, broadcast)
+        attempts.match(Attack(f"matching on {name}", adversary, kind), model, gradient, number)
 
 
-def picture_findings(
+def recovered_image_findings(
     attack: Attack, results: Sequence[Recovered | str], dataset: Dataset, victims: Tensor
 ) -> list[Finding]:
-    truth, labels, box = dataset.x_train[victims].double(), dataset.y_train[victims], pictures.span(dataset)
+    truth, labels, box = dataset.x_train[victims].double(), dataset.y_train[victims], image_quality.span(dataset)
     failures = tuple(r for r in results if isinstance(r, str)) + tuple(
         failure for r in results if isinstance(r, Recovered) for failure in r.failures
     )
     blank = torch.full_like(truth[:1], sum(box) / 2)
     got = torch.cat([r.images if isinstance(r, Recovered) else blank for r in results])
-    values = pictures.psnr(got, truth, box, ordered=True)
+    values = image_quality.psnr(got, truth, box, ordered=True)
     mean = truth.mean(dim=0, keepdim=True).expand_as(truth)
-    chance = float(np.median(pictures.psnr(mean, truth, box, ordered=True)))
+    chance = float(np.median(image_quality.psnr(mean, truth, box, ordered=True)))
     seconds = sum(r.seconds for r in results if isinstance(r, Recovered))
-    budget = {"pictures": len(results), "seconds": round(seconds, 1)}
-    grid = pictures.grid_png([("truth", truth), ("rebuilt", got)], box)
+    budget = {"images": len(results), "seconds": round(seconds, 1)}
+    grid = image_quality.grid_png([("truth", truth), ("rebuilt", got)], box)
     right = [isinstance(r, Recovered) and int(r.labels[0]) == int(y) for r, y in zip(results, labels, strict=True)]
     named: dict[str, Any] = {
-        "attack": attack.name, "seat": attack.seat, "attacker": attack.attacker,
+        "attack": attack.name, "adversary": attack.adversary, "attacker": attack.attacker,
         "budget": budget, "failures": failures,
     }  # fmt: skip
     low, high = float(values.min()), float(values.max())
-    similar = float(np.median(pictures.ssim(got, truth, box, ordered=True)))
+    similar = float(np.median(image_quality.ssim(got, truth, box, ordered=True)))
     return [
-        Finding(**named, target="image", measure="psnr", value=float(np.median(values)), low=low, high=high,
-                chance=chance, note="median; interval: worst and best picture. Guessing: the mean of these pictures",
-                images=(("the true pictures, and below them what the attacker rebuilt", grid),)),
-        Finding(**named, target="image", measure="ssim", value=similar, note="median"),
-        Finding(**named, target="image", measure="share above 20 dB", value=pictures.share_above(values), chance=0.0),
-        Finding(**named, target="label", measure="accuracy", value=float(np.mean(right)),
+        Finding(**named, target="image", measure=Measure.PSNR, value=float(np.median(values)), low=low, high=high,
+                chance=chance, note="median; interval: worst and best image. Guessing: the mean of these images",
+                images=(("the true images, and below them what the attacker rebuilt", grid),)),
+        Finding(**named, target="image", measure=Measure.SSIM, value=similar, note="median"),
+        Finding(**named, target="image", measure=Measure.SHARE_ABOVE_20_DB, value=image_quality.share_above(values), chance=0.0),
+        Finding(**named, target="label", measure=Measure.ACCURACY, value=float(np.mean(right)),
                 chance=label_chance(dataset.y_train)),
     ]  # fmt: skip
 

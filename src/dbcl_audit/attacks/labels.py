@@ -8,10 +8,10 @@ from torch import Tensor
 
 from dbcl.data import Dataset
 from dbcl.errors import ConfigError
-from dbcl_audit.estimators.options import option_2
-from dbcl_audit.estimators.view import views
-from dbcl_audit.findings import Finding
-from dbcl_audit.rehearsal import VICTIM, Rehearsal
+from dbcl_audit.estimators.observations import tensor_observations
+from dbcl_audit.estimators.paper_estimators import option_2
+from dbcl_audit.findings import Finding, Measure
+from dbcl_audit.simulated_run import VICTIM, SimulatedRun
 
 
 def labels_of_gradient(weight: Tensor | None, bias: Tensor | None, count: int = 1) -> Tensor:
@@ -52,33 +52,33 @@ def label_chance(labels: Tensor) -> float:
     return int(torch.bincount(labels).max()) / len(labels)
 
 
-def label_finding(rehearsal: Rehearsal, dataset: Dataset, rounds: Sequence[int]) -> Finding:
+def label_finding(simulated: SimulatedRun, dataset: Dataset, rounds: Sequence[int]) -> Finding:
     """The victim's labels in rehearsed rounds of one example each, with no attack on the rest of the network at all.
 
     >>> import tempfile
     >>> from pathlib import Path
     >>> from dbcl import data
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
     >>> config = preset("paper", model="dlg-lenet")
-    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> label_finding(played, data.load("digits"), range(2)).value
     1.0
     """
-    transcript = rehearsal.attacker
+    transcript = simulated.attacker
     biases = [part.name for part in transcript[rounds[0]].broadcast.plan.tensors if part.name.endswith("bias")]
     value, note = float("nan"), ""
     failures: tuple[str, ...] = ("the network has no bias",)
     if biases:
         layer = biases[-1]
-        changes = option_2(views(transcript, [layer])[layer])
+        changes = option_2(tensor_observations(transcript, [layer])[layer])
         right = []
         for round in rounds:
             label = labels_of_gradient(None, -changes[transcript.rounds.index(round)].flatten())
-            right.append(int(label[0]) == int(dataset.y_train[rehearsal.script[round, VICTIM, 0]]))
+            right.append(int(label[0]) == int(dataset.y_train[simulated.script[round, VICTIM, 0]]))
         value, note, failures = float(np.mean(right)), f"from {layer} alone, one example a round", ()
     return Finding(
-        "label from the output layer's bias", "client", "naive", "label", "accuracy", value,
+        "label from the output layer's bias", "client", "naive", "label", Measure.ACCURACY, value,
         chance=label_chance(dataset.y_train), budget={"rounds": len(rounds)}, failures=failures, note=note,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A client's local training as an attacker replays it: several steps of SGD that pictures can be fitted through."""
+"""A client's local training as an attacker replays it: several steps of SGD that images can be fitted through."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class LocalSteps:
     Which examples come together is the client's secret, so `of` takes them in an order of its own. Where all fit into
     one batch, that is no guess. Momentum and the proximal term are those of `LocalTraining`.
 
-    >>> LocalSteps.of(LocalTraining(lr=0.1, batch_size=2, epochs=2), examples=3)
+    >>> LocalSteps.from_training(LocalTraining(lr=0.1, batch_size=2, epochs=2), examples=3)
     LocalSteps(rate=0.1, batches=((0, 1), (2,), (0, 1), (2,)), momentum=0.0, proximal=0.0)
     """
 
@@ -34,7 +34,7 @@ class LocalSteps:
             raise ConfigError("there must be 1 or more batches of 1 or more examples each")
 
     @staticmethod
-    def of(training: LocalTraining, examples: int, round: int = 0) -> "LocalSteps":
+    def from_training(training: LocalTraining, examples: int, round: int = 0) -> "LocalSteps":
         """The steps of a client with so many examples, in the order 0, 1, 2 and so on in every epoch."""
         if not training.is_sgd or training.example_clip is not None:
             raise ConfigError(

@@ -10,7 +10,7 @@ of the residual weighs rounds and examples by how far membership would have shif
 says little whatever its score, and one with a large gradient and no score is no member.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -27,13 +27,13 @@ from dbcl_audit.attacks.membership import judge
 from dbcl_audit.attacks.roc import Array, measure_auc
 from dbcl_audit.attacks.trajectory import Lane, Trajectory, loaded
 from dbcl_audit.estimators.covariance import solve
-from dbcl_audit.findings import Curve, Finding
+from dbcl_audit.findings import Finding
 from dbcl_audit.numerics import standardized
-from dbcl_audit.run_rehearsal import RunRehearsal
+from dbcl_audit.simulated_run import ShardRun
 
 RIDGE = 0.03
 """Variance, relative to that of the scores, which gradients do not explain."""
-LEEWAY = 10.0
+PROCESS_NOISE_SCALE = 10.0
 """Ratio of the others' deviation from the drift along gradients of examples to that along any direction."""
 NEIGHBOURS = 3.0
 """Factor by which members shift the score of a round beyond what they do in it: they train before and after as well."""
@@ -84,12 +84,12 @@ def round_scores(trajectory: Trajectory, examples: Examples, null: Examples) -> 
     >>> import tempfile
     >>> from pathlib import Path
     >>> from dbcl_audit.attacks.trajectory import Knowledge
-    >>> from dbcl_audit.run_rehearsal import rehearse_run, shards_of
+    >>> from dbcl_audit.simulated_run import simulate_run, shards_of
     >>> from dbcl.simulation import preset, task_of
     >>> config = preset("veil", model="mnist-mlp")
     >>> task = task_of(config)
     >>> shards = shards_of(config, task, clients=2)
-    >>> played = rehearse_run(config, task, shards, Path(tempfile.mkdtemp()), rounds=3)
+    >>> played = simulate_run(config, task, shards, Path(tempfile.mkdtemp()), rounds=3)
     >>> own, members = (shards.examples.subset(rows) for rows in (shards.own[:100], shards.members()))
     >>> trajectory = Trajectory(played.recorded.attacker, Knowledge(own, examples=50))
     >>> [len(lanes) for lanes in round_scores(trajectory, members, own)]
@@ -179,7 +179,7 @@ def loss_scores(scores: Sequence[Sequence[RoundScores]], groups: Array, null: sl
 
 
 def member_findings(
-    played: RunRehearsal, trajectory: Trajectory, *, null: int = 600, seed: int = 0, note: str = ""
+    played: ShardRun, trajectory: Trajectory, *, null: int = 600, seed: int = 0, note: str = ""
 ) -> list[Finding]:
     """Attack the membership of the examples that the others train on, against examples that nobody has.
 
@@ -189,18 +189,18 @@ def member_findings(
     >>> import tempfile
     >>> from pathlib import Path
     >>> from dbcl_audit.attacks.trajectory import Knowledge
-    >>> from dbcl_audit.run_rehearsal import rehearse_run, shards_of
+    >>> from dbcl_audit.simulated_run import simulate_run, shards_of
     >>> from dbcl.simulation import preset, task_of
     >>> config = preset("veil", model="mnist-mlp")
     >>> task = task_of(config)
     >>> shards = shards_of(config, task, clients=2)
-    >>> played = rehearse_run(config, task, shards, Path(tempfile.mkdtemp()), rounds=3)
+    >>> played = simulate_run(config, task, shards, Path(tempfile.mkdtemp()), rounds=3)
     >>> trajectory = Trajectory(played.recorded.attacker, Knowledge(shards.examples.subset(shards.own), examples=50))
     >>> sorted({finding.attack for finding in member_findings(played, trajectory, null=100)})
     ['likelihood ratio and losses over all rounds', 'likelihood ratio over all rounds', 'losses over all rounds']
     """
     began, shards = perf_counter(), played.shards
-    trajectory = trajectory.knowing(replace(trajectory.knowledge, leeway=LEEWAY))
+    trajectory = trajectory.knowing(replace(trajectory.knowledge, process_noise_scale=PROCESS_NOISE_SCALE))
     others = [client for client in range(len(shards.of_clients)) if client not in played.known]
     own = np.concatenate([shards.of_clients[client] for client in played.known])
     members = [shards.of_clients[client] for client in others]
@@ -232,36 +232,33 @@ def member_findings(
         "members": count, "non-members": strangers, "rounds seen": len(trajectory.rounds),
         "own examples": len(sure), "seconds": round(perf_counter() - began, 1),
     }  # fmt: skip
-    named: dict[str, Any] = {
-        "seat": played.recorded.seat, "attacker": "adaptive", "target": "membership", "budget": budget, "note": note,
-    }  # fmt: skip
+    sizes = [len(rows_of) for rows_of in members]
     return [
         finding
         for attack, each in attacks.items()
-        for finding in _judged(attack, each, [len(rows_of) for rows_of in members], named, seed)
+        for finding in _judged(played, attack, each, sizes, budget, note, seed)
     ]
 
 
 def _judged(
-    attack: str, scores: Sequence[Array], members: Sequence[int], named: dict[str, Any], seed: int
+    played: ShardRun,
+    attack: str,
+    scores: Sequence[Array],
+    members: Sequence[int],
+    budget: Mapping[str, Any],
+    note: str,
+    seed: int,
 ) -> list[Finding]:
-    """All clients' members against the non-members; with several clients each has scores of its own for these."""
+    """Measure all clients' members against the non-members; each of several clients has its own scores of these."""
     values = np.concatenate(scores)
     truth = np.concatenate([np.arange(len(each)) < count for each, count in zip(scores, members, strict=True)])
-    result, interval = judge(values, truth), measure_auc(values, truth, seed)
-    curve, axes = Curve("", *result.roc), ("false positive rate", "true positive rate")
-    found = [
-        Finding(
-            attack, measure="membership auc", value=result.auc, low=interval.low, high=interval.high, chance=0.5,
-            curves=(curve,), axes=axes, **named,
-        ),
-        Finding(attack, measure="tpr at 1 % fpr", value=result.tpr_at_1_percent, chance=0.01, **named),
-        Finding(attack, measure="tpr at 0.1 % fpr", value=result.tpr_at_01_percent, chance=0.001, **named),
-    ]  # fmt: skip
-    return [finding for finding in found if finding.value == finding.value]
+    interval = measure_auc(values, truth, seed)
+    first, *rates = judge(values, truth).findings(attack, played.recorded.adversary, "adaptive")
+    found = [replace(first, low=interval.low, high=interval.high), *rates]
+    return [replace(each, budget=budget, note=note) for each in found]
 
 
-def _lanes_of(played: RunRehearsal, client: int, rounds: Sequence[int]) -> list[str | None]:
+def _lanes_of(played: ShardRun, client: int, rounds: Sequence[int]) -> list[str | None]:
     """The plan of a client's lane in each round, or None where not all clients take part in every round."""
     if played.config.cohort < len(played.shards.of_clients):
         return [None] * len(rounds)

@@ -7,11 +7,12 @@ very few false alarms, not the average over all thresholds.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -19,11 +20,14 @@ from dbcl import seeds
 from dbcl.data import Batch, examples_of
 from dbcl.data.trees import Tree, call, map_tensors, tensors
 from dbcl.engines import LocalTraining
+from dbcl.errors import AuditError
 from dbcl.objective import CLASSIFICATION, Objective
+from dbcl.protocol import blinded
+from dbcl.simulation.build import build_server, calibration
 from dbcl.simulation.task import Task, pooled
-from dbcl_audit.attacks import OnProgress
 from dbcl_audit.attacks.roc import Array, Flags, roc
-from dbcl_audit.findings import Curve, Finding
+from dbcl_audit.context import AuditContext, OnProgress
+from dbcl_audit.findings import Curve, Finding, Measure
 
 ENOUGH = 64  # values of an example from which on it has a variance of its own, as in the original
 
@@ -48,38 +52,54 @@ def membership_findings(
     >>> few = replace(task, **{name: getattr(task, name).subset(np.arange(20)) for name in ("train", "held_out")})
     >>> make = task.make_model
     >>> findings = membership_findings(make(0), make(1), few, LocalTraining(), shadow_models=4, seed=0, tell=str)
-    >>> sorted({finding.attack for finding in findings if finding.seat == "anyone"})
+    >>> sorted({finding.attack for finding in findings if finding.adversary == "anyone"})
     ['LiRA on the final model', 'loss threshold on the final model']
     """
     count = min(1000, len(task.held_out), len(task.train))
     inside = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(seed))[:count].numpy()
     examples = pooled([task.train.subset(inside), task.held_out.subset(np.arange(count))])
-    members = np.arange(2 * count) < count
     tell("membership: shadow models")
     trained = shadows(task.make_model, examples, shadow_models, training, seed, task.objective)
     findings = []
-    for seat, what, target in (("anyone", "the final model", model), ("client", "a client's view of it", view)):
+    for adversary, what, target in (("anyone", "the final model", model), ("client", "a client's view of it", view)):
         values = confidences(target, examples, task.objective)
         attacks = {
             "loss threshold": ("naive", loss_threshold(values)),
             "LiRA": ("adaptive", lira(values, trained.inside, trained.outside)),
         }
         for name, (kind, scores) in attacks.items():
-            result = judge(scores, members)
-            named: dict[str, Any] = {
-                "attack": f"{name} on {what}", "seat": seat, "attacker": kind, "target": "membership",
-                "budget": {"members": count, "non-members": count, "shadow models": shadow_models},
-            }  # fmt: skip
-            curve = Curve("", *result.roc)
-            axes = ("false positive rate", "true positive rate")
-            found = [
-                Finding(**named, measure="membership auc", value=result.auc, chance=0.5, curves=(curve,), axes=axes),
-                Finding(**named, measure="tpr at 1 % fpr", value=result.tpr_at_1_percent, chance=0.01),
-                Finding(**named, measure="tpr at 0.1 % fpr", value=result.tpr_at_01_percent, chance=0.001),
-            ]
-            # Of fewer than 1,000 others one in a thousand cannot be told: no attack has failed, so nothing is said.
-            findings += [finding for finding in found if not math.isnan(finding.value)]
+            result = judge_members(scores, count)
+            more = {"shadow models": shadow_models}
+            findings += result.findings(f"{name} on {what}", adversary, kind, more)
     return findings
+
+
+def audit_final_model(context: AuditContext) -> list[Finding]:
+    """Infer membership in the training data from the finished model, and from a client's broadcast of it."""
+    config, path = context.config, context.folder / "model.safetensors"
+    if not path.exists():
+        raise AuditError(f"{path} is missing: the run is not finished")
+
+    def make(number: int) -> nn.Module:
+        context.step()  # a new shadow model is made when the previous one is trained
+        return context.task.make_model(number)
+
+    model = make(0)
+    try:
+        model.load_state_dict(safetensors.torch.load_file(path))
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        raise AuditError(f"{path} cannot be read: {error}") from None
+    known = calibration(config, context.task)
+    server = build_server(config, model, layers=context.task.layers, insecure_seed=context.seed, calibration=known)
+    view, task = blinded(make(1), server.open_round()), replace(context.task, make_model=make)
+    training = replace(task.training(config), batch_size=20, epochs=10, steps=None, lr_decay=1.0, proximal=0.0)
+    count = context.effort.shadow_models
+    return membership_findings(model, view, task, training, shadow_models=count, seed=context.seed, tell=context.tell)
+
+
+def final_model_steps(context: AuditContext) -> int:
+    """Expected steps of `audit_final_model`."""
+    return 0 if context.guaranteed else 3 + context.effort.shadow_models
 
 
 @torch.no_grad()
@@ -244,6 +264,41 @@ class Membership:
     tpr_at_1_percent: float
     tpr_at_01_percent: float
     roc: tuple[tuple[float, ...], tuple[float, ...]]
+    members: int = field(default=0, repr=False)
+    others: int = field(default=0, repr=False)
+
+    def findings(
+        self, attack: str, adversary: str, attacker: str, more: Mapping[str, Any] | None = None
+    ) -> list[Finding]:
+        """Return the AUC and the rates as findings, without rates that too few others were scored for.
+
+        >>> found = Membership(0.5, 0.01, math.nan, ((0.0, 1.0), (0.0, 1.0)))
+        >>> [each.measure for each in found.findings("LiRA", "anyone", "adaptive")]
+        ['auc', 'tpr at 1 % fpr']
+        """
+        budget = {"members": self.members, "non-members": self.others, **(more or {})}
+        values = {
+            Measure.AUC: self.auc,
+            Measure.TPR_AT_1_PERCENT: self.tpr_at_1_percent,
+            Measure.TPR_AT_01_PERCENT: self.tpr_at_01_percent,
+        }
+        curve, axes = Curve("", *self.roc), ("false positive rate", "true positive rate")
+        found = [
+            Finding(attack, adversary, attacker, "membership", name, value, chance=name.chance, budget=budget)
+            for name, value in values.items()
+            if not math.isnan(value)
+        ]
+        return [replace(found[0], curves=(curve,), axes=axes), *found[1:]]
+
+
+def judge_members(scores: Array, members: int) -> Membership:
+    """Measure the scores of `members` members followed by non-members, by `judge`.
+
+    >>> judge_members(np.arange(200.0)[::-1], 100).others
+    100
+    """
+    result = judge(scores, np.arange(len(scores)) < members)
+    return replace(result, members=members, others=len(scores) - members)
 
 
 def judge(scores: Array, members: Flags) -> Membership:

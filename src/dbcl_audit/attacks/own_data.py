@@ -72,11 +72,11 @@ def own_batches(
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
     >>> config = preset("paper", model="dlg-lenet")
-    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> examples = OwnExamples(task_of(config), np.arange(4000) % 2 == 0, np.arange(100))
     >>> sent = [played.attacker[round].broadcast for round in (0, 1)]
     >>> own_batches(played.attacker.template(), sent, examples, batches=1, size=4, seed=0).rounds

@@ -13,20 +13,20 @@ from numpy.typing import NDArray
 from dbcl.errors import AuditError
 from dbcl.protocol import Broadcast, blinded
 from dbcl.simulation.task import Task
-from dbcl_audit.attacks import OnProgress
 from dbcl_audit.attacks.learners import Samples, forest, melis_features
 from dbcl_audit.attacks.own_data import OwnBatches, OwnExamples, over_weights, own_batches
 from dbcl_audit.attacks.roc import Array, Flags, measure_auc
 from dbcl_audit.attacks.round_filters import filter_scores
 from dbcl_audit.attacks.sources import Source, sources
-from dbcl_audit.attacks.updates import MIN_LAG
 from dbcl_audit.attacks.victim import Changes
-from dbcl_audit.findings import Curve, Finding
-from dbcl_audit.rehearsal import VICTIM, Rehearsal
+from dbcl_audit.context import OnProgress
+from dbcl_audit.effort import MIN_LAG
+from dbcl_audit.findings import Curve, Finding, Measure
+from dbcl_audit.simulated_run import VICTIM, SimulatedRun
 
 
 def property_findings(
-    rehearsal: Rehearsal,
+    simulated: SimulatedRun,
     task: Task,
     holds: NDArray[np.bool_],
     own: NDArray[np.int64],
@@ -46,33 +46,33 @@ def property_findings(
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> config, holds = preset("paper", model="dlg-lenet"), np.arange(4000) % 2 == 0
     >>> task = task_of(config)
     >>> script = draw_batches(np.arange(100), (16, 2, 1), seed=0)
-    >>> played = rehearse(config, task, script, Path(tempfile.mkdtemp()))
+    >>> played = simulate_batches(config, task, script, Path(tempfile.mkdtemp()))
     >>> own = np.arange(100, 200)
     >>> found = property_findings(played, task, holds, own, {}, batches=1, examples=4, seed=0, tell=str)
-    >>> [finding.attack for finding in found if finding.seat == "server"]
+    >>> [finding.attack for finding in found if finding.adversary == "server"]
     ['random forest on the update itself', 'matched filter on the update itself', 'matched filter of magnitudes on ...']
     """
-    attacker, size = rehearsal.attacker, rehearsal.script.shape[2]
+    attacker, size = simulated.attacker, simulated.script.shape[2]
     seen = attacker.rounds[:-1]
     tested = seen[: len(seen) - min(min_lag, len(seen) // 3)]
-    truth = np.array([bool(holds[rehearsal.script[round, VICTIM]].mean() > 0.5) for round in tested])
+    truth = np.array([bool(holds[simulated.script[round, VICTIM]].mean() > 0.5) for round in tested])
     if min(truth.sum(), (~truth).sum()) < 5:
         raise AuditError(f"only {truth.sum()} of {len(truth)} tested rounds have the property")
     own_examples = OwnExamples(task, holds, own)
     template = attacker.template()
     forests, filters = [], []
-    for group in _by_broadcasts(sources(rehearsal, found, tested)):
+    for group in _by_broadcasts(sources(simulated, found, tested)):
         broadcasts = [victim.broadcast for victim in group[0].victims]
         tell("property: the attacker's own batches")
         made = own_batches(template, broadcasts, own_examples, batches=batches, size=size, seed=seed)
         budget = {"own batches": len(made.gradients), "tested rounds": len(tested)}
         for source in group:
-            tell(f"property: random forest on {source.name}, {source.seat}'s seat")
+            tell(f"property: random forest on {source.name}, {source.adversary}'s seat")
             began = perf_counter()
             scores = _forest_scores(source, made, broadcasts, seed)
             forests.append(_finding("random forest", source, scores, truth, budget, began, seed))
@@ -101,7 +101,7 @@ def _finding(
 ) -> Finding:
     result = measure_auc(scores, truth, seed)
     return Finding(
-        f"{learner} on {source.name}", source.seat, source.attacker, "property", "auc",
+        f"{learner} on {source.name}", source.adversary, source.attacker, "property", Measure.AUC,
         result.auc, result.low, result.high, 0.5, {**budget, "seconds": round(perf_counter() - began, 1)},
         curves=(Curve("", *result.roc),), axes=("false positive rate", "true positive rate"),
     )  # fmt: skip

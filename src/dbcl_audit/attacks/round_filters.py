@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from dbcl_audit.attacks import OnProgress
 from dbcl_audit.attacks.gradients import example_gradients
 from dbcl_audit.attacks.learners import Features, MatchedFilter, Samples
 from dbcl_audit.attacks.own_data import OwnBatches, OwnExamples
 from dbcl_audit.attacks.roc import Array, Flags
 from dbcl_audit.attacks.sources import Source
+from dbcl_audit.context import OnProgress
 
 UNSEEN = 1e150  # the variance of the noise in a tensor of which nothing is seen
 MIXED = 300  # batches of each kind, at most, that are mixed from single examples in each round

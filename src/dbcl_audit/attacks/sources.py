@@ -9,9 +9,9 @@ from dbcl_audit.attacks.gradients import as_gradient
 from dbcl_audit.attacks.own_data import Gradients
 from dbcl_audit.attacks.updates import ESTIMATORS
 from dbcl_audit.attacks.victim import Changes, VictimsRound, victims_rounds
-from dbcl_audit.estimators.options import option_2
-from dbcl_audit.estimators.view import views
-from dbcl_audit.rehearsal import Rehearsal
+from dbcl_audit.estimators.observations import tensor_observations
+from dbcl_audit.estimators.paper_estimators import option_2
+from dbcl_audit.simulated_run import SimulatedRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,19 +22,19 @@ class Source:
     in the sum. `exact` says that the attacker knows it to be the very sum, because there was no veil on what it was
     computed from.
 
-    >>> Source("rewind", "client", "adaptive", [], [], exact=True).seat
+    >>> Source("rewind", "client", "adaptive", [], [], exact=True).adversary
     'client'
     """
 
     name: str
-    seat: str
+    adversary: str
     attacker: str
     gradients: list[Gradients]
     victims: Sequence[VictimsRound]
     exact: bool
 
 
-def sources(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Sequence[int]) -> list[Source]:
+def sources(simulated: SimulatedRun, found: Mapping[str, Changes], tested: Sequence[int]) -> list[Source]:
     """The server's, each estimator's, and what a client gets from the unsketched tensors alone.
 
     Where clients collude, it is they who are rehearsed, and the server is left out. Buffers, such as running means,
@@ -43,24 +43,24 @@ def sources(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Sequence
     >>> import tempfile
     >>> from pathlib import Path
     >>> import numpy as np
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
     >>> config = preset("paper", model="dlg-lenet")
-    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
-    >>> [(source.name, source.seat) for source in sources(played, {}, tested=[0, 1])]
+    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> [(source.name, source.adversary) for source in sources(played, {}, tested=[0, 1])]
     [('the update itself', 'server'), ('unsketched tensors only', 'client')]
     """
-    client = _of_client(rehearsal, found, tested)
-    if rehearsal.colluders:
+    client = _of_client(simulated, found, tested)
+    if simulated.colluders:
         return client
-    return [_of_server(rehearsal, tested, client[0].victims if client else []), *client]
+    return [_of_server(simulated, tested, client[0].victims if client else []), *client]
 
 
-def _of_server(rehearsal: Rehearsal, tested: Sequence[int], held: Sequence[VictimsRound]) -> Source:
+def _of_server(simulated: SimulatedRun, tested: Sequence[int], held: Sequence[VictimsRound]) -> Source:
     """The server has what the victim was sent; where a client has the same (`held`), its object is taken."""
-    lr, trained = rehearsal.server.setting.local.lr, _trained(rehearsal.server)
-    rounds = [rehearsal.server_saw(round) for round in tested]
+    lr, trained = simulated.server.setting.local.lr, _trained(simulated.server)
+    rounds = [simulated.server_observation(round) for round in tested]
     sent = [saw.broadcast for saw in rounds]
     if held and all(_equal(one.broadcast, broadcast) for one, broadcast in zip(held, sent, strict=True)):
         sent = [one.broadcast for one in held]
@@ -69,15 +69,15 @@ def _of_server(rehearsal: Rehearsal, tested: Sequence[int], held: Sequence[Victi
         crowd = len(saw.clients)
         gradients.append(as_gradient({n: tensor * crowd for n, tensor in saw.tensors.items() if n in trained}, lr))
         victims.append(VictimsRound(broadcast, crowd, crowd))
-    name = "the update itself" if rehearsal.bound is None else f"the sum of {len(rounds[0].clients)} updates"
+    name = "the update itself" if simulated.bound is None else f"the sum of {len(rounds[0].clients)} updates"
     return Source(name, "server", "adaptive", gradients, victims, exact=True)
 
 
-def _of_client(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Sequence[int]) -> list[Source]:
-    transcript, seat = rehearsal.attacker, rehearsal.seat
-    seen = views(transcript, allies=rehearsal.allies)
+def _of_client(simulated: SimulatedRun, found: Mapping[str, Changes], tested: Sequence[int]) -> list[Source]:
+    transcript, adversary = simulated.attacker, simulated.adversary
+    seen = tensor_observations(transcript, allies=simulated.allies)
     setting, trained = transcript.setting, _trained(transcript)
-    victims = victims_rounds(rehearsal, seen, found, tested)
+    victims = victims_rounds(simulated, seen, found, tested)
 
     def sums(changes: Changes) -> list[Gradients]:
         of_trained = {name: guesses for name, guesses in changes.items() if name in trained}
@@ -91,13 +91,13 @@ def _of_client(rehearsal: Rehearsal, found: Mapping[str, Changes], tested: Seque
     for name, changes in found.items():
         kind = ESTIMATORS[name][0]
         exact = setting.veil == 0 and kind == "adaptive" and (lanes == 1 or whole)
-        sources.append(Source(name, seat, kind, sums(changes), victims, exact))
+        sources.append(Source(name, adversary, kind, sums(changes), victims, exact))
     plan = transcript[tested[0]].broadcast.plan
     unsketched = [part.name for part in plan.tensors if not part.sketched and part.name in trained]
     if unsketched:
         differences: Changes = {name: option_2(seen[name]) for name in unsketched}
         exact = setting.veil == 0
-        sources.append(Source("unsketched tensors only", seat, "naive", sums(differences), victims, exact))
+        sources.append(Source("unsketched tensors only", adversary, "naive", sums(differences), victims, exact))
     return sources
 
 

@@ -1,4 +1,4 @@
-"""The span attack over several rounds: on one client's updates, on sums of several, or on what a client works out.
+"""Span attack over several rounds: on one client's updates, on sums of several, or on a client's estimates.
 
 Reads: server, or client-N. Where clients train on the same examples in every round, each round spans them anew.
 """
@@ -12,31 +12,31 @@ from torch import Tensor
 from dbcl.sketch import Identity
 from dbcl.transcripts import Transcript
 from dbcl_audit.attacks.first_layer import FirstLayer, dense_first_layer
-from dbcl_audit.attacks.membership import judge
+from dbcl_audit.attacks.membership import judge_members
 from dbcl_audit.attacks.roc import Array
 from dbcl_audit.attacks.span import first_layer_change, span_scores
+from dbcl_audit.estimators.observations import tensor_observations
 from dbcl_audit.estimators.rewind import rewind
-from dbcl_audit.estimators.view import views
 from dbcl_audit.findings import Finding
 from dbcl_audit.numerics import standardized
-from dbcl_audit.rehearsal import Rehearsal
+from dbcl_audit.simulated_run import SimulatedRun
 
 ROUNDS = 6
-"""The first rounds tell most: later ones change less, and by fewer of the examples."""
+"""Number of rounds: later ones change less, and by fewer of the examples."""
 
 
-def sent_changes(recorded: Rehearsal, victim: int, rounds: int = ROUNDS) -> tuple[list[FirstLayer], tuple[int, ...]]:
-    """What the server has of a client's first rounds, alone or in sums, and the clients that are in all of these.
+def sent_changes(recorded: SimulatedRun, victim: int, rounds: int = ROUNDS) -> tuple[list[FirstLayer], tuple[int, ...]]:
+    """Return the changes of a client's first rounds, alone or in sums, and the clients that are in all of them.
 
-    Nothing where the network has no dense first layer with a bias.
+    Empty if the network has no dense first layer with a bias.
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from dbcl_audit.run_rehearsal import rehearse_run, shards_of
+    >>> from dbcl_audit.simulated_run import simulate_run, shards_of
     >>> from dbcl.simulation import preset, task_of
     >>> config = preset("plain")
     >>> shards = shards_of(config, task_of(config), clients=2)
-    >>> played = rehearse_run(config, task_of(config), shards, Path(tempfile.mkdtemp()), rounds=3)
+    >>> played = simulate_run(config, task_of(config), shards, Path(tempfile.mkdtemp()), rounds=3)
     >>> changes, clients = sent_changes(played.recorded, victim=1)
     >>> len(changes), clients
     (3, (1,))
@@ -45,7 +45,7 @@ def sent_changes(recorded: Rehearsal, victim: int, rounds: int = ROUNDS) -> tupl
     present = [round for round in server.rounds if victim in truth.cohort(round)][:rounds]
     found, together = list[FirstLayer](), set[int]()
     for round in present:
-        saw = recorded.server_saw(round, victim)
+        saw = recorded.server_observation(round, victim)
         change = first_layer_change(saw.broadcast, saw.tensors, server.setting.shape)
         if change is None:
             break
@@ -55,25 +55,25 @@ def sent_changes(recorded: Rehearsal, victim: int, rounds: int = ROUNDS) -> tupl
 
 
 def rewound_changes(transcript: Transcript, rounds: int = ROUNDS) -> list[FirstLayer]:
-    """What a client works out of the others' first updates, by `rewind`: exact without a veil and with one lane.
+    """Estimate the others' first updates by `rewind`: exact without a veil and with one lane.
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from dbcl_audit.run_rehearsal import rehearse_run, shards_of
+    >>> from dbcl_audit.simulated_run import simulate_run, shards_of
     >>> from dbcl.simulation import preset, task_of
     >>> config = preset("paper")
     >>> shards = shards_of(config, task_of(config), clients=2)
-    >>> played = rehearse_run(config, task_of(config), shards, Path(tempfile.mkdtemp()), rounds=3)
+    >>> played = simulate_run(config, task_of(config), shards, Path(tempfile.mkdtemp()), rounds=3)
     >>> [change.sketch.width for change in rewound_changes(played.recorded.attacker)]
     [392, 392]
     """
     prefix = dense_first_layer(transcript[transcript.rounds[0]].broadcast, transcript.setting.shape)
     if prefix is None:
         return []
-    seen = views(transcript)
+    seen = tensor_observations(transcript)
     weight, bias = seen[f"{prefix}weight"], seen[f"{prefix}bias"]
     pairs = zip(weight.sketches, rewind(weight), rewind(bias), strict=False)
-    # In single precision, as they were sent: the span attack reads off that how exact they are.
+    # Single precision, as they were sent: the span attack derives their rounding error from the dtype.
     return [FirstLayer(sketch.apply(w).float(), b.flatten().float(), sketch) for sketch, w, b in pairs][:rounds]
 
 
@@ -99,25 +99,19 @@ def round_span_scores(changes: Sequence[FirstLayer], candidates: Tensor) -> Arra
     return total
 
 
-def round_span_findings(changes: Sequence[FirstLayer], members: Tensor, others: Tensor, seat: str) -> list[Finding]:
-    """How well members are told from others by the spans of several rounds' changes, from a seat.
+def round_span_findings(
+    changes: Sequence[FirstLayer], members: Tensor, others: Tensor, adversary: str
+) -> list[Finding]:
+    """Infer membership from the spans of several rounds' changes.
 
     >>> x = torch.rand(140, 16, generator=torch.Generator().manual_seed(0))
     >>> delta = torch.rand(8, 4, generator=torch.Generator().manual_seed(1))
     >>> change = FirstLayer(delta @ x[:4], delta.sum(1), Identity(16))
     >>> [(found.measure, found.value) for found in round_span_findings([change], x[:4], x[4:], "server")]
-    [('membership auc', 1.0), ('tpr at 1 % fpr', 1.0)]
+    [('auc', 1.0), ('tpr at 1 % fpr', 1.0)]
     """
-    changes = [change for change in changes if change.bias.any()]  # a round in which no unit was active says nothing
+    changes = [change for change in changes if change.bias.any()]  # without rounds in which no unit was active
     if not changes:
         return []
-    truth = np.arange(len(members) + len(others)) < len(members)
-    result = judge(round_span_scores(changes, torch.cat([members, others])), truth)
-    budget = {"members": len(members), "non-members": len(others), "rounds": len(changes)}
-    values = {"membership auc": (result.auc, 0.5), "tpr at 1 % fpr": (result.tpr_at_1_percent, 0.01)}
-    values["tpr at 0.1 % fpr"] = result.tpr_at_01_percent, 0.001
-    return [
-        Finding("span of several rounds", seat, "adaptive", "membership", name, value, chance=chance, budget=budget)
-        for name, (value, chance) in values.items()
-        if value == value  # of too few others a small rate cannot be told
-    ]
+    result = judge_members(round_span_scores(changes, torch.cat([members, others])), len(members))
+    return result.findings("span of several rounds", adversary, "adaptive", {"rounds": len(changes)})

@@ -1,6 +1,6 @@
 """All rounds that an attacker saw as one observation, and matched filters over them. Reads: client-N and its allies.
 
-The attacker models every tensor by a `World`: unknown W_0, known sketches, veil, momentum, its own updates. What the
+The attacker models every tensor by a `StateSpaceModel`: unknown W_0, known sketches, veil, momentum, its own updates. What the
 others are expected to do, the drift, it computes from examples of its own, by training as a client would on what the
 clients of every lane were sent. What is left over, it explains by the likelihood. Anything that would move the others'
 updates by d_t, such as one more example among theirs, adds
@@ -30,10 +30,10 @@ from dbcl.protocol import Broadcast, blinded, make_update
 from dbcl.round_plan import RoundPlan
 from dbcl.transcripts import Transcript
 from dbcl_audit.attacks.roc import Array
+from dbcl_audit.estimators.observations import tensor_observations
 from dbcl_audit.estimators.others import plans_of_others
 from dbcl_audit.estimators.smoother import known_scales
-from dbcl_audit.estimators.view import views
-from dbcl_audit.estimators.world import Posterior, Seen, World
+from dbcl_audit.estimators.state_space import Observation, Posterior, StateSpaceModel
 
 STEP = 1e-2
 """How far weights are moved along a direction to see how losses change, relative to their size."""
@@ -52,7 +52,7 @@ class Knowledge:
     `own` are examples like the others', `examples` of them for the drift of a round. `start` is W_0 where it is known.
     `released` are published means of W, by the rounds' shares: {60: 1.0} is W before round 60. `noise` is the
     covariance of the veil over rounds where that is known and not white, as a function of the seen rounds. `clip` is
-    the length to which updates are clipped. `leeway` is how many times as far as the attacker's own update the others'
+    the length to which updates are clipped. `process_noise_scale` is how many times as far as the attacker's own update the others'
     may be from what is expected: more makes single rounds stand out from their neighbours, less adds up all of them.
 
     >>> Knowledge(None).clip is None
@@ -66,7 +66,7 @@ class Knowledge:
     released: Sequence[tuple[Mapping[int, float], Mapping[str, Tensor]]] = ()
     noise: Callable[[Sequence[int]], Array] | None = None
     clip: float | None = None
-    leeway: float = 1.0
+    process_noise_scale: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,12 +100,12 @@ class Trajectory:
 
     >>> import tempfile
     >>> from pathlib import Path
-    >>> from dbcl_audit.run_rehearsal import rehearse_run, shards_of
+    >>> from dbcl_audit.simulated_run import simulate_run, shards_of
     >>> from dbcl.simulation import preset, task_of
     >>> config = preset("veil", model="dlg-lenet")
     >>> task = task_of(config)
     >>> shards = shards_of(config, task, clients=2)
-    >>> played = rehearse_run(config, task, shards, Path(tempfile.mkdtemp()), rounds=4)
+    >>> played = simulate_run(config, task, shards, Path(tempfile.mkdtemp()), rounds=4)
     >>> own, members = (shards.examples.subset(rows) for rows in (shards.own, shards.members()))
     >>> trajectory = Trajectory(played.recorded.attacker, Knowledge(own, examples=50))
     >>> trajectory.example_slopes(0, trajectory.lanes[0][0], members).shape
@@ -122,7 +122,7 @@ class Trajectory:
     ) -> None:
         self.transcript, self.knowledge, self.step = transcript, knowledge, step
         self.pooled = (transcript, *allies)
-        self.views = views(transcript, allies=allies)
+        self.views = tensor_observations(transcript, allies=allies)
         self.rounds = next(iter(self.views.values())).rounds
         self.setting, self.template = transcript.setting, transcript.template()
         self.received = [self._received(round) for round in self.rounds]
@@ -202,7 +202,7 @@ class Trajectory:
         for name, view in self.views.items():
             if view.sketched:
                 scales = self.scales[name]
-                world = World(view, veil=self._veil(name), update=scales.update, weight=scales.weight)
+                world = StateSpaceModel(view, veil=self._veil(name), update=scales.update, weight=scales.weight)
                 found[name] = world.solve().weights()
         return found
 
@@ -301,7 +301,7 @@ class Trajectory:
             shares = self.share[name][self.answered]
             left = [(own - share * mean).square().mean() for (own, mean), share in zip(pairs, shares, strict=True)]
             variance = self._over_rounds([float(each) for each in left])
-            size = self.knowledge.leeway * np.sqrt(others * variance) / self.cohort
+            size = self.knowledge.process_noise_scale * np.sqrt(others * variance) / self.cohort
             found[name] = size + 1e-9 * self.scales[name].weight
         return found
 
@@ -320,12 +320,12 @@ class Trajectory:
             self.step()
         return found
 
-    def world(self, name: str) -> World:
+    def world(self, name: str) -> StateSpaceModel:
         """The attacker's model of one tensor."""
         view, known = self.views[name], self.knowledge
         start = None if known.start is None else view.matrix(known.start[name])
-        more = [Seen(dict(shares), view.matrix(weights[name])) for shares, weights in known.released]
-        return World(
+        more = [Observation(dict(shares), view.matrix(weights[name])) for shares, weights in known.released]
+        return StateSpaceModel(
             view,
             veil=self._veil(name),
             update=self.spread[name],
@@ -377,9 +377,9 @@ class Trajectory:
         """The direction of the effective weights V D R^T along which a client's steps are looked for."""
         found = {}
         for name, posterior in self.posteriors.items():
-            pull, missed = posterior.pull(index)
+            influence, missed = posterior.influence(index)
             sketch = lane.broadcast.plan.sketches.get(name)
-            found[name] = (pull if sketch is None else sketch.expand(sketch.apply(pull))) + missed
+            found[name] = (influence if sketch is None else sketch.expand(sketch.apply(influence))) + missed
         return found
 
     def middle(self, lane: Lane) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
-"""Pictures from what a dense first layer did over all rounds, whatever the rest of the network does.
+"""Images from what a dense first layer did over all rounds, whatever the rest of the network does.
 
-A picture x adds delta_t (x, 1) to the gradient of such a layer's weight and bias, where delta_t is the derivative of
+An image x adds delta_t (x, 1) to the gradient of such a layer's weight and bias, where delta_t is the derivative of
 the loss by what the layer puts out. The deltas hang on labels, later layers and a veil that the attacker does not know
 in another lane than its own; all that is left out, and they are integrated out as numbers with a normal distribution.
 """
@@ -15,23 +15,23 @@ from dbcl_audit.estimators.covariance import cholesky, solve
 
 
 class FirstLayerLikelihood:
-    """How likely a first layer's broadcasts are, given the pictures alone.
+    """How likely a first layer's broadcasts are, given the images alone.
 
     With changes c_t = sum_b delta_tb (x_b, 1) the likelihood of `weight` and `bias` is a quadratic form in the deltas,
     1/2 d M d + g d, the same M for every row of the layer. With d ~ N(0, Sigma) integrated out,
 
         -log p = rows/2 log det (I + Sigma M) - 1/2 sum over rows of g (Sigma^-1 + M)^-1 g.
 
-    `sizes` are the deltas' standard deviations, one for each round. They are estimated with the pictures: a victim
-    that has learnt its pictures says no more about them.
+    `sizes` are the deltas' standard deviations, one for each round. They are estimated with the images: a victim
+    that has learnt its images says no more about them.
 
     >>> from dbcl_audit.estimators.kalman import Scales
-    >>> from dbcl_audit.estimators.view import View
+    >>> from dbcl_audit.estimators.observations import TensorObservations
     >>> from dbcl.sketch import Identity
     >>> x, still = torch.tensor([[3.0, 1.0]]).double(), (torch.zeros(1, 2).double(),) * 3
-    >>> shown = View("w", (0, 1, 2), (1,) * 3, (Identity(2),) * 3, tuple(t * x for t in range(3)), still)
-    >>> ones = tuple(torch.full((1, 1), float(t)).double() for t in range(3))  # what one picture's bias does
-    >>> bias = View("b", (0, 1, 2), (1,) * 3, (Identity(1),) * 3, ones, (torch.zeros(1, 1).double(),) * 3)
+    >>> shown = TensorObservations("w", (0, 1, 2), (1,) * 3, (Identity(2),) * 3, tuple(t * x for t in range(3)), still)
+    >>> ones = tuple(torch.full((1, 1), float(t)).double() for t in range(3))  # what one image's bias does
+    >>> bias = TensorObservations("b", (0, 1, 2), (1,) * 3, (Identity(1),) * 3, ones, (torch.zeros(1, 1).double(),) * 3)
     >>> likelihood = FirstLayerLikelihood(*(TensorLikelihood(v, Scales(1e-4, 0.0, 1.0)) for v in (shown, bias)))
     >>> likelihood.deltas(x, torch.ones(2).double()).flatten().round(decimals=3)
     tensor([1., 1.], dtype=torch.float64)
@@ -58,7 +58,7 @@ class FirstLayerLikelihood:
         return value
 
     def deltas(self, images: Tensor, sizes: Tensor) -> Tensor:  # -> (rounds, count, rows)
-        """The expected deltas, given the pictures."""
+        """The expected deltas, given the images."""
         M, g = self._form(images)
         size = sizes.repeat_interleave(len(images))
         whole = size[:, None] * M * size + torch.eye(len(M), dtype=M.dtype)
@@ -66,7 +66,7 @@ class FirstLayerLikelihood:
         return found.reshape(self.rounds, len(images), self.rows)
 
     def _form(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """M and g, over rounds and pictures: (rounds count, rounds count) and (rounds count, rows)."""
+        """M and g, over rounds and images: (rounds count, rounds count) and (rounds count, rows)."""
         count = len(images)
         entered = torch.stack([through(images) for through in self.weight.through])  # (rounds, count, dim)
         M = self._quadratic(self.weight, entered) + self.of_bias.repeat_interleave(count, 0).repeat_interleave(count, 1)

@@ -10,7 +10,7 @@ from dbcl.sketch import Identity, Sketch
 from dbcl.sketch.buckets import BucketSketch
 from dbcl_audit.estimators.covariance import cholesky
 from dbcl_audit.estimators.kalman import Scales
-from dbcl_audit.estimators.view import View
+from dbcl_audit.estimators.observations import TensorObservations
 
 Map = Callable[[Tensor], Tensor]
 
@@ -27,7 +27,7 @@ class TensorLikelihood:
     is `start`, and nothing is integrated.
 
     >>> seen, own = tuple(torch.full((1, 1), float(t)).double() for t in range(3)), (torch.zeros(1, 1).double(),) * 3
-    >>> view = View("w", (0, 1, 2), (1,) * 3, (Identity(1),) * 3, seen, own)
+    >>> view = TensorObservations("w", (0, 1, 2), (1,) * 3, (Identity(1),) * 3, seen, own)
     >>> likelihood = TensorLikelihood(view, Scales(veil=1.0, update=0.0, weight=1e6))
     >>> value, gradient = likelihood(torch.ones(2, 1, 1).double())  # W moves by 1 a round, as V does
     >>> round(value, 3), [round(float(slope), 3) for slope in gradient]
@@ -35,7 +35,11 @@ class TensorLikelihood:
     """
 
     def __init__(
-        self, view: View, scales: Scales, start: Tensor | None = None, through: Sequence[Map] | None = None
+        self,
+        view: TensorObservations,
+        scales: Scales,
+        start: Tensor | None = None,
+        through: Sequence[Map] | None = None,
     ) -> None:
         if max(view.gaps) > 1:
             raise AuditError(f"{view.name}: rounds were missed, and what the others were sent there is unknown")
@@ -100,7 +104,7 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _inverse(view: View, precision: float, prior: float) -> Tensor | float:
+def _inverse(view: TensorObservations, precision: float, prior: float) -> Tensor | float:
     if all(isinstance(sketch, Identity) for sketch in view.sketches):
         return 1 / (len(view.sketches) * precision + prior)
     eye = torch.eye(view.dim, dtype=torch.float64)

@@ -25,8 +25,8 @@ from dbcl_audit.attacks.layer_gradients import layer_gradients
 from dbcl_audit.attacks.roc import Array, measure_auc
 from dbcl_audit.attacks.trajectory import Lane, Trajectory, loaded
 from dbcl_audit.estimators.covariance import solve
-from dbcl_audit.findings import Curve, Finding
-from dbcl_audit.rehearsal import VICTIM, Rehearsal
+from dbcl_audit.findings import Curve, Finding, Measure
+from dbcl_audit.simulated_run import VICTIM, SimulatedRun
 
 RIDGE = 0.1
 """Relative to the mean variance of the scores: how much of it is not the veil's."""
@@ -40,11 +40,11 @@ def group_direction(
     >>> import tempfile
     >>> from pathlib import Path
     >>> from dbcl_audit.attacks.trajectory import Knowledge
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> config = preset("veil", lr=0.01)
     >>> task = task_of(config)
-    >>> played = rehearse(config, task, draw_batches(np.arange(100), (3, 2, 4), seed=0), Path(tempfile.mkdtemp()))
+    >>> played = simulate_batches(config, task, draw_batches(np.arange(100), (3, 2, 4), seed=0), Path(tempfile.mkdtemp()))
     >>> own = task.train.subset(np.arange(100, 200))
     >>> trajectory = Trajectory(played.attacker, Knowledge(own, examples=50))
     >>> found = group_direction(trajectory, 0, trajectory.lanes[0][0], own, np.arange(100) % 2 == 0, 4)
@@ -76,7 +76,7 @@ def unmixed_scores(trajectory: Trajectory, directions: Sequence[dict[str, Tensor
         if name in directions[0]:
             stacked = torch.stack([each[name].flatten().float() for each in directions])
             mixing += trajectory.information(name)[:count, :count] * (stacked @ stacked.T).double().numpy()
-            scores += [float((d * posterior.pull(t)[0].flatten()).sum()) for t, d in enumerate(stacked)]
+            scores += [float((d * posterior.influence(t)[0].flatten()).sum()) for t, d in enumerate(stacked)]
     ridge = RIDGE * np.trace(mixing) / count
     found: Array = solve(torch.from_numpy(mixing + ridge * np.eye(count)), torch.from_numpy(scores)[:, None])[
         :, 0
@@ -85,7 +85,7 @@ def unmixed_scores(trajectory: Trajectory, directions: Sequence[dict[str, Tensor
 
 
 def trajectory_property_findings(
-    rehearsal: Rehearsal,
+    simulated: SimulatedRun,
     trajectory: Trajectory,
     examples: Examples,
     holds: NDArray[np.bool_],
@@ -100,11 +100,11 @@ def trajectory_property_findings(
     >>> import tempfile
     >>> from pathlib import Path
     >>> from dbcl_audit.attacks.trajectory import Knowledge
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> config = preset("veil", lr=0.01)
     >>> task = task_of(config)
-    >>> played = rehearse(config, task, draw_batches(np.arange(100), (3, 2, 4), seed=0), Path(tempfile.mkdtemp()))
+    >>> played = simulate_batches(config, task, draw_batches(np.arange(100), (3, 2, 4), seed=0), Path(tempfile.mkdtemp()))
     >>> own, holds = task.train.subset(np.arange(100, 200)), np.arange(100) % 2 == 0
     >>> trajectory = Trajectory(played.attacker, Knowledge(own, examples=50))
     >>> [finding.measure for finding in trajectory_property_findings(played, trajectory, own, holds, [True, False])]
@@ -114,16 +114,16 @@ def trajectory_property_findings(
     if min(holds.sum(), (~holds).sum()) < 2:
         raise AuditError(f"{int(holds.sum())} of the attacker's {len(holds)} examples have the property: it needs both")
     for index, number in enumerate(trajectory.rounds[:-1]):
-        plan = rehearsal.server[number].answered(str(VICTIM)).plan.digest
+        plan = simulated.server[number].answered(str(VICTIM)).plan.digest
         lane = next(lane for lane in trajectory.lanes[index] if lane.broadcast.plan.digest == plan)
-        directions.append(group_direction(trajectory, index, lane, examples, holds, rehearsal.script.shape[2]))
+        directions.append(group_direction(trajectory, index, lane, examples, holds, simulated.script.shape[2]))
         trajectory.step()
     scores = unmixed_scores(trajectory, directions)
     result = measure_auc(scores, np.array(truth), seed)
     budget = {"tested rounds": len(scores), "own examples": len(examples), "seconds": round(perf_counter() - began, 1)}
     return [
         Finding(
-            "matched filter over all rounds", rehearsal.seat, "adaptive", "property", "auc",
+            "matched filter over all rounds", simulated.adversary, "adaptive", "property", Measure.AUC,
             result.auc, result.low, result.high, 0.5, budget,
             curves=(Curve("", *result.roc),), axes=("false positive rate", "true positive rate"),
         )

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dbcl.transcripts import Truth
 from dbcl_audit.attacks.trajectory import Trajectory
-from dbcl_audit.attacks.updates import FEW
-from dbcl_audit.findings import Curve, Finding
+from dbcl_audit.attacks.updates import MIN_ENTRIES_FOR_COSINE
+from dbcl_audit.findings import Curve, Finding, Measure
 from dbcl_audit.numerics import cosine
 from dbcl_audit.scoring import true_change
 
@@ -23,7 +23,7 @@ SUMS = (1, 5, 20, 60)
 """Over so many rounds updates are added up."""
 
 
-def trajectory_update_findings(trajectory: Trajectory, truth: Truth, seat: str, note: str = "") -> list[Finding]:
+def trajectory_update_findings(trajectory: Trajectory, truth: Truth, adversary: str, note: str = "") -> list[Finding]:
     """Cosines of the smoother with drift, of what it has beyond the drift, and of sums over rounds.
 
     The cosine that counts is that of the tensor in which the estimate is best beyond the drift.
@@ -32,21 +32,26 @@ def trajectory_update_findings(trajectory: Trajectory, truth: Truth, seat: str, 
     >>> from pathlib import Path
     >>> import numpy as np
     >>> from dbcl_audit.attacks.trajectory import Knowledge
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> config = preset("veil", model="dlg-lenet", lr=0.1)
     >>> task = task_of(config)
-    >>> played = rehearse(config, task, draw_batches(np.arange(100), (8, 2, 4), seed=0), Path(tempfile.mkdtemp()))
+    >>> played = simulate_batches(config, task, draw_batches(np.arange(100), (8, 2, 4), seed=0), Path(tempfile.mkdtemp()))
     >>> trajectory = Trajectory(played.attacker, Knowledge(task.train.subset(np.arange(100, 200)), examples=50))
     >>> [finding.attack for finding in trajectory_update_findings(trajectory, played.truth, "client")]
     ['smoother with drift', 'smoother beyond the drift', 'smoother with drift, sums of 5 rounds']
     """
-    tensors = [name for name, view in trajectory.views.items() if view.seen[0].numel() >= FEW]
+    tensors = [name for name, view in trajectory.views.items() if view.seen[0].numel() >= MIN_ENTRIES_FOR_COSINE]
     sketched = [name for name in tensors if trajectory.views[name].sketched]
     scored = {name: _Cosines(trajectory, truth, name) for name in sketched or tensors}
     worst = max(scored.values(), key=lambda each: each.beyond)
     rounds = len(trajectory.rounds)
-    named: dict[str, Any] = {"seat": seat, "attacker": "adaptive", "target": "update", "measure": "cosine"}
+    named: dict[str, Any] = {
+        "adversary": adversary,
+        "attacker": "adaptive",
+        "target": "update",
+        "measure": Measure.COSINE,
+    }
     budget = {"rounds seen": rounds, "scored rounds": rounds - 1, "tensors": ", ".join(scored)}
     found = []
     for length in SUMS:

@@ -1,4 +1,4 @@
-"""A victim with given pictures, as an attacker who saw all rounds simulates it. Reads: views and plans."""
+"""A victim with given images, as an attacker who saw all rounds simulates it. Reads: views and plans."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,17 +11,17 @@ from dbcl.round_plan import RoundPlan
 from dbcl.sketch import Identity, Sketch
 from dbcl.transcripts import Setting
 from dbcl_audit.attacks.trajectory_likelihood import TensorLikelihood, projection
+from dbcl_audit.estimators.observations import TensorObservations
 from dbcl_audit.estimators.smoother import known_scales
-from dbcl_audit.estimators.view import View
 
 Stacks = dict[str, Tensor]
 """For each tensor its values in all rounds."""
 NUMBERS = 1_000_000
-"""A hidden veil of more numbers is not estimated: it would take minutes a picture."""
+"""A hidden veil of more numbers is not estimated: it would take minutes an image."""
 
 
 def likelihood_of(
-    view: View, setting: Setting, plans: Sequence[RoundPlan], start: Mapping[str, Tensor] | None = None
+    view: TensorObservations, setting: Setting, plans: Sequence[RoundPlan], start: Mapping[str, Tensor] | None = None
 ) -> TensorLikelihood:
     """How likely a tensor's broadcasts are, given the only other client's summed gradients dL/dW_eff in every round.
 
@@ -33,12 +33,12 @@ def likelihood_of(
 
 
 class SimulatedVictim:
-    """The only other client of a run, which trains on the same pictures in every round.
+    """The only other client of a run, which trains on the same images in every round.
 
     Its gradients of all rounds are computed at once, at the effective weights V D R^T of what it was sent. In the
     attacker's own lane that is what the attacker was sent. In another lane it is (W + N) R with an unknown N; W is as
     the changes say that are believed at the time, and `hidden` names the tensors whose N R is estimated together with
-    the pictures, unless it has more than `NUMBERS`; then it is taken for 0. `plans` are the victim's,
+    the images, unless it has more than `NUMBERS`; then it is taken for 0. `plans` are the victim's,
     of all rounds but the last.
     """
 
@@ -46,7 +46,7 @@ class SimulatedVictim:
         self,
         template: nn.Module,
         setting: Setting,
-        seen: Mapping[str, View],
+        seen: Mapping[str, TensorObservations],
         plans: Sequence[RoundPlan],
         *,
         start: Mapping[str, Tensor] | None = None,
@@ -108,7 +108,7 @@ class SimulatedVictim:
         return {name: self.matrices(name, found[name]) for name in self.likelihoods}
 
     def __call__(self, images: Tensor, labels: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
-        """-log p of the broadcasts given pictures and veil, up to a constant, for autograd."""
+        """-log p of the broadcasts given images and veil, up to a constant, for autograd."""
         found = self._gradients(self.held(noise), images.to(self.dtype), labels)
         value = torch.zeros((), dtype=torch.float64)
         for name, likelihood in self.likelihoods.items():

@@ -23,7 +23,7 @@ from dbcl.protocol import Broadcast, blinded, make_update
 from dbcl_audit.attacks.first_layer import dense_first_layer, metric_root
 from dbcl_audit.attacks.roc import Array
 from dbcl_audit.attacks.span import first_layer_change
-from dbcl_audit.findings import Finding
+from dbcl_audit.findings import Finding, Measure
 from dbcl_audit.numerics import spread_floor
 
 PENALTIES = 10.0 ** np.arange(-5.0, 2.5, 0.5)  # of the regression, in units of a group's variance times the samples
@@ -78,7 +78,7 @@ class LabelReader:
         if not _finite(tensors):
             raise ConfigError("the update holds numbers that are not finite, and no label can be read from it")
         rng = np.random.default_rng(self.seed)
-        look = _Look.of(broadcast, self.own)
+        look = _Look.from_broadcast(broadcast, self.own)
         seen = look.features(tensors)
         simulated = list[list[Array]]()
         shares, known = np.ones(look.classes), list[Counts]()
@@ -150,7 +150,7 @@ class _Look:
     pools: Sequence[NDArray[np.int64]]
 
     @staticmethod
-    def of(broadcast: Broadcast, own: tuple[Tensor, Tensor]) -> "_Look":
+    def from_broadcast(broadcast: Broadcast, own: tuple[Tensor, Tensor]) -> "_Look":
         x, y = own
         names = [part.name for part in broadcast.plan.tensors if not part.measured]
         layer = names[-1].removesuffix("weight").removesuffix("bias")
@@ -252,7 +252,7 @@ def update_label_findings(updates: Sequence[Answered], labels: Tensor, reader: L
     }  # fmt: skip
     return [
         Finding(
-            "labels of one update", "server", "adaptive", "label", "accuracy", float(np.mean(right)),
+            "labels of one update", "server", "adaptive", "label", Measure.ACCURACY, float(np.mean(right)),
             chance=float(np.mean(chance)), budget=budget,
             note="share of a client's examples whose labels are named, in no order; guessing: all labels equally often",
         )

@@ -1,26 +1,27 @@
-"""The others' updates, by every estimator. Reads: client-N, in a rehearsal or in the run itself."""
+"""Estimates of the others' updates, by every estimator. Reads: client-N, simulated or in the run itself."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
 from dbcl.transcripts import Transcript, Truth
-from dbcl_audit.attacks import OnProgress
 from dbcl_audit.attacks.victim import Changes
-from dbcl_audit.estimators.options import option_1, option_2
+from dbcl_audit.context import AuditContext, OnProgress
+from dbcl_audit.effort import MIN_LAG
+from dbcl_audit.estimators.observations import TensorObservations, tensor_observations
+from dbcl_audit.estimators.paper_estimators import option_1, option_2
 from dbcl_audit.estimators.rewind import rewind
 from dbcl_audit.estimators.smoother import fitted_scales, known_scales, shaped_smoother, smoother
-from dbcl_audit.estimators.view import View, views
-from dbcl_audit.findings import Curve, Finding
+from dbcl_audit.findings import Curve, Finding, Measure
 from dbcl_audit.scoring import Scores, score
 
-MIN_LAG = 40
-"""Only rounds with so many seen rounds after them are scored: going backward, the first guess has faded by then."""
-FEW = 8
-"""A tensor of fewer numbers than this is not scored by its cosine."""
+MIN_ENTRIES_FOR_COSINE = 8
+"""Smallest number of entries of a tensor that is scored by its cosine: in few dimensions chance cosines are large."""
 
-ESTIMATORS: dict[str, tuple[str, Callable[[View, float], list[Tensor]]]] = {
+ESTIMATORS: dict[str, tuple[str, Callable[[TensorObservations, float], list[Tensor]]]] = {
     "option I": ("naive", lambda view, veil: option_1(view)),
     "option II": ("naive", lambda view, veil: option_2(view)),
     "rewind": ("adaptive", lambda view, veil: rewind(view)),
@@ -31,7 +32,7 @@ ESTIMATORS: dict[str, tuple[str, Callable[[View, float], list[Tensor]]]] = {
     ),
     "shaped smoother": ("adaptive", lambda view, veil: shaped_smoother(view, known_scales(view, veil))),
 }
-"""By name: which kind of attacker uses it, and the estimator itself, a function of a view and the veil's size."""
+"""By name the kind of attacker that uses it, and the estimator: a function of observations and the veil's size."""
 
 
 def estimates(
@@ -46,16 +47,16 @@ def estimates(
     >>> import tempfile
     >>> from pathlib import Path
     >>> import numpy as np
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
     >>> config = preset("paper", model="dlg-lenet")
-    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> found = estimates(played.attacker, ["option I"])
     >>> len(found["option I"]["1.bias"])  # from each of three rounds to the next
     2
     """
-    seen = views(transcript, allies=allies)
+    seen = tensor_observations(transcript, allies=allies)
     found: dict[str, Changes] = {}
     for name in names:
         _, run = ESTIMATORS[name]
@@ -74,24 +75,24 @@ def update_findings(
     min_lag: int = MIN_LAG,
     allies: Sequence[Transcript] = (),
 ) -> list[Finding]:
-    """How well the others' updates were estimated: the median cosine over the rounds, of the worst tensor.
+    """Score estimates of the others' updates: the median cosine over the rounds, of the worst tensor.
 
-    What was sent sketched and what was sent in clear are told apart: what is in clear needs no attack.
+    Sketched and unprotected tensors have separate findings: unprotected tensors need no attack.
 
     >>> import tempfile
     >>> from pathlib import Path
     >>> import numpy as np
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
     >>> config = preset("paper", model="dlg-lenet")
-    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> found = estimates(played.attacker, ["option I"])
     >>> findings = update_findings(played.attacker, played.truth, found, tell=str)
     >>> [(finding.attack, finding.measure) for finding in findings]
-    [('option I', 'cosine'), ('option I', 'relative error'), ('tensors in clear', 'cosine')]
+    [('option I', 'cosine'), ('option I', 'relative error'), ('unprotected tensors', 'cosine')]
     """
-    seen, seat = views(transcript, allies=allies), "colluders" if allies else "client"
+    seen, adversary = tensor_observations(transcript, allies=allies), "colluders" if allies else "client"
     min_lag = min(min_lag, len(transcript) // 2)
     findings = []
     for name, changes in found.items():
@@ -109,33 +110,64 @@ def update_findings(
         curves = tuple(Curve(t, tuple(map(float, s.lags)), s.cosines) for t, s in scores.items() if t in sketched)
         findings.append(
             Finding(
-                name, seat, attacker, "update", "cosine", scores[worst].median_cosine(min_lag), low, high, 0.0,
+                name, adversary, attacker, "update", Measure.COSINE, scores[worst].median_cosine(min_lag), low, high, 0.0,
                 budget, note=note, curves=curves, axes=("rounds seen after it", "cosine with the update"),
             )
         )  # fmt: skip
         error = scores[worst].median_error(min_lag)
         findings.append(
             Finding(
-                name, seat, attacker, "update", "relative error", error, chance=1.0, budget=budget,
+                name, adversary, attacker, "update", Measure.ERROR, error, chance=1.0, budget=budget,
                 note=f"{worst}; 1 is what saying 'no change' gives",
             )
         )  # fmt: skip
-    clear = _telling(seen, [tensor for tensor, view in seen.items() if not view.sketched])
-    if clear:
-        best = max(abs(score(truth, seen[t], found[next(iter(found))][t]).median_cosine()) for t in clear)
-        kind = "in clear" if transcript.setting.veil == 0 else "unsketched, veiled"
-        note = f"{', '.join(clear)}: the difference of two broadcasts, no attack at all"
-        findings.append(Finding(f"tensors {kind}", seat, "naive", "update", "cosine", best, chance=0.0, note=note))
+    unsketched = _telling(seen, [tensor for tensor, view in seen.items() if not view.sketched])
+    if unsketched:
+        best = max(abs(score(truth, seen[t], found[next(iter(found))][t]).median_cosine()) for t in unsketched)
+        kind = "unprotected tensors" if transcript.setting.veil == 0 else "unsketched, veiled tensors"
+        note = f"{', '.join(unsketched)}: the difference of two broadcasts, no attack at all"
+        findings.append(Finding(kind, adversary, "naive", "update", Measure.COSINE, best, chance=0.0, note=note))
     return findings
 
 
-def _telling(seen: Mapping[str, View], tensors: Iterable[str]) -> list[str]:
-    """Those tensors whose cosines say something: of two numbers any two directions are close, of one they are equal."""
-    return [tensor for tensor in tensors if seen[tensor].seen[0].numel() >= FEW]
+def _telling(seen: Mapping[str, TensorObservations], tensors: Iterable[str]) -> list[str]:
+    """Keep tensors with enough entries for a meaningful cosine."""
+    return [tensor for tensor in tensors if seen[tensor].seen[0].numel() >= MIN_ENTRIES_FOR_COSINE]
+
+
+def scored_updates(
+    transcript: Transcript,
+    truth: Truth,
+    found: dict[str, Changes],
+    context: AuditContext,
+    allies: Sequence[Transcript] = (),
+) -> list[Finding]:
+    """Return `update_findings` with the number of rounds that each was scored on."""
+    min_lag = min(context.effort.min_lag, len(transcript) // 2)
+    every = len(transcript) - 1  # from each observed round to the next
+    scored = sum(lag >= min_lag for lag in range(1, every + 1))
+    each = update_findings(transcript, truth, found, context.tell, min_lag=context.effort.min_lag, allies=allies)
+    return [
+        replace(finding, budget={**finding.budget, "scored rounds": scored if finding.attack in found else every})
+        for finding in each
+    ]
+
+
+def audit_recording(folder: Path, context: AuditContext) -> list[Finding]:
+    """Estimate the others' updates from a recorded transcript of a client of the run itself."""
+    transcript = Transcript(folder)
+    found = estimates(transcript, context.effort.estimators, context.tell)
+    each = scored_updates(transcript, Truth(folder.parent), found, context)
+    return [replace(finding, attack=f"{finding.attack} ({transcript.party} of the run)") for finding in each]
+
+
+def recording_steps(context: AuditContext) -> int:
+    """Expected steps of `audit_recording`."""
+    return 2 * len(context.effort.estimators) * context.tensors
 
 
 def others_update_lifted(changes: Changes, index: int, cohort: int) -> dict[str, Tensor]:
-    """An estimate of the others' average update in W's space, as matrices; `index` counts the rounds that were seen.
+    """Return an estimate of the others' average update in W's space, as matrices; `index` counts the observed rounds.
 
     >>> import torch
     >>> others_update_lifted({"w": [torch.ones(1, 2)]}, 0, cohort=2)

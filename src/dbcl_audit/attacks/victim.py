@@ -16,9 +16,9 @@ from torch import Tensor
 from dbcl.protocol import Broadcast
 from dbcl.round_plan import RoundPlan
 from dbcl_audit.estimators.kalman import Smoothed
+from dbcl_audit.estimators.observations import TensorObservations
 from dbcl_audit.estimators.smoother import known_scales, smoother
-from dbcl_audit.estimators.view import View
-from dbcl_audit.rehearsal import VICTIM, Rehearsal
+from dbcl_audit.simulated_run import VICTIM, SimulatedRun
 
 Changes = dict[str, list[Tensor]]
 """For each tensor the estimated changes from each seen round to the next, as matrices over W's columns."""
@@ -78,7 +78,7 @@ class VictimsRound:
 
 
 def victims_rounds(
-    rehearsal: Rehearsal, seen: Mapping[str, View], found: Mapping[str, Changes], rounds: Sequence[int]
+    simulated: SimulatedRun, seen: Mapping[str, TensorObservations], found: Mapping[str, Changes], rounds: Sequence[int]
 ) -> list[VictimsRound]:
     """The victim's rounds as the attacker has them: exactly in a lane of its own or its allies', else estimated.
 
@@ -87,28 +87,28 @@ def victims_rounds(
     >>> import tempfile
     >>> from pathlib import Path
     >>> import numpy as np
-    >>> from dbcl_audit.estimators.view import views
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.estimators.observations import tensor_observations
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> config = preset("paper", model="dlg-lenet", lanes=2)
     >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
-    >>> known = victims_rounds(played, views(played.attacker), {}, [0, 1])
+    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> known = victims_rounds(played, tensor_observations(played.attacker), {}, [0, 1])
     >>> [each.broadcast.plan.lane == 1 - played.attacker[each.broadcast.round].broadcast.plan.lane for each in known]
     [True, True]
     """
-    pooled = (rehearsal.attacker, *rehearsal.allies)
+    pooled = (simulated.attacker, *simulated.allies)
     own = {each.client for each in pooled}
-    cohort, weights = rehearsal.attacker.setting.cohort, None
+    cohort, weights = simulated.attacker.setting.cohort, None
     known = []
     for round in rounds:
-        digest, together = rehearsal.lane_of(round, VICTIM)
-        plan = next(sent.plan for sent in rehearsal.server[round].broadcasts if sent.plan.digest == digest)
+        digest, together = simulated.lane_of(round, VICTIM)
+        plan = next(sent.plan for sent in simulated.server[round].broadcasts if sent.plan.digest == digest)
         in_lane = sum(str(client) not in own for client in together)
         held = {(each := transcript[round].broadcast).plan.digest: each for transcript in pooled}
         broadcast = held.get(plan.digest)
         if broadcast is None:
-            weights = weights or _Weights(seen, found, rehearsal.attacker.setting.veil)
+            weights = weights or _Weights(seen, found, simulated.attacker.setting.veil)
             broadcast = _estimated(next(iter(held.values())), plan, seen, weights, round)
         known.append(VictimsRound(broadcast, cohort - len(pooled), in_lane))
     return known
@@ -117,7 +117,7 @@ def victims_rounds(
 class _Weights:
     """W before a round as a smoother expects it; rounds must be asked for in rising order."""
 
-    def __init__(self, seen: Mapping[str, View], found: Mapping[str, Changes], veil: float) -> None:
+    def __init__(self, seen: Mapping[str, TensorObservations], found: Mapping[str, Changes], veil: float) -> None:
         smoothed = (each for each in found.values() if all(isinstance(one, Smoothed) for one in each.values()))
         changes = next(smoothed, {})
         self.next, self.at = dict.fromkeys(seen, 0), dict[str, Tensor]()
@@ -135,7 +135,9 @@ class _Weights:
         return self.at[name]
 
 
-def _estimated(own: Broadcast, plan: RoundPlan, seen: Mapping[str, View], weights: _Weights, round: int) -> Broadcast:
+def _estimated(
+    own: Broadcast, plan: RoundPlan, seen: Mapping[str, TensorObservations], weights: _Weights, round: int
+) -> Broadcast:
     """What the victim was sent by its plan: what all lanes share as it is, and the rest from the estimate of W."""
     tensors = dict(own.tensors)
     for name, sketch in plan.sketches.items():

@@ -1,1 +1,14 @@
 """The commands `dbcl audit` and `dbcl compare`, which `dbcl` finds by their entry points."""
+
+from dbcl.errors import ConfigError
+
+
+def missing_extra(error: ImportError) -> ConfigError:
+    """Return the error of a command whose optional packages are missing.
+
+    >>> str(missing_extra(ImportError("no scipy", name="scipy")))[:51]
+    'an audit needs more packages (scipy is missing): pi'
+    """
+    return ConfigError(
+        f"an audit needs more packages ({error.name} is missing): pip install '.[audit]' in a clone of dbcl"
+    )

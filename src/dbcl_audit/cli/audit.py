@@ -1,4 +1,4 @@
-"""`dbcl audit`: attack a run, show the worst of each kind, and write the page."""
+"""`dbcl audit`: attack a run, print the worst results, and write the page."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,45 +13,44 @@ from dbcl.cli.options import AllowCode, DataDir
 from dbcl.errors import ConfigError
 from dbcl.files import user_path, write_atomic
 from dbcl.simulation.run import read_config
-from dbcl.simulation.user_code import own_code
+from dbcl.simulation.user_code import user_code
+from dbcl_audit.cli import missing_extra
 
 if TYPE_CHECKING:
     from dbcl_audit.findings import Audit, Finding
 
-SHOWN = ("cosine", "psnr", "accuracy", "auc", "tpr at 1 % fpr", "epsilon")
-"""The measures that the terminal shows; the page shows all."""
-MANY = 1000
-"""More parties than that would only take longer."""
+HIDDEN = ("ssim", "share above 20 dB", "relative error", "tpr at 0.1 % fpr")
+"""Measures that only the page shows."""
+MAX_PARTIES = 1000
+"""Largest number of simulated clients."""
 
 
 def audit(
     run: Annotated[Path, typer.Argument(parser=user_path)],
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer rounds, pictures and attacks: within 3 minutes.")
-    ] = False,
-    parties: Annotated[int, typer.Option(help="How many clients take part in the rehearsals, attacker included.")] = 2,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds, images and attacks: within 3 minutes.")] = False,
+    parties: Annotated[int, typer.Option(help="Clients in the simulated runs, attacker included.")] = 2,
     fail_above: Annotated[
         str | None,
         typer.Option(
-            help="Exit with status 1 where an attack got more: client.psnr=15,server.auc=0.8. Seats are client, server "
-            "and anyone; a limit without one, as in psnr=15, counts for all. Of a run with a guarantee: epsilon=8."
+            help="Exit with status 1 if an attack exceeds a limit: client.psnr=15,server.auc=0.8. Adversaries are client, "
+            "colluders, server and anyone; without one, as in psnr=15, all count. For a run with a guarantee: epsilon=8."
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Where the page goes. Default: audit.html in the run's folder.", parser=user_path),
+        typer.Option(help="File of the page. Default: audit.html in the run's folder.", parser=user_path),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Which examples and starts the attacks draw.")] = 0,
+    seed: Annotated[int, typer.Option(help="Source of the attacks' randomness.")] = 0,
     data_dir: DataDir = None,
     allow_code: AllowCode = False,
 ) -> None:
-    """Attack a run as its clients and its server could, and say what leaks.
+    """Attack a run as its clients, its server and owners of its model could, and report what leaks.
 
-    Attacks what the run recorded (train with --transcripts 0,server), and rehearses short runs under the same settings
-    in which it knows what the victim trained on. Writes one page that opens in any browser, and JSON beside it. RUN is
+    Attacks the recorded transcripts of the run (train with --transcripts 0,server), and short simulated runs with the
+    same settings, in which the victim's examples are known. Writes one page for any browser, and JSON beside it. RUN is
     the folder of a finished run.
 
-    Of a run with a guarantee it measures the epsilon: canaries take part in a rehearsal of it, with fresh secrets.
+    For a run with a guarantee it measures the epsilon, with canaries in a simulated run and fresh secrets.
 
     Examples:
 
@@ -60,16 +59,17 @@ def audit(
       dbcl audit runs/002-private-digits --fail-above epsilon=10
     """
     try:
-        from dbcl_audit import budget, suite
+        from dbcl_audit import audit as audits
+        from dbcl_audit import effort
         from dbcl_audit.report import page as report
         from dbcl_audit.report import rating, wording
     except ImportError as error:
-        raise ConfigError(
-            f"an audit needs more packages ({error.name} is missing): pip install '.[audit]' in a clone of dbcl"
-        ) from None
+        raise missing_extra(error) from None
     limits = {} if fail_above is None else rating.parse_limits(fail_above)
-    if not 2 <= parties <= MANY:
-        raise ConfigError(f"parties must be 2 or more, an attacker and a victim, and at most {MANY}; got {parties}")
+    if not 2 <= parties <= MAX_PARTIES:
+        raise ConfigError(
+            f"parties must be 2 or more, an attacker and a victim, and at most {MAX_PARTIES}; got {parties}"
+        )
     if not 0 <= seed < 2**32:
         raise ConfigError(f"seed must be 0 or more, and below 2^32; got {seed}")
     settings = read_config(run)
@@ -80,11 +80,11 @@ def audit(
     if settings.privacy is None and any(name.rpartition(".")[2] == "epsilon" for name in limits):
         raise ConfigError(f"--fail-above epsilon is for a run with a guarantee, and {run} promises nothing")
     columns = (TextColumn("[bold]auditing"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with own_code(settings), Progress(*columns, console=console) as progress:
+    with user_code(settings), Progress(*columns, console=console) as progress:
         task = progress.add_task("")
-        found = suite.audit(
+        found = audits.audit(
             run,
-            budget=budget.QUICK if quick else budget.FULL,
+            effort=effort.QUICK if quick else effort.FULL,
             clients=parties,
             seed=seed,
             data_dir=data_dir,
@@ -95,11 +95,11 @@ def audit(
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(page, report.page(found).encode())
     write_atomic(page.with_suffix(".json"), found.json().encode())
-    console.print(wording.rehearsal_text(found)[0], highlight=False)
+    console.print(wording.simulation_text(found)[0], highlight=False)
     for _, verdict, worst, _ in wording.verdicts(found):
         console.print(f"[bold]{escape(verdict)}[/] {escape(worst)}", highlight=False)
-    title = f"what leaked from {found.name}: the worst naive and the worst adaptive attack"
-    console.print(table(title, ("what", "who", "guessing", "naive", "adaptive"), worst_rows(found)))
+    title = f"leaks of {found.name}: the worst naive and the worst adaptive attack"
+    console.print(table(title, ("target", "adversary", "guessing", "naive", "adaptive"), worst_rows(found)))
     for what, why in found.not_attacked.items():
         console.print(f"not attacked: {what}: {why}", highlight=False, markup=False)
     if wording.promised(found):
@@ -120,22 +120,22 @@ def audit(
 
 
 def worst_rows(audit: "Audit") -> Iterator[tuple[str, str, str, str, str]]:
-    """For each target, seat and measure: what guessing gives, and what the worst attack of each kind reached.
+    """Return a row for each target, adversary and measure: the value of guessing and the worst attacks.
 
     >>> from dbcl_audit.findings import Audit, Finding
     >>> finding = Finding("rewind, twice", "client", "adaptive", "update", "cosine", 0.99, 0.98, 1.0, 0.0)
     >>> next(worst_rows(Audit("a", {}, {}, (), (finding,), 1.0)))
     ('update\\ncosine', 'client', '0.000', '–', '0.990\\n0.980 to 1.000\\n[bold]as bad as no defence')
     """
-    from dbcl_audit.report.measures import kind, number_text
+    from dbcl_audit.report.measures import number_text
     from dbcl_audit.report.rating import risks
 
     for risk in risks(audit):
-        if risk.measure in SHOWN:
+        if risk.measure not in HIDDEN:
             guessing = number_text(risk.chance, risk.measure)
             target = audit.property_name if risk.target == "property" and audit.property_name else risk.target
-            measure = risk.measure if kind(risk.measure) != "tpr" else "found at 1 % false alarms"
-            yield f"{target}\n{measure}", risk.seat, guessing, _cell(risk.naive), _cell(risk.adaptive)
+            measure = risk.measure if risk.measure.family != "tpr" else "found at 1 % false alarms"
+            yield f"{target}\n{measure}", risk.adversary, guessing, _cell(risk.naive), _cell(risk.adaptive)
 
 
 def _cell(finding: "Finding | None") -> str:

@@ -13,6 +13,7 @@ from dbcl.cli.console import check_place, console, print_path
 from dbcl.errors import ConfigError
 from dbcl.files import user_path, write_atomic
 from dbcl.settings import fits
+from dbcl_audit.cli import missing_extra
 
 if TYPE_CHECKING:
     from dbcl_audit.findings import Audit
@@ -20,22 +21,25 @@ if TYPE_CHECKING:
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(parser=user_path)],
-    out: Annotated[Path, typer.Option(help="Where the page goes.", parser=user_path)] = Path("compare.html"),
+    out: Annotated[Path, typer.Option(help="File of the page.", parser=user_path)] = Path("compare.html"),
 ) -> None:
-    """Put several audits side by side: what each defence costs and what it stops.
+    """Compare audits: accuracy and cost of each run beside the worst results of attacks on it.
 
-    RUNS are folders of runs that were audited, or their audit.json files.
+    RUNS are folders of audited runs, or their audit.json files. Prints two tables, and writes a page with both.
 
     Example:
 
       dbcl compare runs/001-plain-digits runs/002-paper-digits runs/003-blind-digits
     """
-    from dbcl_audit.report import comparison as report
-    from dbcl_audit.report.wording import promised
+    try:
+        from dbcl_audit.report import comparison as report
+        from dbcl_audit.report.wording import promised
+    except ImportError as error:
+        raise missing_extra(error) from None
 
     check_place(out)
     audits = [_read(run) for run in runs]
-    table = Table(title="audits side by side: the worst that any attack reached", box=box.SIMPLE_HEAD, padding=0)
+    table = Table(title="audits side by side: the worst result of any attack", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("run", overflow="fold")
     private = any(promised(each) for each in audits)
     leaks = (f"{each.who}\n{each.name}" for each in report.LEAKS)
@@ -53,16 +57,22 @@ def compare(
             *([report.epsilon(each)] if private else []),
             *(leak.replace(" dB", "") for leak in report.leaks(each)),
         )
+    worst = Table(title="worst finding by adversary, whatever its measure", box=box.SIMPLE_HEAD, padding=0)
+    for heading in ("run", *report.WHO):
+        worst.add_column(heading, overflow="fold")
+    for each in audits:
+        worst.add_row(each.name, *report.worst_findings(each))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, report.comparison(audits).encode())
     console.print(table)
+    console.print(worst)
     console.print(
         "Leaks to clients (alone or together), the server and anyone with the model: higher is worse; at the level of "
-        "guessing these attacks got nothing.",
+        "guessing the attacks failed.",
         highlight=False,
     )
     if private:
-        console.print("epsilon: stated, and in brackets as the audit measured it.", highlight=False)
+        console.print("epsilon: stated, and measured in brackets.", highlight=False)
     console.print("Accuracy: higher is better; rounds and MB: lower is better.", highlight=False)
     print_path("page", out)
 

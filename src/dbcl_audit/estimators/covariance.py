@@ -8,7 +8,7 @@ from torch import Tensor
 from dbcl.errors import AuditError
 from dbcl.sketch import Sketch
 from dbcl.sketch.buckets import BucketSketch
-from dbcl_audit.estimators.view import View
+from dbcl_audit.estimators.observations import TensorObservations
 
 GROWTH = 10.0
 """Factor by which jitter grows from one attempt at a factorisation to the next."""
@@ -22,7 +22,7 @@ def cholesky(covariance: Tensor) -> Tensor:
     is well-conditioned after scaling to a unit diagonal gets none.
 
     Raises:
-        AuditError: if the matrix holds NaN or infinity.
+        AuditError: The matrix holds NaN or infinity, or no jitter makes it positive definite.
 
     >>> cholesky(torch.ones(2, 2)).isfinite().all()
     tensor(True)
@@ -38,7 +38,10 @@ def cholesky(covariance: Tensor) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(covariance)
     jitter = rounding
     while failed or not (factor.diagonal().square() > rounding * scale).all():
-        factor, failed = torch.linalg.cholesky_ex(covariance + torch.diag(jitter * scale))
+        shifted = covariance + torch.diag(jitter * scale)
+        if not shifted.isfinite().all():
+            raise AuditError("a matrix of the attacker's model is no covariance: it is far from positive definite")
+        factor, failed = torch.linalg.cholesky_ex(shifted)
         jitter *= GROWTH
     return factor
 
@@ -61,12 +64,12 @@ class WhiteUpdates:
 
     >>> from dbcl.sketch import Identity
     >>> seen = (torch.zeros(1, 2), torch.ones(1, 2))
-    >>> view = View("w", (0, 1), (1, 1), (Identity(2), Identity(2)), seen, seen)
+    >>> view = TensorObservations("w", (0, 1), (1, 1), (Identity(2), Identity(2)), seen, seen)
     >>> WhiteUpdates(view, 0.5).times(0, torch.ones(1, 2))
     tensor([[0.2500, 0.2500]])
     """
 
-    def __init__(self, view: View, update: float, *, known_range: bool = True) -> None:
+    def __init__(self, view: TensorObservations, update: float, *, known_range: bool = True) -> None:
         self.view, self.variance, self.known_range = view, update**2, known_range
 
     def isotropic(self, t: int) -> float:
@@ -105,12 +108,12 @@ class ShapedUpdates(WhiteUpdates):
 
     >>> from dbcl.sketch import Identity
     >>> seen = (torch.zeros(1, 2), torch.ones(1, 2))
-    >>> view = View("w", (0, 1), (1, 1), (Identity(2), Identity(2)), seen, seen)
+    >>> view = TensorObservations("w", (0, 1), (1, 1), (Identity(2), Identity(2)), seen, seen)
     >>> ShapedUpdates(view, 1.0, torch.tensor([[1.0, 0.5], [0.5, 1.0]])).times(0, torch.ones(1, 2))
     tensor([[1.5000, 1.5000]])
     """
 
-    def __init__(self, view: View, update: float, columns: Tensor) -> None:
+    def __init__(self, view: TensorObservations, update: float, columns: Tensor) -> None:
         super().__init__(view, update)
         self.columns = columns
 

@@ -10,7 +10,7 @@ from dbcl.errors import AuditError
 from dbcl.sketch import Identity, Sketch
 from dbcl.sketch.buckets import BucketSketch
 from dbcl_audit.estimators.covariance import WhiteUpdates, cholesky
-from dbcl_audit.estimators.view import View
+from dbcl_audit.estimators.observations import TensorObservations
 
 OnStep = Callable[[int, int], None]
 """Called with the number of steps done and the number of all steps."""
@@ -34,7 +34,7 @@ class Smoothed(list[Tensor]):
 
     >>> from dbcl.sketch import Identity
     >>> one = torch.ones(1, 1)
-    >>> view = View("w", (0, 1, 2), (1,) * 3, (Identity(1),) * 3, (0 * one, 3 * one, 6 * one), (one,) * 3)
+    >>> view = TensorObservations("w", (0, 1, 2), (1,) * 3, (Identity(1),) * 3, (0 * one, 3 * one, 6 * one), (one,) * 3)
     >>> [float(W) for W in Smoothed([2 * one, 2 * one], start=0 * one).weights(view)]
     [0.0, 3.0, 6.0]
     """
@@ -43,7 +43,7 @@ class Smoothed(list[Tensor]):
         super().__init__(changes)
         self.start = start
 
-    def weights(self, view: View) -> Iterator[Tensor]:
+    def weights(self, view: TensorObservations) -> Iterator[Tensor]:
         """The expected W before each seen round, one after another: all that the rounds together say of it."""
         if view.momentum and max(view.gaps) > 1:
             raise AuditError(f"{view.name}: with momentum, W follows from its changes only where no round was missed")
@@ -67,7 +67,7 @@ class KalmanSmoother:
 
     >>> from dbcl.sketch import Identity
     >>> seen, own = tuple(torch.full((1, 1), float(t)).double() for t in range(4)), (torch.zeros(1, 1).double(),) * 4
-    >>> view = View("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, seen, own)
+    >>> view = TensorObservations("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, seen, own)
     >>> changes = KalmanSmoother(view, Scales(1e-6, 1.0, 1.0), WhiteUpdates(view, 1.0)).smooth()
     >>> [round(float(change), 3) for change in changes]
     [1.0, 1.0, 1.0]
@@ -75,7 +75,7 @@ class KalmanSmoother:
 
     def __init__(
         self,
-        view: View,
+        view: TensorObservations,
         scales: Scales,
         updates: WhiteUpdates,
         on_step: OnStep | None = None,

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from dbcl_audit.estimators.view import View
+from dbcl_audit.estimators.observations import TensorObservations
 
 
-def rewind(view: View) -> list[Tensor]:
+def rewind(view: TensorObservations) -> list[Tensor]:
     """Go backward from a guess: W_t = W_(t+1) + (V_t - W_(t+1) R_t) R_t^T, exact after enough rounds with no veil.
 
     Outside the range of R_t nothing changed in round t, so there W_t is W_(t+1); inside it V_t says what it was. That
@@ -15,7 +15,7 @@ def rewind(view: View) -> list[Tensor]:
     >>> import torch
     >>> from dbcl.sketch import Identity
     >>> seen, own = (torch.zeros(1, 2), torch.full((1, 2), 3.0)), torch.ones(1, 2)
-    >>> rewind(View("w", (0, 1), (1, 1), (Identity(2), Identity(2)), seen, (own, own)))
+    >>> rewind(TensorObservations("w", (0, 1), (1, 1), (Identity(2), Identity(2)), seen, (own, own)))
     [tensor([[2., 2.]])]
     """
     weights = view.sketches[-1].expand(view.seen[-1])

@@ -13,18 +13,18 @@ from torch import Tensor
 from dbcl.sketch import Identity
 from dbcl_audit.estimators.covariance import ShapedUpdates, WhiteUpdates
 from dbcl_audit.estimators.kalman import KalmanSmoother, OnStep, Scales, Smoothed
+from dbcl_audit.estimators.observations import TensorObservations
 from dbcl_audit.estimators.others import Lanes
 from dbcl_audit.estimators.pooled import is_complete
-from dbcl_audit.estimators.view import View
 
 LOGS = 40.0
 """Fitted scales lie between e^-40 and e^40, so that their squares are finite and positive."""
 
 
-def known_scales(view: View, veil: float) -> Scales:
+def known_scales(view: TensorObservations, veil: float) -> Scales:
     """The scales of an attacker who knows the veil's relative size: the rest follows from what it sees and sends.
 
-    >>> view = View("w", (0,), (1,), (Identity(2),), (torch.ones(4, 2),), (torch.full((4, 2), 0.5),))
+    >>> view = TensorObservations("w", (0,), (1,), (Identity(2),), (torch.ones(4, 2),), (torch.full((4, 2), 0.5),))
     >>> known_scales(view, 0.0)
     Scales(veil=1e-07, update=0.5, weight=1.0)
     """
@@ -33,12 +33,14 @@ def known_scales(view: View, veil: float) -> Scales:
     return Scales(max(veil * weight, 1e-7 * size), max(_rms(view.own), 1e-9 * size), weight)
 
 
-def fitted_scales(view: View, start: Scales, *, rounds: int = 24, rows: int = 64, steps: int = 40) -> Scales:
+def fitted_scales(
+    view: TensorObservations, start: Scales, *, rounds: int = 24, rows: int = 64, steps: int = 40
+) -> Scales:
     """The scales under which the first rounds are likeliest: for an attacker who knows neither veil nor update size.
 
     >>> rng = torch.Generator().manual_seed(0)
     >>> seen = tuple(torch.randn(30, 1, generator=rng).double().cumsum(0) for _ in range(3))
-    >>> view = View("w", (0, 1, 2), (1,) * 3, (Identity(1),) * 3, seen, (torch.zeros(30, 1).double(),) * 3)
+    >>> view = TensorObservations("w", (0, 1, 2), (1,) * 3, (Identity(1),) * 3, seen, (torch.zeros(30, 1).double(),) * 3)
     >>> fitted_scales(view, Scales(1.0, 1.0, 3.0), steps=5).weight
     3.0
     """
@@ -54,14 +56,16 @@ def fitted_scales(view: View, start: Scales, *, rounds: int = 24, rows: int = 64
     return Scales(float(veil), float(update), start.weight)
 
 
-def smoother(view: View, scales: Scales, *, known_range: bool = True, on_step: OnStep | None = None) -> Smoothed:
+def smoother(
+    view: TensorObservations, scales: Scales, *, known_range: bool = True, on_step: OnStep | None = None
+) -> Smoothed:
     """The best linear estimate of every change given all rounds: a Kalman filter and a backward pass.
 
     Updates are taken to be white with the variance `scales.update`^2 in V's space, in the range of R_t of every lane
     that others are in; or, without `known_range`, anywhere.
 
     >>> seen, own = tuple(torch.full((1, 1), float(t)).double() for t in range(4)), (torch.zeros(1, 1).double(),) * 4
-    >>> view = View("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, seen, own)
+    >>> view = TensorObservations("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, seen, own)
     >>> [round(float(change), 3) for change in smoother(view, Scales(veil=1e-6, update=1.0, weight=1.0))]
     [1.0, 1.0, 1.0]
     """
@@ -81,14 +85,16 @@ def smoother(view: View, scales: Scales, *, known_range: bool = True, on_step: O
     return KalmanSmoother(view, scales, WhiteUpdates(view, scales.update, known_range=known_range), on_step).smooth()
 
 
-def shaped_smoother(view: View, scales: Scales, *, groups: int = 4, on_step: OnStep | None = None) -> Smoothed:
+def shaped_smoother(
+    view: TensorObservations, scales: Scales, *, groups: int = 4, on_step: OnStep | None = None
+) -> Smoothed:
     """The smoother with updates shaped by rows and columns as the client's own are: vec(U) ~ N(0, A x C).
 
     In the basis of A's eigenvectors rows are independent again, with variances that are A's eigenvalues, and the veil
     stays white. Rows of similar variance share a filter, in `groups`.
 
     >>> seen = tuple(torch.full((1, 1), float(t)).double() for t in range(4))
-    >>> view = View("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, seen, (torch.full((1, 1), 0.5).double(),) * 4)
+    >>> view = TensorObservations("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, seen, (torch.full((1, 1), 0.5).double(),) * 4)
     >>> [round(float(change), 3) for change in shaped_smoother(view, Scales(veil=1e-6, update=1.0, weight=1.0))]
     [0.5, 0.5, 0.5]
     """

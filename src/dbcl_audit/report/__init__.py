@@ -1,4 +1,4 @@
-"""Findings as a page: what each value means (`measures`, `rating`), in sentences (`wording`), figures and HTML."""
+"""Findings as a page: values (`measures`), ratings (`rating`), sentences (`wording`), figures and HTML (`render`)."""
 
 from dbcl_audit.report import page, rating
 

@@ -3,33 +3,73 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dbcl_audit.findings import Audit
-from dbcl_audit.report.figures import escape, trade_off
-from dbcl_audit.report.measures import accuracy_text, chance_of, kind, number_text, plain_text, size_text
-from dbcl_audit.report.page import definitions, details, document, table
-from dbcl_audit.report.rating import worst
+from dbcl_audit.findings import Audit, Finding, Measure
+from dbcl_audit.report.figures import trade_off
+from dbcl_audit.report.measures import accuracy_text, chance_of, number_text, plain_text, size_text
+from dbcl_audit.report.rating import severity, word, worst, worst_by_adversary
+from dbcl_audit.report.render import render
 from dbcl_audit.report.wording import GLOSSARY, NO_PROOF, promised
 
 
 class Leak(NamedTuple):
-    """One column of a comparison: who attacks, and the family of measures of which the worst is shown."""
+    """One column of a comparison: the adversary, and the measure of which the worst value is shown."""
 
     who: str
-    adversaries: tuple[str, ...]
-    family: str
+    measure: Measure
     name: str
 
+    @property
+    def adversaries(self) -> tuple[str, ...]:
+        return WHO[self.who]
 
-CLIENTS = ("client", "colluders")
+
+WHO = {"client": ("client", "colluders"), "server": ("server",), "anyone": ("anyone",)}
+"""Adversaries of each group of columns; clients count alone or together."""
 LEAKS = (
-    Leak("client", CLIENTS, "cosine", "cosine"),
-    Leak("client", CLIENTS, "psnr", "PSNR"),
-    Leak("client", CLIENTS, "auc", "AUC"),
-    Leak("server", ("server",), "psnr", "PSNR"),
-    Leak("server", ("server",), "auc", "AUC"),
-    Leak("anyone", ("anyone",), "auc", "AUC"),
+    Leak("client", Measure.COSINE, "cosine"),
+    Leak("client", Measure.PSNR, "PSNR"),
+    Leak("client", Measure.AUC, "AUC"),
+    Leak("server", Measure.PSNR, "PSNR"),
+    Leak("server", Measure.AUC, "AUC"),
+    Leak("anyone", Measure.AUC, "AUC"),
 )
-"""Clients count alone or together. The server has the updates, so that no cosine is shown for it."""
+"""Columns with one measure each. The server has the updates, so that no cosine is shown for it."""
+
+
+def worst_finding(audit: Audit, who: str) -> Finding | None:
+    """Return the worst finding of a group of adversaries, as `worst_by_adversary` ranks it.
+
+    >>> found = Finding("LiRA", "anyone", "adaptive", "membership", "tpr at 1 % fpr", 0.3)
+    >>> worst_finding(Audit("a", {}, {}, (), (found,), 1.0), "anyone").attack
+    'LiRA'
+    """
+    worst = worst_by_adversary(audit)
+    found = [each for name in WHO[who] if (each := worst.get(name)) is not None]
+    return max(found, key=severity, default=None)
+
+
+def worst_findings(audit: Audit) -> list[str]:
+    """Return the worst finding of each group of adversaries as text; a dash if nothing was measured.
+
+    >>> found = Finding("LiRA", "anyone", "adaptive", "membership", "tpr at 1 % fpr", 0.3)
+    >>> worst_findings(Audit("a", {}, {}, (), (found,), 1.0))[2]
+    '30.0 % members found at 1 % false alarms: leaks'
+    """
+    found = [worst_finding(audit, who) for who in WHO]
+    return [
+        f"{number_text(each.value, each.measure)} {worst_text(each)}: {word(each)}" if each else "—" for each in found
+    ]
+
+
+def worst_text(finding: Finding) -> str:
+    """Return target and measure of a finding in a few words.
+
+    >>> worst_text(Finding("labels of one update", "server", "adaptive", "label", "accuracy", 0.9))
+    'label accuracy'
+    """
+    if finding.measure.family == "tpr":
+        return finding.measure.text
+    return f"{finding.target} {finding.measure}"
 
 
 def leaks(audit: Audit) -> list[str]:
@@ -38,12 +78,12 @@ def leaks(audit: Audit) -> list[str]:
     >>> leaks(Audit("a", {}, {}, (), (), 1.0))
     ['—', '—', '—', '—', '—', '—']
     """
-    values = [(worst(audit, each.family, each.adversaries), each.family) for each in LEAKS]
-    return ["—" if value is None else number_text(value, family) for value, family in values]
+    values = [(worst(audit, each.measure.family, each.adversaries), each.measure) for each in LEAKS]
+    return ["—" if value is None else number_text(value, measure) for value, measure in values]
 
 
 def guessing(audits: Sequence[Audit]) -> list[str]:
-    """Return what guessing gives for each of `LEAKS`; a range where the audits differ.
+    """Return the value of guessing for each of `LEAKS`; a range if the audits differ.
 
     >>> from dbcl_audit.findings import Finding
     >>> found = [Finding("a", "client", "naive", "image", "psnr", 9.0, chance=chance) for chance in (13.1, 13.7)]
@@ -52,9 +92,9 @@ def guessing(audits: Sequence[Audit]) -> list[str]:
     """
     found = []
     for leak in LEAKS:
-        every = [each for audit in audits for each in audit.findings if each.seat in leak.adversaries]
-        values = [chance_of(each) for each in every if kind(each.measure) == leak.family]
-        ends = [number_text(end, leak.family) for end in (min(values), max(values))] if values else ["—"]
+        every = [each for audit in audits for each in audit.findings if each.adversary in leak.adversaries]
+        values = [chance_of(each) for each in every if each.measure is leak.measure]
+        ends = [number_text(end, leak.measure) for end in (min(values), max(values))] if values else ["—"]
         found.append(" to ".join(dict.fromkeys(ends)))
     return found
 
@@ -78,7 +118,7 @@ def epsilon(audit: Audit) -> str:
 
 
 def comparison(audits: Sequence[Audit]) -> str:
-    """Return a page that sets runs side by side: accuracy and cost against the worst leaks.
+    """Return a page that sets runs side by side: accuracy and cost beside the worst leaks.
 
     >>> "paper" in comparison([Audit("paper", {}, {"accuracy": 0.9}, (), (), 1.0)])
     True
@@ -91,26 +131,19 @@ def comparison(audits: Sequence[Audit]) -> str:
         "bytes (fewer is cheaper)",
         "epsilon of the guarantee, stated (measured); lower is stronger",
         *(f"{each.who}: {each.name} (higher is worse)" for each in LEAKS),
+        *(f"{who}: worst finding" for who in WHO),
     )
-    rows = [["", "guessing", "", "", "", "", *guessing(audits)]]
+    rows = [["", "guessing", "", "", "", "", *guessing(audits), *[""] * len(WHO)]]
     for number, audit in enumerate(audits, 1):
         cost = [accuracy_text(audit), plain_text(audit.run.get("rounds", "—")), size_text(audit.run.get("bytes"))]
-        rows.append([str(number), audit.name, *cost, epsilon(audit), *leaks(audit)])
-    intro = (
-        f"<p class='warn'>{escape(NO_PROOF)} A dash: not measured.</p>"
-        "<p>The worst that any attack reached, from clients (one alone, or several that collude), from the server, and "
-        "from anyone who has the finished model. The first row is what guessing gives without any attack: a run that "
-        "is no higher leaked nothing to these attacks. Sketch and veil are against clients. The server holds every "
-        "client's update: against it only noise on the updates or secure aggregation help.</p>"
+        rows.append([str(number), audit.name, *cost, epsilon(audit), *leaks(audit), *worst_findings(audit)])
+    drawings = [(who, trade_off(audits, who, adversaries)) for who, adversaries in WHO.items()]
+    return render(
+        "comparison.html",
+        title="Leakage audits compared",
+        no_proof=NO_PROOF,
+        heads=heads,
+        rows=rows,
+        drawings=[(who, drawn) for who, drawn in drawings if drawn],
+        glossary=GLOSSARY,
     )
-    body = f"<section><h2>Side by side</h2>{intro}{table('Audits side by side', heads, rows)}</section>"
-    shown = ""
-    for who in dict.fromkeys(each.who for each in LEAKS):
-        picture = trade_off(audits, who, next(each.adversaries for each in LEAKS if each.who == who))
-        if picture:
-            shown += f"<figure class='plot'><figcaption>to {escape(who)}</figcaption>{picture}</figure>"
-    if shown:
-        note = "<p>Right and low is better: more accuracy, less leak. Numbers as in the table; dotted: guessing.</p>"
-        body += f"<section><h2>Leak against accuracy</h2>{note}<div class='plots'>{shown}</div></section>"
-    words = f"<section><h2>Words</h2>{details('Glossary', definitions(GLOSSARY))}</section>"
-    return document("Leakage audits compared", body + words)

@@ -1,26 +1,25 @@
-"""The figures of a page: curves, and the trade-off between several audits, as SVG that is part of the page.
+"""Figures of a page: curves, and the trade-off between several audits, as SVG that is part of the page.
 
-Its colours are the page's own (`style.py`), so that they follow dark mode and print. Legends are HTML: they
-wrap on a small screen, and text that others wrote never reaches matplotlib's parser.
+Their colours are variables of the page (`templates/style.css`), so that they follow dark mode and
+print. Legends are HTML: they wrap on a small screen, and foreign text never reaches matplotlib's parser.
 """
 
-import html
 import io
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from markupsafe import Markup
+
 from dbcl.simulation.plots import GRID, INK, MUTED
-from dbcl_audit.findings import Audit, Curve, Finding
+from dbcl_audit.findings import Audit, Curve, Finding, Measure
 from dbcl_audit.report.measures import (
     AXES,
     accuracy_text,
     chance_of,
-    kind,
-    measure_text,
     number_text,
-    plain_text,
     range_text,
 )
 from dbcl_audit.report.rating import worst
@@ -28,32 +27,63 @@ from dbcl_audit.report.rating import worst
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#8c564b", "#7a3e9d")
 AXIS = "#b8c2cb"
 VARIABLES = {INK: "ink", MUTED: "muted", GRID: "line", AXIS: "line"} | {c: f"c{n}" for n, c in enumerate(COLOURS)}
-"""The variable of the page's style that takes the place of each colour."""
-EXACT = 100.0  # dB at which an exact copy is drawn
-LIMIT = 400  # steps along an axis that can be told apart; a ROC curve may come with a point for each example
+"""Variable of the page's style that replaces each colour."""
+EXACT = 100.0
+"""PSNR in dB at which an exact copy is drawn."""
+STEPS_PER_AXIS = 400
+"""Visible steps along an axis; a ROC curve may have a point for each example."""
+MAX_LABEL_LENGTH = 28
+"""Longest label that fits a figure."""
 
 
-def figures(findings: Sequence[Finding]) -> str:
-    """One plot for each target and pair of axes, with a line for each curve.
+@dataclass(frozen=True)
+class Drawing:
+    """An SVG element: the text for readers who cannot see it, its view box, and its content with the closing tag."""
+
+    alternative: str
+    box: str
+    content: Markup
+
+
+@dataclass(frozen=True)
+class Key:
+    """One entry of a legend: its text, the page's variable of its colour, and the style of its line."""
+
+    text: str
+    colour: str
+    style: str
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawing with title and legend; with `diagonal` its dotted line shows the value of guessing."""
+
+    title: str
+    drawing: Drawing
+    keys: tuple[Key, ...]
+    diagonal: bool
+
+
+def figures(findings: Sequence[Finding]) -> list[Plot]:
+    """Return one plot for each target and pair of axes, with a line for each curve.
 
     >>> figures([Finding("rewind", "client", "adaptive", "update", "cosine", 0.99)])
-    ''
+    []
     """
     groups: dict[tuple[str, tuple[str, str]], list[Finding]] = {}
     for finding in findings:
         if finding.curves:
             groups.setdefault((finding.target, finding.axes), []).append(finding)
-    drawn = "".join(_plot(f"plot{n}", *key, group) for n, (key, group) in enumerate(groups.items(), 1))
-    return f"<div class='plots'>{drawn}</div>" if drawn else ""
+    return [_plot(f"plot{n}", *key, group) for n, (key, group) in enumerate(groups.items(), 1)]
 
 
-def _plot(name: str, target: str, labels: tuple[str, str], group: Sequence[Finding]) -> str:
+def _plot(name: str, target: str, labels: tuple[str, str], group: Sequence[Finding]) -> Plot:
     from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(5.4, 3.5), layout="constrained")
     axes = figure.subplots()
     keys = []
-    roc = "false positive" in labels[0].lower() or all(kind(f.measure) in ("auc", "tpr") for f in group)
+    roc = "false positive" in labels[0].lower() or all(f.measure.family in ("auc", "tpr") for f in group)
     log = roc and target == "membership"
     lines = [(finding, curve) for finding in group for curve in finding.curves]
     for index, (finding, curve) in enumerate(lines):
@@ -61,30 +91,26 @@ def _plot(name: str, target: str, labels: tuple[str, str], group: Sequence[Findi
         colour, style = COLOURS[index % len(COLOURS)], "solid" if solid else "dashed"
         points = _points(curve, 1e-4 if log else -math.inf)
         axes.plot(*points, color=colour, linestyle=style, linewidth=1.7, marker="o" if len(points[0]) == 1 else None)
-        sign = f"<i style='border-top-color:var(--{VARIABLES[colour]});border-top-style:{style}'></i>"
-        named = f"{finding.attack} ({finding.seat}, {finding.attacker})"
-        keys.append(f"<li>{sign}{escape(f'{named}: {curve.label}' if curve.label else named)}</li>")
+        named = f"{finding.attack} ({finding.adversary}, {finding.attacker})"
+        keys.append(Key(f"{named}: {curve.label}" if curve.label else named, VARIABLES[colour], style))
     if roc:
         ends = [10 ** (-4 + 4 * step / 50) for step in range(51)] if log else [0.0, 1.0]
         axes.plot(ends, ends, color=MUTED, linewidth=1, linestyle="dotted")
         axes.set(xlim=(1e-4 if log else 0, 1), ylim=(1e-4 if log else 0, 1.02))
-        keys.append("<li class='muted'>dotted: guessing</li>")
     if log:
         axes.set(xscale="log", yscale="log")
     across, up = (AXES.get(label, label) for label in (labels[0], labels[1] or group[0].measure))
     _style(axes, across, up)
     title = f"{target}: {up}" + (f" by {across}" if across else "")
-    values = "; ".join(f"{f.attack} ({f.seat}, {f.attacker}): {measure_text(f.measure)} {range_text(f)}" for f in group)
-    image = _svg(figure, name, f"Plot of {title}. {values}.")
-    key = f"<ul class='key'>{''.join(keys)}</ul>"
-    return f"<figure class='plot'><figcaption>{escape(title)}</figcaption>{image}{key}</figure>"
+    values = "; ".join(f"{f.attack} ({f.adversary}, {f.attacker}): {f.measure.text} {range_text(f)}" for f in group)
+    return Plot(title, _svg(figure, name, f"Plot of {title}. {values}."), tuple(keys), roc)
 
 
 def _points(curve: Curve, least: float) -> tuple[list[float], list[float]]:
     whole = (pair for pair in zip(curve.x, curve.y, strict=False) if None not in pair)  # JSON has null for NaN
     pairs = [(x, y) for x, y in whole if math.isfinite(x) and math.isfinite(y)]
     shown = [(max(x, least), max(y, least)) for x, y in pairs if y > 0 or least <= 0]  # zero has no logarithm
-    if len(shown) > LIMIT:
+    if len(shown) > STEPS_PER_AXIS:
         shown = _thin(shown, math.log10 if least > 0 else float)
     return [x for x, _ in shown], [y for _, y in shown]
 
@@ -95,38 +121,38 @@ def _thin(points: Sequence[tuple[float, float]], scale: Callable[[float], float]
     kept = [points[0]]
     for point in points[1:-1]:
         moved = [abs(scale(new) - scale(old)) for new, old in zip(point, kept[-1], strict=True)]
-        if max(moved[0] / spans[0], moved[1] / spans[1]) * LIMIT >= 1:
+        if max(moved[0] / spans[0], moved[1] / spans[1]) * STEPS_PER_AXIS >= 1:
             kept.append(point)
     return [*kept, points[-1]]
 
 
-def trade_off(audits: Sequence[Audit], who: str, adversaries: Sequence[str]) -> str:
+def trade_off(audits: Sequence[Audit], who: str, adversaries: Sequence[str]) -> Drawing | None:
     """Plot the worst leak to some adversaries against accuracy, a panel for each measure; labels never overlap.
 
-    >>> trade_off([Audit("a", {}, {}, (), (), 1.0)], "clients", ["client", "colluders"])
-    ''
+    >>> trade_off([Audit("a", {}, {}, (), (), 1.0)], "clients", ["client", "colluders"]) is None
+    True
     """
     from matplotlib.figure import Figure
 
     panels, said = [], []
-    for family, name in (
-        ("cosine", "worst cosine"),
-        ("psnr", f"worst PSNR, dB (to {EXACT:.0f})"),
-        ("auc", "worst AUC"),
+    for measure, name in (
+        (Measure.COSINE, "worst cosine"),
+        (Measure.PSNR, f"worst PSNR, dB (to {EXACT:.0f})"),
+        (Measure.AUC, "worst AUC"),
     ):
         points = [
             (audit.run["accuracy"], min(leak, EXACT), f"{number}  {_printable(audit.name)}")
             for number, audit in enumerate(audits, 1)
-            if accuracy_text(audit) != "—" and (leak := worst(audit, family, adversaries)) is not None
+            if accuracy_text(audit) != "—" and (leak := worst(audit, measure.family, adversaries)) is not None
         ]
         if points:
-            every = [each for audit in audits for each in audit.findings if each.seat in adversaries]
-            chance = max(chance_of(each) for each in every if kind(each.measure) == family)
+            every = [each for audit in audits for each in audit.findings if each.adversary in adversaries]
+            chance = max(chance_of(each) for each in every if each.measure is measure)
             panels.append((name, chance, sorted(points, key=lambda point: (point[1], -point[0]))))
-            each = (f"{label}: {number_text(y, family)} at {x:.1%}" for x, y, label in points)
-            said.append(f"{name}: {', '.join(each)}, guessing: {number_text(chance, family)}")
+            each = (f"{label}: {number_text(y, measure)} at {x:.1%}" for x, y, label in points)
+            said.append(f"{name}: {', '.join(each)}, guessing: {number_text(chance, measure)}")
     if not panels:
-        return ""
+        return None
     ratios = [max(2.4, 0.9 + 0.24 * len(points)) for _, _, points in panels]
     figure = Figure(figsize=(6.6, sum(ratios)), layout="constrained")
     grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=ratios)
@@ -171,13 +197,13 @@ def _style(axes: Any, across: str, up: str) -> None:
 
 
 def _printable(text: str) -> str:
-    """Text that the built-in font has, of a length that fits a figure."""
+    """Return text in the characters of the built-in font, shortened to fit a figure."""
     kept = "".join(letter if letter.isprintable() and ord(letter) < 0x500 else "?" for letter in text)
-    return kept if len(kept) <= 28 else kept[:27] + "…"
+    return kept if len(kept) <= MAX_LABEL_LENGTH else kept[: MAX_LABEL_LENGTH - 1] + "…"
 
 
-def _svg(figure: Any, name: str, alternative: str) -> str:
-    """A figure as an element of the page: no background, the page's colours, names that are its own, a text for it."""
+def _svg(figure: Any, name: str, alternative: str) -> Drawing:
+    """Convert a figure: no background, the page's colours, and ids that begin with `name`."""
     import matplotlib
 
     buffer = io.BytesIO()
@@ -191,13 +217,4 @@ def _svg(figure: Any, name: str, alternative: str) -> str:
     inner = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", inner)
     for colour, variable in VARIABLES.items():
         inner = inner.replace(colour, f"var(--{variable})")
-    return f"<svg role='img' aria-label='{escape(alternative)}' viewBox='{box[1]}'>{inner.strip()}"
-
-
-def escape(value: Any) -> str:
-    """Any value as text that is safe inside HTML.
-
-    >>> escape("<b>")
-    '&lt;b&gt;'
-    """
-    return html.escape(plain_text(value), quote=True)
+    return Drawing(alternative, box[1], Markup(inner.strip()))  # matplotlib escapes the labels

@@ -1,12 +1,12 @@
-"""How findings are rated: what counts as a leak, the worst of each risk, and which limits were exceeded."""
+"""Ratings of findings: levels of a leak, the worst finding of each risk, and exceeded limits."""
 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from dbcl.errors import ConfigError
-from dbcl_audit.findings import ATTACKERS, SEATS, Audit, Finding
-from dbcl_audit.report.measures import KINDS, chance_of, kind, number_text
+from dbcl_audit.findings import ADVERSARIES, ATTACKERS, Audit, Finding, Measure
+from dbcl_audit.report.measures import chance_of, number_text
 
 BAD, LEAKS, GUESS, FAILED, UNRATED = "as bad as no defence", "leaks", "close to guessing", "could not run", "not rated"
 WIDE = f"{GUESS}, but the interval is wide"
@@ -18,8 +18,8 @@ BROKEN, DOUBTFUL, KEPT = (
 )
 RANK = {BAD: 4, BROKEN: 4, LEAKS: 3, UNSURE: 2, WIDE: 2, DOUBTFUL: 2, GUESS: 1, KEPT: 1, UNRATED: 0, FAILED: 0}
 CONFIDENT = ("share", "tpr", "auc", "accuracy")
-"""Families whose intervals are of confidence; those of cosines and pictures are the spread over rounds and pictures."""
-LIMITS = tuple(kind for kind in KINDS if kind != "error")
+"""Families whose intervals are of confidence; those of cosines and images are the spread over rounds and images."""
+LIMITS = tuple(dict.fromkeys(each.family for each in Measure if each is not Measure.ERROR))
 
 RULES = {
     "cosine, ssim, accuracy, AUC": "a tenth of the way from guessing to perfect is a leak, nine tenths is as bad as no "
@@ -35,39 +35,37 @@ RULES = {
     "interval": "a share or an AUC that would be a leak may be luck where its 95 % interval includes guessing; and one "
     "that is close to guessing is no relief where its interval reaches a leak. Both are marked.",
     "guessing": "as the audit measured it; where it did not: cosine 0, AUC 0.5, accuracy 0, SSIM 0, share 0, error 1, "
-    "PSNR 13 dB (about what the mean picture of a class gives), true positives as many as false ones.",
+    "PSNR 13 dB (about what the mean image of a class gives), true positives as many as false ones.",
 }
 
 
 @dataclass(frozen=True)
 class Risk:
-    """One target, seat and measure: what guessing gives, and the worst naive and the worst adaptive attack.
+    """One target, adversary and measure, with the worst naive and the worst adaptive attack.
 
-    >>> Risk("update", "client", "cosine", 0.0, None, None).seat
+    >>> Risk("update", "client", Measure.COSINE, 0.0, None, None).adversary
     'client'
     """
 
     target: str
-    seat: str
-    measure: str
+    adversary: str
+    measure: Measure
     chance: float
     naive: Finding | None
     adaptive: Finding | None
 
 
 def word(finding: Finding) -> str:
-    """What a finding means in a word, by `RULES`: its value against what guessing gives.
+    """Rate a finding in a few words, by `RULES`: its value against the value that guessing gives.
 
     >>> word(Finding("rewind", "client", "adaptive", "update", "cosine", 0.99))
     'as bad as no defence'
     >>> word(Finding("forest", "client", "naive", "property", "auc", 0.52, low=0.4, high=0.64))
     'close to guessing, but the interval is wide'
     """
-    family = kind(finding.measure)
+    family = finding.measure.family
     if math.isnan(finding.value):
         return FAILED
-    if not family:
-        return UNRATED
     if family == "epsilon":
         return _against_stated(finding)
     leaks, bad = _levels(family, chance_of(finding))
@@ -80,7 +78,7 @@ def word(finding: Finding) -> str:
 
 
 def _against_stated(finding: Finding) -> str:
-    """A measured epsilon against the stated one."""
+    """Rate a measured epsilon against the stated one."""
     if finding.budget.get("holds") is False:
         return BROKEN
     low, stated = finding.low, finding.budget.get("stated epsilon")
@@ -90,15 +88,15 @@ def _against_stated(finding: Finding) -> str:
 
 
 def risks(audit: Audit) -> list[Risk]:
-    """The worst attacks of an audit, in the order in which their targets, seats and measures first appear.
+    """Return the worst attacks of an audit, in the order in which targets, adversaries and measures first appear.
 
     >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99, 0.98, 1.0, 0.0)
     >>> [(risk.naive, risk.adaptive.attack) for risk in risks(Audit("a", {}, {}, (), (finding,), 1.0))]
     [(None, 'rewind')]
     """
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    groups: dict[tuple[str, str, Measure], list[Finding]] = {}
     for finding in audit.findings:
-        groups.setdefault((finding.target, finding.seat, finding.measure), []).append(finding)
+        groups.setdefault((finding.target, finding.adversary, finding.measure), []).append(finding)
     found = []
     for key, group in groups.items():
         naive, adaptive = (
@@ -109,36 +107,46 @@ def risks(audit: Audit) -> list[Risk]:
     return found
 
 
-def worst_by_seat(audit: Audit) -> dict[str, Finding | None]:
-    """For each seat the finding that is worst by `severity`; None where no attack from it gave a result.
+def worst_by_adversary(audit: Audit) -> dict[str, Finding | None]:
+    """Return the worst finding of each adversary by `severity`; None if no attack of it gave a result.
 
-    Colluders are left out where none were rehearsed: with one lane they see no more than one client does.
+    Colluders are left out if none were simulated: with one lane they observe no more than one client.
 
     >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99)
-    >>> {seat: worst and worst.attack for seat, worst in worst_by_seat(Audit("a", {}, {}, (), (finding,), 1.0)).items()}
+    >>> worst = worst_by_adversary(Audit("a", {}, {}, (), (finding,), 1.0))
+    >>> {adversary: found and found.attack for adversary, found in worst.items()}
     {'client': 'rewind', 'server': None, 'anyone': None}
     """
     rated = [finding for finding in audit.findings if RANK[word(finding)]]
-    seats = [seat for seat in SEATS if seat != "colluders" or any(each.seat == seat for each in audit.findings)]
-    return {seat: max((f for f in rated if f.seat == seat), key=severity, default=None) for seat in seats}
+    adversaries = [
+        adversary
+        for adversary in ADVERSARIES
+        if adversary != "colluders" or any(each.adversary == adversary for each in audit.findings)
+    ]
+    return {
+        adversary: max((f for f in rated if f.adversary == adversary), key=severity, default=None)
+        for adversary in adversaries
+    }
 
 
-def worst(audit: Audit, family: str, seats: Collection[str] = SEATS) -> float | None:
+def worst(audit: Audit, family: str, adversaries: Collection[str] = ADVERSARIES) -> float | None:
     """Return the largest leak that any attack of some adversaries reached, by all measures of a family.
 
     An AUC below 0.5 and a negative cosine count as their mirror image. None where nothing was measured.
 
     >>> found = [Finding("a", "client", "naive", "property", "auc", 0.6),
-    ...     Finding("b", "colluders", "adaptive", "membership", "membership auc", 0.9)]
+    ...     Finding("b", "colluders", "adaptive", "membership", "auc", 0.9)]
     >>> worst(Audit("a", {}, {}, (), tuple(found), 1.0), "auc", ("client", "colluders"))
     0.9
     """
-    values = [_strength(each) for each in audit.findings if each.seat in seats and kind(each.measure) == family]
+    values = [
+        _strength(each) for each in audit.findings if each.adversary in adversaries and each.measure.family == family
+    ]
     return max((value for value in values if not math.isnan(value)), default=None)
 
 
 def includes_guessing(finding: Finding) -> bool:
-    """Whether what guessing gives lies inside the finding's interval, so that luck cannot be excluded.
+    """Return True if the value of guessing lies inside the finding's interval, so that chance cannot be excluded.
 
     >>> includes_guessing(Finding("a", "client", "naive", "label", "accuracy", 0.5, 0.09, 0.91, chance=0.1))
     True
@@ -149,7 +157,7 @@ def includes_guessing(finding: Finding) -> bool:
 
 
 def parse_limits(text: str) -> dict[str, float]:
-    """Read limits such as those of `--fail-above`: measure=number for all seats, seat.measure=number for one.
+    """Parse limits such as those of `--fail-above`: measure=number for all adversaries, adversary.measure=number for one.
 
     >>> parse_limits("cosine=0.3, client.psnr=15")
     {'cosine': 0.3, 'client.psnr': 15.0}
@@ -163,20 +171,21 @@ def parse_limits(text: str) -> dict[str, float]:
         name, equals, number = (piece.strip() for piece in part.partition("="))
         if not equals or not name:
             raise ConfigError(
-                "a limit is written measure=number or seat.measure=number, as in cosine=0.3,client.psnr=15; "
+                "a limit is written measure=number or adversary.measure=number, as in cosine=0.3,client.psnr=15; "
                 f"got {part.strip()!r}"
             )
-        seat, measure = _seat_and_measure(name)
-        if seat is not None and seat not in SEATS:
+        adversary, measure = _adversary_and_measure(name)
+        if adversary is not None and adversary not in ADVERSARIES:
             raise ConfigError(
-                f"unknown seat {seat!r} in a limit; choose from {', '.join(SEATS)}, or leave it out for all of them"
+                f"unknown adversary {adversary!r} in a limit; choose from {', '.join(ADVERSARIES)}, or leave it out for "
+                "all of them"
             )
         if measure == "error":
             raise ConfigError("a large error is good, so it cannot be limited from above; limit cosine instead")
         if measure not in LIMITS:
             raise ConfigError(
-                f"unknown measure {measure!r} in a limit; choose from {', '.join(LIMITS)}, alone or after a seat "
-                f"({', '.join(SEATS)}), as in client.psnr"
+                f"unknown measure {measure!r} in a limit; choose from {', '.join(LIMITS)}, alone or after an "
+                f"adversary ({', '.join(ADVERSARIES)}), as in client.psnr"
             )
         if name in limits:
             raise ConfigError(f"{name} has two limits; give one")
@@ -189,13 +198,13 @@ def parse_limits(text: str) -> dict[str, float]:
     return limits
 
 
-def _seat_and_measure(name: str) -> tuple[str | None, str]:
-    seat, dot, measure = name.partition(".")
-    return (seat, measure) if dot else (None, name)
+def _adversary_and_measure(name: str) -> tuple[str | None, str]:
+    adversary, dot, measure = name.partition(".")
+    return (adversary, measure) if dot else (None, name)
 
 
 def exceeded(audit: Audit, limits: Mapping[str, float]) -> list[str]:
-    """Each limit that an attack broke, or that nothing was measured for, as a sentence; empty means all were kept.
+    """Return a sentence for each limit that an attack exceeded or that nothing was measured for; empty if all are kept.
 
     >>> audit = Audit("a", {}, {}, (), (Finding("rewind", "client", "adaptive", "update", "cosine", 0.99),), 1.0)
     >>> exceeded(audit, {"cosine": 0.3})
@@ -205,30 +214,30 @@ def exceeded(audit: Audit, limits: Mapping[str, float]) -> list[str]:
     """
     sentences = []
     for name, limit in limits.items():
-        seat, measure = _seat_and_measure(name)
-        of_seat = [each for each in audit.findings if seat in (None, each.seat)]
-        found = [each for each in of_seat if kind(each.measure) == measure and not math.isnan(each.value)]
+        adversary, measure = _adversary_and_measure(name)
+        of_adversary = [each for each in audit.findings if adversary in (None, each.adversary)]
+        found = [each for each in of_adversary if each.measure.family == measure and not math.isnan(each.value)]
         if not found:
-            whose = "no attack" if seat is None else f"no attack from the seat of {seat}"
+            whose = "no attack" if adversary is None else f"no attack by {adversary}"
             sentences.append(f"{name}: {whose} gave a value, so the limit {limit:g} could not be checked")
             continue
         worst = max(found, key=_strength)
         if _strength(worst) > limit:
             reached = f"{number_text(worst.value, worst.measure)} on the {worst.target}"
             mirror = (
-                f", which turned round is {number_text(_strength(worst), measure)}"
+                f", which turned round is {number_text(_strength(worst), worst.measure)}"
                 if worst.value != _strength(worst)
                 else ""
             )
-            by = f"{worst.attack} ({worst.seat}, {worst.attacker})"
+            by = f"{worst.attack} ({worst.adversary}, {worst.attacker})"
             sentences.append(f"{name}: {by} reached {reached}{mirror}, above the limit {limit:g}")
     return sentences
 
 
 def severity(finding: Finding) -> tuple[int, float]:
-    """For sorting, whatever the measure: by word, then by how far a value is on the way from a leak to no defence.
+    """Return a sort key across measures: the rank of the rating, then the distance from a leak to no defence.
 
-    Below a leak the second number is negative: how far the value is from a leak, in steps from guessing to a leak.
+    Below a leak the second value is negative: the distance to a leak, in units of that from guessing to a leak.
 
     >>> severity(Finding("rewind", "client", "adaptive", "update", "cosine", 0.5))
     (3, 0.5)
@@ -236,16 +245,16 @@ def severity(finding: Finding) -> tuple[int, float]:
     rank = RANK[word(finding)]
     if rank == 0:
         return 0, -math.inf
-    if kind(finding.measure) == "epsilon":
+    if finding.measure is Measure.EPSILON:
         return rank, finding.value
-    family, chance = kind(finding.measure), chance_of(finding)
+    family, chance = finding.measure.family, chance_of(finding)
     leaks, bad = _levels(family, chance)
     step = bad - leaks if rank >= RANK[LEAKS] else leaks - _as_strength(family, chance)
     return rank, (_strength(finding) - leaks) / max(step, 1e-9)
 
 
 def _levels(family: str, chance: float) -> tuple[float, float]:
-    """From where on a value leaks, and from where on it is as bad as no defence."""
+    """Lowest strength of a leak, and lowest strength that is as bad as no defence."""
     special = {
         "error": (-0.9 * chance, -0.1 * chance),
         "psnr": (chance + 2, max(30.0, chance + 10)),
@@ -256,11 +265,11 @@ def _levels(family: str, chance: float) -> tuple[float, float]:
 
 
 def _as_strength(family: str, value: float) -> float:
-    """A value as the strength of an attack, so that more is worse; an attacker can invert a wrong sign or order."""
+    """Convert a value to a strength, where more is worse; an attacker can invert a wrong sign or order."""
     if family == "auc":
         return max(value, 1 - value)
     return {"cosine": abs(value), "error": -value}.get(family, value)
 
 
 def _strength(finding: Finding) -> float:
-    return _as_strength(kind(finding.measure), finding.value)
+    return _as_strength(finding.measure.family, finding.value)

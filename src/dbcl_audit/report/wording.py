@@ -1,45 +1,44 @@
-"""Findings and settings in sentences: what each means, what to change, and a glossary."""
+"""Findings and settings in sentences: meaning, advice, and a glossary."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dbcl.engines import cohort_size
-from dbcl_audit.findings import ATTACKERS, Audit, Finding
-from dbcl_audit.report.measures import cases_text, chance_of, kind, measure_text, number_text, plain_text, range_text
-from dbcl_audit.report.rating import RANK, word, worst_by_seat
+from dbcl_audit.findings import ATTACKERS, Audit, Finding, Measure
+from dbcl_audit.report.measures import cases_text, chance_of, number_text, plain_text, range_text
+from dbcl_audit.report.rating import RANK, word, worst_by_adversary
 
 GLOSSARY = {
     "adaptive attacker": "knows how the defence works and uses it. Judge by this one.",
+    "adversary": "a client of the run, several clients that collude, its server, or anyone with the final model.",
     "AUC": "chance that a true case is ranked above a false one: 0.5 is a coin, 1 is certain.",
     "canary": "a made-up client or example that contributes as much as the settings allow, in a direction of its own: "
-    "its trace can be looked for.",
-    "colluders": "clients, one of each lane, that put together what they received.",
+    "its trace can be tested for.",
+    "colluders": "clients, one of each lane, that pool their observations.",
     "cosine": "angle between an estimated update and the true one: 1 is the exact direction, 0 is nothing.",
     "epsilon": "any conclusion is at most e^epsilon times more probable with one client (or example) than without it, "
     "but for an event of probability delta. Measured: the epsilon of noise in which canaries are told as well.",
-    "error": "length of the mistake divided by the length of the truth; guessing zero gives 1.",
-    "in clear": "sent to every client without sketch and without noise.",
+    "error": "norm of the error divided by the norm of the true update; guessing zero gives 1.",
     "interval": "the range in which the value would fall with other examples: 95 % of the rounds for updates, the "
-    "worst and the best picture for pictures, and for all else a 95 % confidence interval (bootstrap, or from the "
+    "worst and the best image for images, and for all else a 95 % confidence interval (bootstrap, or from the "
     "number of cases).",
     "lanes": "complementary sketches of one round; each client trains in one of them.",
     "members found at 1 % false alarms": "share of the training examples that an attacker finds who wrongly accuses "
     "1 % of the others (true positives at 1 % false positives).",
     "naive attacker": "an attack as its paper published it, unaware of the defence.",
     "PSNR": "likeness to the original in decibels; above 20 a person recognises it, above 30 it looks the same.",
-    "seat": "the place from which an attacker works: a client of the run, several clients that collude, its server, or "
-    "anyone with the final model.",
     "secure aggregation": "a protocol by which the server learns the sum of many updates and no single one.",
     "sketch": "a random projection of the weights, made from a seed that every client knows.",
-    "SSIM": "likeness of two pictures to the eye, 1 for equal ones.",
+    "SSIM": "likeness of two images to the eye, 1 for equal ones.",
+    "unprotected": "sent to every client without sketch and without noise.",
     "update": "what one round changed in the weights: the average over the clients of that round.",
     "veil": "secret noise that the server adds to everything it sends; its size is relative to the weights.",
 }
 
 WHO = {
     "client": "A client that remembers what it received",
-    "colluders": "Clients of all lanes that put together what they received",
+    "colluders": "Clients of all lanes that pool their observations",
     "server": "The server",
     "anyone": "Anyone who has the finished model",
 }
@@ -54,13 +53,13 @@ PHRASES = {
     "error": "recovered the {0} with an error of {1} its size",
     "epsilon": "told canaries as well as an epsilon of {1} allows",
 }
-TARGETS = {"update": "others' update", "image": "pictures", "label": "labels"}
+TARGETS = {"update": "others' update", "image": "images", "label": "labels"}
 VERDICTS = {
     4: "got as much as if there were no defence",
     3: "got more than guessing gives",
     2: "did not clearly do better than guessing, but the figures are too few to rule it out",
     1: "did no better than guessing in any attack of this audit",
-    0: "got nothing that can be rated, so this audit says nothing about this seat",
+    0: "got nothing that can be rated, so this audit says nothing about this adversary",
 }
 PROMISES = {
     4: "The guarantee does not hold: there is a fault in the code or in the setting.",
@@ -72,16 +71,16 @@ NO_PROMISE = (
     "A measurement finds faults and proves nothing: the promise is a theorem with its conditions, against clients and "
     "the public, with a trusted server."
 )
-PROMISED_REHEARSAL = (
-    "This run has a guarantee, and this is a rehearsal of its settings with fresh secrets: the same clients, and "
-    "canaries that contribute as much and as often as the guarantee allows. How well they can be told is measured, and "
-    "set beside what is stated. What the run itself has shown is not looked at."
+PROMISED_SIMULATION = (
+    "This run has a guarantee, and this is a simulated run of its settings with fresh secrets: the same clients, and "
+    "canaries that contribute as much and as often as the guarantee allows. The epsilon at which they can be told apart "
+    "is measured and compared with the stated one. Recordings of the run itself are not examined."
 )
-SEAT_NOTES = {
+ADVERSARY_NOTES = {
     "client": "The veil is there to stop clients.",
     "colluders": "Together they see through the sketch in every round; all lanes show the same veil, which stays.",
     "server": "Sketch and veil do not stop the server, which makes both: under every preset it must be trusted.",
-    "anyone": "No preset protects a model that is given away.",
+    "anyone": "Sketch and veil do not protect a model that is given away; only a guarantee (--epsilon) does.",
 }
 NO_VEIL = "There is no veil here, and a sketch alone does not stop a client that remembers what it received."
 NO_VEIL_TOGETHER = "There is no veil here, and clients of all lanes together receive the weights themselves."
@@ -101,35 +100,35 @@ NO_PROOF = (
 
 
 def sentence(finding: Finding, property_name: str = "", *, subject: str = "") -> str:
-    """A finding as sentences: the value with its interval, what guessing gives, how many cases, and then the rating.
+    """Describe a finding: value and interval, the value of guessing, the number of cases, and then the rating.
 
     >>> found = Finding("LiRA", "anyone", "adaptive", "membership", "tpr at 0.1 % fpr", 0.007, budget={"members": 1000})
     >>> sentence(found)  # doctest: +NORMALIZE_WHITESPACE
     'Anyone who has the finished model found 0.7 % of members at 0.1 % false alarms; guessing gives 0.1 %.
     From 1,000 members, by LiRA (adaptive): leaks.'
     """
-    phrase = PHRASES.get(kind(finding.measure), "reached {1} by {2} on the {0}")
+    phrase = PHRASES[finding.measure.family]
     phrase = "rebuilt the {0} exactly" if math.isinf(finding.value) else phrase
-    if kind(finding.measure) == "auc":
+    if finding.measure is Measure.AUC:
         what = {"membership": "members and others"}.get(finding.target, target_text(finding.target, property_name))
         if finding.target == "property":
             what = f"batches with and without {what if property_name else 'a property'}"
     else:
         what = TARGETS.get(finding.target, finding.target)
-    measure = measure_text(finding.measure).replace("members found", "members")
+    measure = finding.measure.text.replace("members found", "members")
     got = phrase.format(what, range_text(finding), measure)
     chance = chance_of(finding)
     guess = "" if math.isnan(chance) else f"; guessing gives {number_text(chance, finding.measure)}"
-    if kind(finding.measure) == "epsilon":
+    if finding.measure is Measure.EPSILON:
         guess = _stated_text(finding)
     count = cases_text(finding)
     by = f"{f'From {count}, by' if count else 'By'} {finding.attack} ({finding.attacker})"
-    by += f", {finding.rehearsal}" if finding.rehearsal else ""
-    return f"{subject or WHO.get(finding.seat, finding.seat)} {got}{guess}. {by}: {word(finding)}."
+    by += f", {finding.simulated_run}" if finding.simulated_run else ""
+    return f"{subject or WHO.get(finding.adversary, finding.adversary)} {got}{guess}. {by}: {word(finding)}."
 
 
 def _stated_text(finding: Finding) -> str:
-    """What is stated beside a measured epsilon, and the AUC beside its bound; empty where the finding does not say."""
+    """Describe the stated epsilon and the bound of the AUC; empty if the finding has neither."""
     own = finding.budget
     try:
         return (
@@ -142,7 +141,7 @@ def _stated_text(finding: Finding) -> str:
 
 
 def target_text(target: str, property_name: str = "") -> str:
-    """What was attacked, with the name of the property where it was one.
+    """Return the target of an attack, with the name of a property.
 
     >>> target_text("property", "thick strokes"), target_text("image")
     ('the property “thick strokes”', 'image')
@@ -151,32 +150,32 @@ def target_text(target: str, property_name: str = "") -> str:
 
 
 def verdicts(audit: Audit) -> list[tuple[int, str, str, str]]:
-    """For each seat how bad it is (4 to 0), the verdict, its worst finding in words, and what defends from that seat.
+    """Return for each adversary its rank (4 to 0), the verdict, its worst finding in words, and its defence.
 
     >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99)
     >>> [(rank, verdict) for rank, verdict, _, _ in verdicts(Audit("a", {}, {}, (), (finding,), 1.0))][0]
     (4, 'A client got as much as if there were no defence.')
     """
-    measured = [finding for finding in audit.findings if kind(finding.measure) == "epsilon"]
+    measured = [finding for finding in audit.findings if finding.measure is Measure.EPSILON]
     if measured:
         knowing = "A client that knows all others' updates"
         texts = [(RANK[word(each)], sentence(each, subject=knowing)) for each in measured]
         return [(rank, PROMISES[rank], text if rank else "", NO_PROMISE) for rank, text in texts]
     who = {**WHO, "client": "A client"}
     no_veil = {"client": NO_VEIL, "colluders": NO_VEIL_TOGETHER}
-    notes = {**SEAT_NOTES, **no_veil} if audit.settings.get("veil") == 0 else SEAT_NOTES
+    notes = {**ADVERSARY_NOTES, **no_veil} if audit.settings.get("veil") == 0 else ADVERSARY_NOTES
     if audit.settings.get("secure_aggregation"):
         notes = {**notes, "server": SUMS_NOTE}
     lines = []
-    for seat, worst in worst_by_seat(audit).items():
+    for adversary, worst in worst_by_adversary(audit).items():
         rank = RANK[word(worst)] if worst else 0
         found = f"Worst finding: {sentence(worst, audit.property_name, subject='it')}" if worst else ""
-        lines.append((rank, f"{who[seat]} {VERDICTS[rank]}.", found, notes[seat]))
+        lines.append((rank, f"{who[adversary]} {VERDICTS[rank]}.", found, notes[adversary]))
     return lines
 
 
 def promised(audit: Audit) -> bool:
-    """Whether the audit is of a run with a guarantee.
+    """Return True if the audited run has a guarantee.
 
     >>> promised(Audit("a", {"epsilon": 8.0}, {}, (), (), 1.0))
     True
@@ -184,22 +183,22 @@ def promised(audit: Audit) -> bool:
     return audit.settings.get("epsilon") is not None
 
 
-def rehearsal_text(audit: Audit) -> list[str]:
-    """What kind of evidence the page holds, and what it means for a run with more clients, as paragraphs.
+def simulation_text(audit: Audit) -> list[str]:
+    """Describe the kind of evidence on the page, and its meaning for a run with more clients, as paragraphs.
 
     >>> rehearsal_text(Audit("a", {"clients": 100, "fraction": 0.1}, {}, (), (), 1.0, parties=2))[0][:47]
-    'These are rehearsals, most of them of 2 parties'
+    'These are simulated runs, most of them of 2 par'
     """
     if promised(audit):
-        return [PROMISED_REHEARSAL]
+        return [PROMISED_SIMULATION]
     parties, cohort = audit.parties, _cohort(audit.settings)
     others = "a single victim" if parties == 2 else "a victim among the others"
     first = (
-        f"These are rehearsals, most of them of {parties or 'a few'} parties; they are not what happened in the run. "
-        f"The auditor plays short runs under the same settings with an attacker and {others}, so that it knows what "
-        "the attacker should find: with single steps on fresh batches, with clients that train on the same examples in "
-        "every round, as FedAvg does, and as the run is. Each finding says which. Only attacks on the finished model, "
-        "and those marked “of the run”, are about the run itself."
+        f"These are simulated runs, most of them of {parties or 'a few'} parties; they did not happen in the run. "
+        f"The auditor plays short runs under the same settings with an attacker and {others}, so that the truth is "
+        "known: with single steps on fresh batches, with clients that train on the same examples in every round, as "
+        "FedAvg does, and as the run is. Each finding names its simulated run. Only attacks on the finished model, and "
+        "those marked “of the run”, are about the run itself."
     )
     if cohort is None:
         return [first]
@@ -207,7 +206,7 @@ def rehearsal_text(audit: Audit) -> list[str]:
         server = "The server sees each client's update by itself, however many there are, so its figures do not shrink."
         if audit.settings.get("secure_aggregation"):
             server = "The server gets less from larger sums, too."
-        crowd = f"--parties {cohort} rehearses that" if cohort <= 20 else "--parties 20 rehearses a larger group"
+        crowd = f"--parties {cohort} simulates that" if cohort <= 20 else "--parties 20 simulates a larger group"
         second = (
             f"About {cohort} clients share a round of this run. A client's attack then sees the victim mixed with "
             f"{cohort - 2} others and usually gets less than here: dbcl audit {crowd}. {server}"
@@ -218,7 +217,7 @@ def rehearsal_text(audit: Audit) -> list[str]:
 
 
 def advice(audit: Audit) -> list[str]:
-    """What the settings and the findings mean and what to change, as sentences.
+    """Explain the settings and the findings, and recommend changes, as sentences.
 
     >>> advice(Audit("a", {"veil": 0.0, "sketch": "count-v1"}, {}, (), (), 1.0))[0][:41]
     'There is no veil, and the sketch is publi'
@@ -229,18 +228,18 @@ def advice(audit: Audit) -> list[str]:
 
 
 def _about_promise(audit: Audit) -> list[str]:
-    """What a measured guarantee means."""
+    """Explain a measured guarantee."""
     settings = audit.settings
-    measured = [RANK[word(finding)] for finding in audit.findings if kind(finding.measure) == "epsilon"]
+    measured = [RANK[word(finding)] for finding in audit.findings if finding.measure is Measure.EPSILON]
     notes = []
     if max(measured, default=0) == 4:
         notes.append(
-            "Do not release this model nor go on with the run: more can be told of one client than is promised."
+            "Do not release this model nor go on with the run: more can be inferred about one client than is promised."
         )
     if settings.get("seed") is not None:
         notes.append(
             "The secrets of this run follow from its seed, so it promises nothing itself: fit for an experiment, never "
-            "for real data. The rehearsal has fresh secrets."
+            "for real data. The simulated run has fresh secrets."
         )
     if settings.get("privacy_unit") == "example":
         notes.append(
@@ -257,7 +256,7 @@ def _about_promise(audit: Audit) -> list[str]:
 
 
 def _about_settings(settings: Mapping[str, Any]) -> list[str]:
-    veil, sketch, clear = settings.get("veil"), str(settings.get("sketch", "")), settings.get("clear")
+    veil, sketch, open_ = settings.get("veil"), str(settings.get("sketch", "")), settings.get("unprotected")
     notes = []
     if veil == 0 and sketch.startswith("identity"):
         notes.append("There is neither sketch nor veil: every client receives the weights themselves. Set a veil.")
@@ -270,14 +269,14 @@ def _about_settings(settings: Mapping[str, Any]) -> list[str]:
         notes.append(
             "The veil hides, the sketch does not add to it. Without a sketch the same veil costs fewer rounds."
         )
-    if clear:
-        named = f"{len(clear)} tensors go" if isinstance(clear, list | tuple) else "Some tensors go"
+    if open_:
+        named = f"{len(open_)} tensors go" if isinstance(open_, list | tuple) else "Some tensors go"
         notes.append(
-            f"{named} out in clear: {plain_text(clear)}. Clients get their updates exactly. A veil covers them."
+            f"{named} out unprotected: {plain_text(open_)}. Clients get their updates exactly. A veil covers them."
         )
-    elif veil == 0 and clear is None and settings.get("coverage") not in (None, "all"):
+    elif veil == 0 and open_ is None and settings.get("coverage") not in (None, "all"):
         notes.append(
-            "What the plan does not cover goes out in clear, usually output layer and biases. A veil covers it."
+            "Tensors outside the coverage go out unprotected, usually output layer and biases. A veil covers it."
         )
     cohort = _cohort(settings)
     if cohort is not None and cohort < 10:
@@ -323,10 +322,10 @@ def _about_findings(findings: Sequence[Finding]) -> list[str]:
     weak = [t for t in ("property", "label") if max(side.get(t, 0) for side in ranks.values()) >= 3]
     if weak:
         notes.append(
-            f"The {' and the '.join(weak)} can be told from many weak traces at once, which a small veil does not "
+            f"The {' and the '.join(weak)} can be inferred from many weak traces at once, which a small veil does not "
             "hide. More clients in a round help most, then a larger veil and fewer rounds."
         )
-    leaking = {f.seat for f in findings if f.target == "membership" and RANK[word(f)] >= 3}
+    leaking = {f.adversary for f in findings if f.target == "membership" and RANK[word(f)] >= 3}
     if leaking & {"client", "colluders"}:
         notes.append(
             "Clients that train on the same examples in every round show them again and again, and a veil that is "

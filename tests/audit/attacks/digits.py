@@ -6,10 +6,10 @@ import dbcl
 from dbcl import data
 from dbcl.model import networks
 from dbcl.testing.nested import nested
-from dbcl_audit import picture_quality as pictures
+from dbcl_audit import image_quality
 
 DIGITS = data.load("digits")
-SPAN = pictures.span(DIGITS)
+SPAN = image_quality.span(DIGITS)
 
 
 def digit(*numbers: int) -> tuple[Tensor, Tensor]:

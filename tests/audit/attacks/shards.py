@@ -8,7 +8,7 @@ from typing import Any
 
 from dbcl.simulation import preset, task_of
 from dbcl_audit.attacks.trajectory import Knowledge, Trajectory
-from dbcl_audit.run_rehearsal import RunRehearsal, rehearse_run, shards_of
+from dbcl_audit.simulated_run import ShardRun, shards_of, simulate_run
 
 
 @cache
@@ -21,15 +21,15 @@ def played(
     others: int = 300,
     division: int = 0,
     **settings: Any,
-) -> RunRehearsal:
+) -> ShardRun:
     """Simulate parties with fixed shards of 40 digits, all in every round; `division` seeds who has which."""
     config = preset(name, **{"model": "audit.networks:twelve", **settings})
     task = task_of(config)
     shards = shards_of(config, task, clients=clients, others=others, seed=division)
-    return rehearse_run(config, task, shards, Path(tempfile.mkdtemp()), rounds=rounds, allies=allies)
+    return simulate_run(config, task, shards, Path(tempfile.mkdtemp()), rounds=rounds, allies=allies)
 
 
-def trajectory_of(found: RunRehearsal, **knowledge: Any) -> Trajectory:
+def trajectory_of(found: ShardRun, **knowledge: Any) -> Trajectory:
     """What client 0 and its allies know, with the examples that the attacker has beside its shard."""
     own = Knowledge(found.shards.examples.subset(found.shards.own), examples=200)
     return Trajectory(found.recorded.attacker, replace(own, **knowledge), allies=found.recorded.allies)

@@ -8,7 +8,7 @@ import dbcl
 from audit.attacks.digits import DIGITS, SPAN, digit, round_of
 from dbcl.errors import ConfigError
 from dbcl.model import networks
-from dbcl_audit import picture_quality as pictures
+from dbcl_audit import image_quality
 from dbcl_audit.attacks.first_layer import FirstLayer, solve_first_layer
 from dbcl_audit.attacks.gradients import gradients
 
@@ -26,8 +26,8 @@ def test_a_dense_first_layer_is_read_off_from_two_rounds():
     x, y = digit(0)
     one = solve_first_layer(seen_layers(1, x, y), DIGITS.shape, box=SPAN)
     two = solve_first_layer(seen_layers(2, x, y), DIGITS.shape, box=SPAN)
-    assert pictures.psnr(one[None], x, SPAN).item() > 20
-    assert pictures.psnr(two[None], x, SPAN).item() > 100
+    assert image_quality.psnr(one[None], x, SPAN).item() > 20
+    assert image_quality.psnr(two[None], x, SPAN).item() > 100
 
 
 def test_a_first_layer_without_a_sketch_needs_one_round():
@@ -37,7 +37,7 @@ def test_a_first_layer_without_a_sketch_needs_one_round():
     image = solve_first_layer(
         [FirstLayer(found["1.weight"], found["1.bias"], dbcl.sketch.Identity(784))], DIGITS.shape, box=SPAN
     )
-    assert pictures.psnr(image[None], x, SPAN).item() > 100
+    assert image_quality.psnr(image[None], x, SPAN).item() > 100
 
 
 def test_a_dead_first_layer_is_refused():

@@ -15,7 +15,7 @@ from dbcl.model import networks
 from dbcl.simulation import preset, task_of
 from dbcl_audit.attacks import gan
 from dbcl_audit.attacks.gan import REPLAY, GanAttacker, GanEngine, GanSettings
-from dbcl_audit.rehearsal import draw_batches, rehearse
+from dbcl_audit.simulated_run import draw_batches, simulate_batches
 
 SHAPE, BOX = (1, 28, 28), (-0.5, 2.5)
 
@@ -46,7 +46,7 @@ def test_a_share_of_the_drawings_is_new_for_each_model() -> None:
         assert changed == set(range(turn % REPLAY, 10, REPLAY))
 
 
-def test_a_generator_needs_pictures_that_it_can_double() -> None:
+def test_a_generator_needs_images_that_it_can_double() -> None:
     with pytest.raises(ConfigError, match="30 x 28 must be divisible by 4"):
         gan.generator((1, 30, 28), GanSettings(target=0))
 
@@ -99,7 +99,7 @@ def test_it_learns_in_its_own_rounds_only_and_trains_on_its_drawings() -> None:
 def test_the_estimated_models_of_a_sketched_run_are_w(tmp_path: Path) -> None:
     config = preset("paper", model="dlg-lenet", lr=0.1)
     script = draw_batches(np.arange(1000), (50, 2, 4), seed=0)
-    played = rehearse(config, task_of(config), script, tmp_path)
+    played = simulate_batches(config, task_of(config), script, tmp_path)
     estimated = next(iter(gan.estimated_models(played.attacker)))
     truth = played.truth.weights(0)
     for name, tensor in estimated.state_dict().items():
@@ -119,7 +119,7 @@ def test_the_judge_knows_digits_and_what_is_none() -> None:
     assert all(share > 0.75 for share in called.values()), called
 
 
-def test_pictures_of_the_class_are_measured_as_such() -> None:
+def test_images_of_the_class_are_measured_as_such() -> None:
     digits = data.load("digits")
     of_class = torch.eye(10)[digits.y_train[digits.y_train == 4]]
     says_four = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))

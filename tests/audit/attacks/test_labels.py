@@ -18,8 +18,8 @@ from dbcl_audit.attacks.images import image_findings
 from dbcl_audit.attacks.labels import label_chance, label_finding, labels_of_gradient
 from dbcl_audit.attacks.matching import Matching
 from dbcl_audit.attacks.updates import estimates
-from dbcl_audit.rehearsal import Rehearsal, draw_batches, rehearse
 from dbcl_audit.report.rating import GUESS, word
+from dbcl_audit.simulated_run import SimulatedRun, draw_batches, simulate_batches
 
 
 @pytest.mark.parametrize("number", [0, 150, 450, 950])
@@ -50,17 +50,19 @@ def test_labels_of_a_batch_with_a_class_twice():
     assert labels_of_gradient(found["1.weight"], None, 4).equal(y)
 
 
-def played(folder: Path, dataset: Dataset, model: str) -> Rehearsal:
+def played(folder: Path, dataset: Dataset, model: str) -> SimulatedRun:
     settings = presets.preset("paper", model=f"audit.networks:{model}", seed=0)
-    return rehearse(settings, of_pictures(settings, dataset), draw_batches(np.arange(400), (4, 2, 1), seed=0), folder)
+    return simulate_batches(
+        settings, of_pictures(settings, dataset), draw_batches(np.arange(400), (4, 2, 1), seed=0), folder
+    )
 
 
 def test_of_two_classes_a_coin_is_right_half_of_the_time_and_leaks_nothing(tmp_path: Path) -> None:
     dataset = replace(DIGITS, y_train=DIGITS.y_train % 2, y_test=DIGITS.y_test % 2, outputs=2)
-    rehearsal = played(tmp_path, dataset, "two_classes")
-    found = estimates(rehearsal.attacker, ["option I"])
-    findings = image_findings(rehearsal, dataset, found, [0], Matching(steps=1, restarts=1), str, solver_steps=5)
-    findings.append(label_finding(rehearsal, dataset, range(3)))
+    simulated = played(tmp_path, dataset, "two_classes")
+    found = estimates(simulated.attacker, ["option I"])
+    findings = image_findings(simulated, dataset, found, [0], Matching(steps=1, restarts=1), str, solver_steps=5)
+    findings.append(label_finding(simulated, dataset, range(3)))
     named = [finding for finding in findings if finding.target == "label"]
     assert len(named) == 5
     for finding in named:

@@ -12,7 +12,7 @@ from dbcl.blinding import lift
 from dbcl.errors import ConfigError, PlanError
 from dbcl.model import networks
 from dbcl.objective import cross_entropy
-from dbcl_audit import picture_quality as pictures
+from dbcl_audit import image_quality
 from dbcl_audit.attacks.gradients import as_gradient, gradients
 from dbcl_audit.attacks.matching import Matching, recover
 
@@ -24,7 +24,7 @@ def test_dlg_without_a_sketch():
     model = networks.build("dlg-lenet").double()
     found = recover(model, gradients(model, x, y), DIGITS.shape, settings=QUICK)
     assert found.labels.equal(y)
-    assert pictures.psnr(found.images, x, SPAN).item() > 40
+    assert image_quality.psnr(found.images, x, SPAN).item() > 40
     assert found.failures == ()
     assert found.loss == min(found.losses_of_restarts) < QUICK.good_enough
 
@@ -36,8 +36,8 @@ def test_the_sketch_stops_the_published_attack_and_not_the_one_that_knows_it():
     published = Matching(steps=200, restarts=1, per_tensor=False, start_std=1.0)
     naive = recover(model, lift(broadcast.plan, sent), DIGITS.shape, settings=published)
     adaptive = recover(local, sent, DIGITS.shape, settings=Matching(steps=360, box=SPAN, good_enough=1e-6))
-    assert pictures.psnr(naive.images, x, SPAN).item() < 8
-    assert pictures.psnr(adaptive.images, x, SPAN).item() > 40
+    assert image_quality.psnr(naive.images, x, SPAN).item() < 8
+    assert image_quality.psnr(adaptive.images, x, SPAN).item() > 40
 
 
 def test_from_a_client_s_own_update():
@@ -57,7 +57,7 @@ def test_a_joint_label():
     model = networks.build("dlg-lenet").double()
     found = recover(model, gradients(model, x, y), DIGITS.shape, settings=replace(QUICK, label="joint"))
     assert found.labels.equal(y)
-    assert pictures.psnr(found.images, x, SPAN).item() > 40
+    assert image_quality.psnr(found.images, x, SPAN).item() > 40
 
 
 def test_a_batch_of_two():
@@ -65,7 +65,7 @@ def test_a_batch_of_two():
     model = networks.build("dlg-lenet").double()
     found = recover(model, gradients(model, x, y), DIGITS.shape, count=2, settings=QUICK)
     assert found.labels.equal(y.sort().values)
-    assert pictures.psnr(found.images, x, SPAN).min() > 25
+    assert image_quality.psnr(found.images, x, SPAN).min() > 25
 
 
 @pytest.mark.parametrize(("sketched", "tv"), [(False, 1e-3), (True, 1e-2)])
@@ -76,7 +76,7 @@ def test_inverting_gradients_beats_the_class_mean(sketched, tv):
     settings = Matching("cosine", steps=400, restarts=1, tv=tv, box=SPAN)
     found = recover(model, gradients(model, x, y), DIGITS.shape, settings=settings)
     guess = DIGITS.x_train[DIGITS.y_train == y].mean(dim=0, keepdim=True)
-    assert pictures.psnr(found.images, x, SPAN).item() > pictures.psnr(guess, x, SPAN).item() + 4
+    assert image_quality.psnr(found.images, x, SPAN).item() > image_quality.psnr(guess, x, SPAN).item() + 4
 
 
 def test_a_prior_that_stays_helps_with_noisy_gradients():
@@ -93,7 +93,7 @@ def test_a_prior_that_stays_helps_with_noisy_gradients():
         )
         for anneal in (False, True)
     )
-    assert pictures.psnr(stays.images, x, SPAN).item() > pictures.psnr(annealed.images, x, SPAN).item() + 0.5
+    assert image_quality.psnr(stays.images, x, SPAN).item() > image_quality.psnr(annealed.images, x, SPAN).item() + 0.5
 
 
 def test_clear_tensors_alone_give_the_label_and_are_matched_alone():

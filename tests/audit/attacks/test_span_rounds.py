@@ -20,20 +20,20 @@ from dbcl_audit.attacks.span_rounds import (
     round_span_scores,
     sent_changes,
 )
-from dbcl_audit.run_rehearsal import RunRehearsal, rehearse_run, shards_of
+from dbcl_audit.simulated_run import ShardRun, shards_of, simulate_run
 
 FOUR_DEVIATIONS = 0.06  # of an AUC that is 0.5: 4 sqrt(1361 / (12 * 360 * 1000)), for 360 against 1,000, with some room
 
 
 @cache
-def played(name: str, clients: int, rounds: int = ROUNDS + 1, **more: object) -> RunRehearsal:
+def played(name: str, clients: int, rounds: int = ROUNDS + 1, **more: object) -> ShardRun:
     config = preset(name, **more)
     task = task_of(config)
     shards = shards_of(config, task, clients=clients)
-    return rehearse_run(config, task, shards, Path(mkdtemp()), rounds=rounds)
+    return simulate_run(config, task, shards, Path(mkdtemp()), rounds=rounds)
 
 
-def inputs(run: RunRehearsal, rows: np.ndarray) -> Tensor:
+def inputs(run: ShardRun, rows: np.ndarray) -> Tensor:
     found = run.shards.examples.take(rows).inputs
     assert isinstance(found, Tensor)
     return found
@@ -88,14 +88,14 @@ def test_noise_on_updates_hides_their_span() -> None:
     assert auc(changes, members, others) < 0.8
 
 
-@pytest.mark.parametrize("seat", ["client", "server"])
-def test_findings_name_the_seat_and_leave_out_rounds_that_say_nothing(seat: str) -> None:
+@pytest.mark.parametrize("adversary", ["client", "server"])
+def test_findings_name_the_seat_and_leave_out_rounds_that_say_nothing(adversary: str) -> None:
     x = torch.rand(1104, 16, generator=torch.Generator().manual_seed(0))
     delta = torch.rand(8, 4, generator=torch.Generator().manual_seed(1))
     change, dead = (FirstLayer(d @ x[:4], d.sum(1), Identity(16)) for d in (delta, 0 * delta))
-    found = round_span_findings([dead, change], x[:4], x[4:], seat)
-    assert [each.measure for each in found] == ["membership auc", "tpr at 1 % fpr", "tpr at 0.1 % fpr"]
+    found = round_span_findings([dead, change], x[:4], x[4:], adversary)
+    assert [each.measure for each in found] == ["auc", "tpr at 1 % fpr", "tpr at 0.1 % fpr"]
     assert {each.value for each in found} == {1.0}
-    assert {each.seat for each in found} == {seat}
+    assert {each.adversary for each in found} == {adversary}
     assert found[0].budget["rounds"] == 1
-    assert round_span_findings([dead], x[:4], x[4:], seat) == []
+    assert round_span_findings([dead], x[:4], x[4:], adversary) == []

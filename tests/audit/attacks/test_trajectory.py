@@ -60,12 +60,12 @@ def test_in_one_lane_the_others_were_sent_what_the_attacker_was() -> None:
 
 @pytest.mark.parametrize(("clients", "allies"), [(2, 0), (5, 0), (5, 1)])
 def test_of_two_lanes_both_are_known_and_nobody_is_counted_twice(clients: int, allies: int) -> None:
-    rehearsal = played(clients=clients, allies=allies)
-    found = trajectory_of(rehearsal)
+    simulated = played(clients=clients, allies=allies)
+    found = trajectory_of(simulated)
     for round, lanes in zip(found.rounds, found.lanes, strict=True):
         assert sum(lane.others for lane in lanes) == pytest.approx(clients - 1 - allies)
         plans = {lane.broadcast.plan.digest for lane in lanes}
-        server = rehearsal.recorded.server[round]
+        server = simulated.recorded.server[round]
         assert {server.answered(str(client)).plan.digest for client in range(1 + allies, clients)} <= plans
         assert len(lanes) == (1 if clients == 2 else 2)
 
@@ -73,12 +73,12 @@ def test_of_two_lanes_both_are_known_and_nobody_is_counted_twice(clients: int, a
 @pytest.mark.parametrize(("veil", "most"), [(0.0, 0.05), (0.2, 0.5)])
 def test_what_clients_of_the_other_lane_were_sent_is_estimated(veil: float, most: float) -> None:
     """Of W half is seen in a round, and the estimate is right where rounds before and after showed the other half."""
-    rehearsal = played(clients=2, rounds=12, veil=veil)
-    found = trajectory_of(rehearsal)
+    simulated = played(clients=2, rounds=12, veil=veil)
+    found = trajectory_of(simulated)
     off = []
     for index, round in enumerate(found.rounds):
         (lane,) = found.lanes[index]
-        true = rehearsal.recorded.server[round].answered("1")
+        true = simulated.recorded.server[round].answered("1")
         assert lane.broadcast.plan.digest == true.plan.digest
         one, other = lane.broadcast.tensors["1.weight"], true.tensors["1.weight"]
         off.append(float((one - other).norm() / other.norm()))
@@ -149,7 +149,7 @@ def test_the_spread_is_how_far_the_attacker_is_from_the_drift_for_all_others_tog
     found = with_own([each + e for each, e in zip(mean, noise(0.3, 1), strict=True)], mean)
     np.testing.assert_allclose(found.spread["1.weight"], np.sqrt(4) * 0.3 / 5, rtol=0.05)
     far = with_own([each + e for each, e in zip(mean, noise(0.3, 1), strict=True)], mean)
-    far.knowledge = replace(far.knowledge, leeway=10.0)
+    far.knowledge = replace(far.knowledge, process_noise_scale=10.0)
     np.testing.assert_allclose(far.spread["1.weight"], 10 * found.spread["1.weight"])
 
 
@@ -165,10 +165,10 @@ def test_of_rounds_that_the_attacker_only_saw_sizes_are_those_of_its_neighbours(
 
 
 def test_what_is_known_of_the_ends_is_in_the_world() -> None:
-    rehearsal = played(rounds=3)
-    start = rehearsal.recorded.truth.weights(0)
-    released = [({3: 1.0}, {name: rehearsal.released[name] for name in start})]
-    plain, known = trajectory_of(rehearsal), trajectory_of(rehearsal, start=start, released=released)
+    simulated = played(rounds=3)
+    start = simulated.recorded.truth.weights(0)
+    released = [({3: 1.0}, {name: simulated.released[name] for name in start})]
+    plain, known = trajectory_of(simulated), trajectory_of(simulated, start=start, released=released)
     assert plain.world("1.weight").weight > 0
     assert plain.world("1.weight").more == ()
     world = known.world("1.weight")
@@ -176,7 +176,7 @@ def test_what_is_known_of_the_ends_is_in_the_world() -> None:
     torch.testing.assert_close(world.start.float(), start["1.weight"])  # type: ignore[union-attr]
     assert world.more[0].shares == {3: 1.0}
     assert known.information("1.weight").shape == (2, 2)
-    noisy = trajectory_of(rehearsal, noise=lambda rounds: 0.01 * np.eye(len(rounds)))
+    noisy = trajectory_of(simulated, noise=lambda rounds: 0.01 * np.eye(len(rounds)))
     np.testing.assert_allclose(noisy.world("1.weight").noise, 0.01 * np.eye(3))
 
 
@@ -196,7 +196,7 @@ def test_the_slope_of_an_example_is_its_gradients_inner_product_with_the_pull(
             exact = np.zeros(12)
             for name, posterior in found.posteriors.items():
                 moved = -found.setting.local.lr / clients * over_columns(found, lane, name, each[name].detach())
-                exact += (moved * posterior.pull(index)[0]).sum(dim=(1, 2)).double().numpy()
+                exact += (moved * posterior.influence(index)[0]).sum(dim=(1, 2)).double().numpy()
             assert np.abs(exact).max() > 0
             slopes = found.example_slopes(index, lane, examples)
             off = np.abs(slopes - exact) / np.abs(exact).max()
@@ -207,7 +207,7 @@ def test_the_slope_of_an_example_is_its_gradients_inner_product_with_the_pull(
 def test_a_round_of_which_nothing_is_left_to_explain_has_no_slope() -> None:
     found = trajectory_of(played(rounds=3))
     for posterior in found.posteriors.values():
-        posterior.__dict__["_pulls"] = torch.zeros_like(posterior._pulls)
+        posterior.__dict__["_pulls"] = torch.zeros_like(posterior._influences)
     assert not found.example_slopes(0, found.lanes[0][0], some(found)).any()
 
 
@@ -290,9 +290,9 @@ def test_of_convolutions_the_positions_are_summed_and_shapes_stand() -> None:
 
 
 def test_updates_are_found_beyond_the_drift_and_better_in_sums() -> None:
-    rehearsal = played(model="audit.networks:thirty_two", rounds=25)
-    found = trajectory_of(rehearsal)
-    single, beyond, five, twenty = trajectory_update_findings(found, rehearsal.recorded.truth, "client")
+    simulated = played(model="audit.networks:thirty_two", rounds=25)
+    found = trajectory_of(simulated)
+    single, beyond, five, twenty = trajectory_update_findings(found, simulated.recorded.truth, "client")
     assert [each.attack for each in (single, beyond, five, twenty)] == [
         "smoother with drift",
         "smoother beyond the drift",
@@ -308,8 +308,8 @@ def test_updates_are_found_beyond_the_drift_and_better_in_sums() -> None:
 
 
 def test_strong_veils_leave_nothing_but_the_drift() -> None:
-    rehearsal = played(model="audit.networks:thirty_two", rounds=12, veil=5.0)
-    findings = trajectory_update_findings(trajectory_of(rehearsal), rehearsal.recorded.truth, "client")
+    simulated = played(model="audit.networks:thirty_two", rounds=12, veil=5.0)
+    findings = trajectory_update_findings(trajectory_of(simulated), simulated.recorded.truth, "client")
     assert abs(findings[1].value) < 0.15
 
 

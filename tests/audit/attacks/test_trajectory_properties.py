@@ -16,14 +16,14 @@ from dbcl.simulation import preset, task_of
 from dbcl_audit.attacks.roc import measure_auc
 from dbcl_audit.attacks.trajectory import Knowledge, Trajectory
 from dbcl_audit.attacks.trajectory_properties import group_direction, trajectory_property_findings, unmixed_scores
-from dbcl_audit.budget import QUICK
-from dbcl_audit.rehearsal import VICTIM, Rehearsal, rehearse
-from dbcl_audit.suite import PROPERTY_LEEWAY, property_script
+from dbcl_audit.effort import QUICK
+from dbcl_audit.simulated_run import VICTIM, SimulatedRun, simulate_batches
+from dbcl_audit.single_steps import PROPERTY_NOISE_SCALE, property_script
 
 
 @dataclass
 class Case:
-    rehearsal: Rehearsal
+    simulated: SimulatedRun
     trajectory: Trajectory
     own: Examples
     holds: NDArray[np.bool_]
@@ -41,12 +41,12 @@ def case(veil: float, rounds: int, own: int, lr: float = 0.01) -> Case:
     config = preset("blind", veil=veil, model="audit.networks:thirty_two", lr=lr)
     task = task_of(config)
     rows, script = property_script(task, replace(QUICK, rounds=rounds, batch=16), 2, 0)
-    rehearsal = rehearse(config, task, script, Path(tempfile.mkdtemp()))
+    simulated = simulate_batches(config, task, script, Path(tempfile.mkdtemp()))
     holds: Any = task.holds
     truth = np.array([holds[script[number, VICTIM]].mean() > 0.5 for number in range(rounds - 1)])
     examples = task.train.subset(rows[:own])
-    trajectory = Trajectory(rehearsal.attacker, Knowledge(examples, leeway=PROPERTY_LEEWAY))
-    return Case(rehearsal, trajectory, examples, holds[rows[:own]], truth)
+    trajectory = Trajectory(simulated.attacker, Knowledge(examples, process_noise_scale=PROPERTY_NOISE_SCALE))
+    return Case(simulated, trajectory, examples, holds[rows[:own]], truth)
 
 
 def test_a_small_veil_shows_a_property_and_with_shuffled_truth_nothing_is_shown() -> None:
@@ -81,9 +81,13 @@ def test_scores_say_how_far_the_others_went() -> None:
 def test_findings_of_properties() -> None:
     made = case(0.02, 8, 100)
     (finding,) = trajectory_property_findings(
-        made.rehearsal, made.trajectory, made.own, made.holds, made.truth.tolist()
+        made.simulated_run, made.trajectory, made.own, made.holds, made.truth.tolist()
     )
-    assert (finding.attack, finding.seat, finding.attacker) == ("matched filter over all rounds", "client", "adaptive")
+    assert (finding.attack, finding.adversary, finding.attacker) == (
+        "matched filter over all rounds",
+        "client",
+        "adaptive",
+    )
     assert (finding.target, finding.measure, finding.chance) == ("property", "auc", 0.5)
     expected = measure_auc(unmixed_scores(made.trajectory, made.directions()), made.truth, 0)
     assert (finding.value, finding.low, finding.high) == (expected.auc, expected.low, expected.high)
@@ -95,4 +99,4 @@ def test_an_attacker_needs_examples_of_both_kinds() -> None:
     made = case(0.02, 8, 100)
     every, truth = np.ones(100, dtype=bool), made.truth.tolist()
     with pytest.raises(AuditError, match="100 of the attacker's 100 examples have the property: it needs both"):
-        trajectory_property_findings(made.rehearsal, made.trajectory, made.own, every, truth)
+        trajectory_property_findings(made.simulated_run, made.trajectory, made.own, every, truth)

@@ -46,7 +46,7 @@ def reader(network: str = "mnist-mlp", simulations: int = 100) -> LabelReader:
 @pytest.mark.parametrize("name", ["blind", "paper", "plain"])
 def test_labels_of_an_update_of_four_steps_are_counted(name):
     (found,) = update_label_findings([answered(name, 1), answered(name, 2)], DIGITS.y_train, reader())
-    assert (found.seat, found.attacker, found.target, found.measure) == ("server", "adaptive", "label", "accuracy")
+    assert (found.adversary, found.attacker, found.target, found.measure) == ("server", "adaptive", "label", "accuracy")
     assert found.chance is not None
     assert found.chance < 0.7
     assert found.value > 0.8

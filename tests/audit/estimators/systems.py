@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from dbcl.sketch import LaneSketch, draw
+from dbcl_audit.estimators.observations import TensorObservations
 from dbcl_audit.estimators.pooled import Part, pool
-from dbcl_audit.estimators.view import View
 
 
 @dataclass(frozen=True)
 class System:
     """What a client saw, and the true changes from each seen round to the next, less its own part."""
 
-    view: View
+    view: TensorObservations
     changes: list[Tensor]
 
 
@@ -67,7 +67,7 @@ def system(
         W = W + lr * m
     gaps = (*(b - a for a, b in pairwise(seen)), 1)
     changes = [sum(put_in[a:b], torch.zeros(rows, dim, dtype=torch.float64)) for a, b in pairwise(seen)]
-    return System(View("w", seen, gaps, tuple(sketches), tuple(views), tuple(own), momentum, lr), changes)
+    return System(TensorObservations("w", seen, gaps, tuple(sketches), tuple(views), tuple(own), momentum, lr), changes)
 
 
 def lane_system(
@@ -109,7 +109,9 @@ def lane_system(
         changes.append(sum(moved, torch.zeros(rows, dim, dtype=torch.float64)))
         W = W + changes[-1] + together[0].lift(together[2])
     numbers = tuple(range(rounds))
-    view = View("w", numbers, (1,) * rounds, tuple(sketches), tuple(seen), tuple(own), others=tuple(lanes))
+    view = TensorObservations(
+        "w", numbers, (1,) * rounds, tuple(sketches), tuple(seen), tuple(own), others=tuple(lanes)
+    )
     return System(view, changes[:-1])
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from audit.estimators.systems import cosine, every, lane_system, median_cosine, system
 from dbcl_audit.estimators.kalman import Scales
-from dbcl_audit.estimators.options import option_1, option_2
+from dbcl_audit.estimators.paper_estimators import option_1, option_2
 from dbcl_audit.estimators.rewind import rewind
 from dbcl_audit.estimators.smoother import known_scales, smoother
 from dbcl_audit.theory import veil_cosine

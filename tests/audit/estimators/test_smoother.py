@@ -13,8 +13,8 @@ from audit.estimators.systems import every, lane_system, median_cosine, system
 from dbcl.errors import AuditError
 from dbcl_audit.estimators.covariance import ShapedUpdates, WhiteUpdates
 from dbcl_audit.estimators.kalman import KalmanSmoother, Scales
+from dbcl_audit.estimators.observations import TensorObservations
 from dbcl_audit.estimators.smoother import fitted_scales, known_scales, shaped_smoother, smoother
-from dbcl_audit.estimators.view import View
 
 Array = NDArray[np.float64]
 
@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 
 
 def posterior(
-    view: View, scales: Scales, *, known_range: bool = True, shape: tuple[Array, Array] | None = None
+    view: TensorObservations, scales: Scales, *, known_range: bool = True, shape: tuple[Array, Array] | None = None
 ) -> Array:
     """E[changes | all that was seen] from the joint normal of W_0 and every round's update: (seen - 1, rows, dim).
 

@@ -1,4 +1,4 @@
-"""An audit with every kind of finding once, curves, pictures, failures, holes and hostile text."""
+"""An audit with every kind of finding once, curves, images, failures, holes and hostile text."""
 
 import math
 
@@ -9,7 +9,7 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgG
 
 
 def made_up() -> Audit:
-    """Every kind of finding once, with curves, pictures, failures, holes and hostile text."""
+    """Every kind of finding once, with curves, images, failures, holes and hostile text."""
     rounds = tuple(float(t) for t in range(1, 101))
     rise = Curve("cosine of one update", rounds, tuple(1 - 0.7**t for t in rounds))
     flat = Curve(HOSTILE + " $x_", rounds, (0.01,) * 99 + (math.nan,))
@@ -45,7 +45,7 @@ def made_up() -> Audit:
         Finding("matching on rewind", "client", "adaptive", "image", "ssim", 0.93, chance=0.2),
         Finding("matching on rewind", "client", "adaptive", "image", "share above 20 dB", 1.0, chance=0.0),
         Finding("through the sketch", "server", "adaptive", "image", "psnr", math.inf, chance=12.8),
-        Finding("clear tensors", "client", "adaptive", "label", "accuracy", 0.98, 0.9, 1.0, 0.1),
+        Finding("unprotected tensors", "client", "adaptive", "label", "accuracy", 0.98, 0.9, 1.0, 0.1),
         Finding("forest", "client", "naive", "property", "auc", 0.484, 0.43, 0.53, 0.5),
         Finding(
             "matched filter", "client", "adaptive", "property", "auc", 0.79, 0.74, 0.84, 0.5, curves=(roc,), axes=rates
@@ -64,20 +64,20 @@ def made_up() -> Audit:
             budget={"members": 900, "non-members": 800},
         ),
         Finding(HOSTILE, "client", "adaptive", "membership", "auc", math.nan, failures=("no shadow models", HOSTILE)),
-        Finding("odd", "client", "naive", "update", HOSTILE, 3.0, note=HOSTILE),
+        Finding("odd", "client", "naive", "update", "relative error", 3.0, note=HOSTILE),
     )
-    seats = (
+    adversaries = (
         ("client", "for each of its rounds: seed, plan, all V; its own data and updates", "W, other clients' updates"),
         ("server", "W, all seeds, each client's dV", HOSTILE),
     )
     settings = {"veil": 0.0, "sketch": "count-v1", "ratio": 2.0, "clients": 10, "fraction": 0.2, "data": HOSTILE}
-    settings |= {"clear": ["fc3.weight", "fc3.bias"], "seed": 0, "norm_bound": None}
+    settings |= {"unprotected": ["fc3.weight", "fc3.bias"], "seed": 0, "norm_bound": None}
     run = {"accuracy": 0.923, "rounds": 400, "bytes": 123_456_789}
     return Audit(
         f"paper {HOSTILE}",
         settings,
         run,
-        seats,
+        adversaries,
         findings,
         73.2,
         date="2026-01-31 09:05 UTC",

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,10 @@ from audit.report.example import HOSTILE, made_up
 from dbcl_audit.findings import Audit, Finding
 from dbcl_audit.report import comparison, rating, wording
 from dbcl_audit.report import page as report
-from dbcl_audit.report.measures import cases_text, measure_text, number_text, range_text
+from dbcl_audit.report.measures import cases_text, number_text, range_text
 from dbcl_audit.report.rating import risks, word
-from dbcl_audit.report.style import STYLE
 
+STYLE = (Path(report.__file__).parent / "templates" / "style.css").read_text()
 VOID = {"meta", "img", "br"}
 
 
@@ -102,9 +103,9 @@ def test_names_inside_the_figures_are_unique_and_all_references_resolve(which, r
 def test_every_finding_appears(page):
     text = Reader(page).text
     for finding in made_up().findings:
-        assert f"{finding.attack} ({finding.seat}, {finding.attacker}) on the {finding.target}" in text
+        assert f"{finding.attack} ({finding.adversary}, {finding.attacker}) on the {finding.target}" in text
         labels = (curve.label for curve in finding.curves)
-        for part in (measure_text(finding.measure), finding.note, *finding.failures, *labels, cases_text(finding)):
+        for part in (finding.measure.text, finding.note, *finding.failures, *labels, cases_text(finding)):
             assert part in text
         for caption, _ in finding.images:
             assert caption in text
@@ -136,13 +137,13 @@ def test_a_page_can_be_read_by_ear_and_walked_by_keyboard(which, request):
     assert all(after <= before + 1 for before, after in pairwise(levels))
 
 
-def test_pictures_have_different_alternatives(page):
+def test_images_have_different_alternatives(page):
     alternatives = [attributes["alt"] for tag, attributes in Reader(page).elements if tag == "img"]
     assert alternatives[0] == "true, by matching on rewind (client): 44.9 dB (38.0 to 93.0 dB)"
     assert len(set(alternatives)) == len(alternatives)
 
 
-def test_bad_pictures_are_left_out(page):
+def test_bad_images_are_left_out(page):
     assert page.count("data:image/png;base64,") == 3
     assert "(not a PNG)" in page
     assert "onerror" not in page
@@ -166,7 +167,7 @@ def test_page_without_findings_says_that_nothing_is_known():
     assert all(wording.VERDICTS[0] in text for _, text in said)
 
 
-def test_each_seat_has_its_own_verdict_before_anything_else(page):
+def test_each_adversary_has_its_own_verdict_before_anything_else(page):
     """The server always wins; that must not be all that the page says about a run."""
     assert verdicts_of(page) == [
         ("w4", "A client got as much as if there were no defence."),
@@ -179,7 +180,9 @@ def test_each_seat_has_its_own_verdict_before_anything_else(page):
     assert [rank for rank, _ in verdicts_of(calm)] == ["w1", "w4", "w0"]
     text = Reader(calm).text
     assert (
-        text.index("Verdict for each seat") < text.index("recovered the others' update") < text.index("Who sees what")
+        text.index("Verdict for each adversary")
+        < text.index("recovered the others' update")
+        < text.index("Who sees what")
     )
     assert "under every preset it must be trusted" in text
     assert wording.NO_VEIL in text
@@ -188,20 +191,20 @@ def test_each_seat_has_its_own_verdict_before_anything_else(page):
 
 
 def test_what_could_not_run_stands_beside_the_verdicts(page):
-    beside = page[page.index("Verdict for each seat") : page.index("What was found")]
+    beside = page[page.index("Verdict for each adversary") : page.index("What was found")]
     assert "This audit is incomplete. What could not run:" in beside
     assert "on the membership): no shadow models; &lt;script&gt;" in beside
     assert "incomplete" not in report.page(replace(made_up(), findings=made_up().findings[:2]))
 
 
-def test_the_top_says_that_it_is_a_rehearsal_of_how_many_when_and_by_what(page):
+def test_the_top_says_that_it_is_a_simulation_of_how_many_when_and_by_what(page):
     top = page[: page.index("<section>")]
-    assert "These are rehearsals, most of them of 3 parties; they are not what happened in the run." in top
+    assert "These are simulated runs, most of them of 3 parties; they did not happen in the run." in top
     assert "About 2 clients share a round of this run: there is no larger crowd" in top
     assert "2026-01-31 09:05 UTC, dbcl 9.8.7" in top
     crowd = replace(made_up(), settings={"clients": 200, "fraction": 0.1})
     assert (
-        "mixed with 18 others and usually gets less than here: dbcl audit --parties 20 rehearses that"
+        "mixed with 18 others and usually gets less than here: dbcl audit --parties 20 simulates that"
         in report.page(crowd)
     )
     large = replace(made_up(), settings={"clients": 9000, "fraction": 0.1})
@@ -212,7 +215,7 @@ def test_settings_of_run_and_audit_are_on_the_page(page):
     text = Reader(page).text
     for name, value in (("shadow_models", "16"), ("seed", "41"), ("dbcl version", "9.8.7"), ("norm_bound", "None")):
         assert f"{name}{value}" in text
-    assert "parties of the rehearsals3" in text
+    assert "parties of the simulated runs3" in text
 
 
 def test_the_property_has_a_name(page):
@@ -232,35 +235,53 @@ def test_comparison_says_what_guessing_gives_and_which_way_is_worse(compared):
     for head in ("client: cosine (higher is worse)", "server: AUC (higher is worse)", "accuracy (higher is better)"):
         assert head in text
     row = re.search(r"<td>guessing</td>(.*?)</tr>", compared)[1]
-    assert re.findall(r"<td>([^<]*)", row) == ["", "", "", "", "0.000", "12.8 dB", "0.500", "12.8 dB", "—", "0.500"]
+    assert re.findall(r"<td>([^<]*)", row) == [
+        "",
+        "",
+        "",
+        "",
+        "0.000",
+        "12.8 dB",
+        "0.500",
+        "12.8 dB",
+        "—",
+        "0.500",
+        "",
+        "",
+        "",
+    ]
     assert compared.index("<td>guessing</td>") < compared.index("<td>veiled</td>")
 
 
-def test_comparison_keeps_the_seats_apart():
+def test_comparison_keeps_the_adversaries_apart():
     found = tuple(
-        Finding("an attack", seat, "adaptive", "image", "psnr", value)
-        for seat, value in (("client", 9.5), ("server", 41.5))
+        Finding("an attack", adversary, "adaptive", "image", "psnr", value)
+        for adversary, value in (("client", 9.5), ("server", 41.5))
     )
     audit = Audit("veiled", {}, {"accuracy": 0.9}, (), found, 0.0)
-    assert [rating.worst(audit, "psnr", [seat]) for seat in ("client", "server", "anyone")] == [9.5, 41.5, None]
+    assert [rating.worst(audit, "psnr", [adversary]) for adversary in ("client", "server", "anyone")] == [
+        9.5,
+        41.5,
+        None,
+    ]
     assert rating.worst(audit, "psnr") == 41.5
     text = Reader(comparison.comparison([audit])).text
     assert text.index("client: PSNR") < text.index("server: PSNR")
     assert text.index("9.5 dB") < text.index("41.5 dB")
 
 
-@pytest.mark.parametrize("seat", ["client", "colluders", "server", "anyone"])
+@pytest.mark.parametrize("adversary", ["client", "colluders", "server", "anyone"])
 @pytest.mark.parametrize("target", ["membership", "property"])
-def test_comparison_shows_the_worst_of_an_audit_whatever_it_is_called(seat, target):
+def test_comparison_shows_the_worst_of_an_audit_whatever_it_is_called(adversary, target):
     """Membership and properties are measured by AUC both; an AUC below 0.5 is as good as its mirror image."""
-    mild = Finding("mild", seat, "naive", "property", "auc", 0.7)
+    mild = Finding("mild", adversary, "naive", "property", "auc", 0.7)
     for value in (0.962, 0.038):
-        strong = Finding(
-            "strong", seat, "adaptive", target, "membership auc" if target == "membership" else "auc", value
-        )
+        strong = Finding("strong", adversary, "adaptive", target, "auc" if target == "membership" else "auc", value)
         audit = Audit("a", {}, {"accuracy": 0.9}, (), (mild, strong), 0.0)
         shown = dict(zip(comparison.LEAKS, comparison.leaks(audit), strict=True))
-        assert [text for leak, text in shown.items() if seat in leak.adversaries and leak.family == "auc"] == ["0.962"]
+        assert [text for leak, text in shown.items() if adversary in leak.adversaries and leak.measure == "auc"] == [
+            "0.962"
+        ]
         assert "0.962" in Reader(comparison.comparison([audit])).text
 
 
@@ -270,7 +291,7 @@ def test_comparison_says_what_a_private_run_promises():
     assert "8 (7.5)" in Reader(comparison.comparison([audit])).text
 
 
-def test_comparison_without_a_measure_has_no_picture():
+def test_comparison_without_a_measure_has_no_image():
     assert "<svg" not in comparison.comparison([Audit("empty", {}, {}, (), (), 0.0)])
 
 

@@ -21,7 +21,7 @@ from dbcl_audit.report.rating import (
     risks,
     severity,
     word,
-    worst_by_seat,
+    worst_by_adversary,
 )
 from dbcl_audit.report.wording import sentence
 
@@ -50,12 +50,14 @@ def test_words(measure, chance, values):
 
 def test_words_for_what_cannot_be_rated():
     assert word(Finding("a", "client", "naive", "x", "auc", math.nan)) == FAILED
-    assert word(Finding("a", "client", "naive", "x", "colour", 3.0)) == UNRATED
+    assert word(Finding("a", "client", "adaptive", "guarantee", "epsilon", 3.0)) == UNRATED
+    with pytest.raises(ValueError, match="colour"):
+        Finding("a", "client", "naive", "x", "colour", 3.0)
     assert word(Finding("a", "client", "naive", "x", "auc", 0.5, 0.3, 0.51)) == WIDE
 
 
 def test_risks_hold_the_worst_naive_and_the_worst_adaptive_attack():
-    found = {(risk.target, risk.seat, risk.measure): risk for risk in risks(made_up())}
+    found = {(risk.target, risk.adversary, risk.measure): risk for risk in risks(made_up())}
     update = found["update", "client", "cosine"]
     assert update.chance == 0.0
     assert f"{range_text(update.naive)}, {update.naive.attack}" == "0.002 (-0.010 to 0.012), option I"
@@ -66,7 +68,9 @@ def test_risks_hold_the_worst_naive_and_the_worst_adaptive_attack():
 
 
 def test_worst_error_is_the_smallest():
-    findings = [Finding(str(v), "client", "adaptive", "update", "error", v) for v in (300.0, 0.2, math.nan, 0.8)]
+    findings = [
+        Finding(str(v), "client", "adaptive", "update", "relative error", v) for v in (300.0, 0.2, math.nan, 0.8)
+    ]
     (risk,) = risks(Audit("a", {}, {}, (), tuple(findings), 0.0))
     assert risk.adaptive.attack == "0.2"
     assert range_text(risk.adaptive) == "0.2 ×"
@@ -81,10 +85,10 @@ def test_limits():
     assert "reached exact on the image" in broken[1]
 
 
-def test_a_limit_of_one_seat_leaves_the_others_alone():
+def test_a_limit_of_one_adversary_leaves_the_others_alone():
     found = tuple(
-        Finding("matching", seat, "adaptive", "image", "psnr", value)
-        for seat, value in (("client", 9.5), ("server", 40.0))
+        Finding("matching", adversary, "adaptive", "image", "psnr", value)
+        for adversary, value in (("client", 9.5), ("server", 40.0))
     )
     audit = Audit("veiled", {}, {}, (), found, 0.0)
     assert exceeded(audit, parse_limits("client.psnr=15")) == []
@@ -95,37 +99,37 @@ def test_a_limit_of_one_seat_leaves_the_others_alone():
         "server.psnr: matching (server, adaptive) reached 40.0 dB on the image, above the limit 15",
     ]
     (unknown,) = exceeded(audit, parse_limits("anyone.psnr=15"))
-    assert (
-        unknown == "anyone.psnr: no attack from the seat of anyone gave a value, so the limit 15 could not be checked"
-    )
+    assert unknown == "anyone.psnr: no attack by anyone gave a value, so the limit 15 could not be checked"
 
 
-def test_the_worst_of_each_seat():
-    worst = worst_by_seat(made_up())
+def test_the_worst_of_each_adversary():
+    worst = worst_by_adversary(made_up())
     assert worst["client"].attack == "matching on rewind"
     assert worst["server"].attack == "through the sketch"
     assert worst["anyone"].attack == "LiRA"
     rates = [
         Finding("a", "anyone", "naive", "x", f"tpr at {p} % fpr", v, 0.0, 0.5) for p, v in ((0.1, 0.0), (1, 0.017))
     ]
-    assert worst_by_seat(Audit("a", {}, {}, (), tuple(rates), 0.0))["anyone"].value == 0.017  # both are unclear
+    assert worst_by_adversary(Audit("a", {}, {}, (), tuple(rates), 0.0))["anyone"].value == 0.017  # both are unclear
     broken = Finding("a", "server", "naive", "x", "auc", math.nan)
-    assert worst_by_seat(Audit("a", {}, {}, (), (broken,), 0.0)) == {"client": None, "server": None, "anyone": None}
+    assert worst_by_adversary(Audit("a", {}, {}, (), (broken,), 0.0)) == {
+        "client": None,
+        "server": None,
+        "anyone": None,
+    }
 
 
 def test_an_interval_that_includes_guessing_is_no_proof_of_a_leak():
-    two = with_interval(Finding("a", "client", "naive", "label", "accuracy", 0.5, chance=0.1, budget={"pictures": 2}))
-    many = with_interval(
-        Finding("a", "client", "naive", "label", "accuracy", 0.5, chance=0.1, budget={"pictures": 200})
-    )
+    two = with_interval(Finding("a", "client", "naive", "label", "accuracy", 0.5, chance=0.1, budget={"images": 2}))
+    many = with_interval(Finding("a", "client", "naive", "label", "accuracy", 0.5, chance=0.1, budget={"images": 200}))
     assert includes_guessing(two)
     assert not includes_guessing(many)
-    assert sentence(two).endswith("From 2 pictures, by a (naive): may leak, but the interval includes guessing.")
-    assert sentence(many).endswith("From 200 pictures, by a (naive): leaks.")
+    assert sentence(two).endswith("From 2 images, by a (naive): may leak, but the interval includes guessing.")
+    assert sentence(many).endswith("From 200 images, by a (naive): leaks.")
     assert severity(two) < severity(many)
     spread = Finding("a", "client", "naive", "update", "cosine", 0.95, -0.1, 1.0, 0.0)  # over the rounds
     assert word(spread) == BAD
-    none = with_interval(Finding("a", "client", "naive", "label", "accuracy", 0.0, chance=0.1, budget={"pictures": 2}))
+    none = with_interval(Finding("a", "client", "naive", "label", "accuracy", 0.0, chance=0.1, budget={"images": 2}))
     assert word(none) == WIDE
 
 
@@ -143,15 +147,15 @@ def test_limit_sees_an_attack_that_is_always_wrong():
     ("text", "message"),
     [
         ("speed=3", "unknown measure 'speed' in a limit; choose from share, tpr, auc, accuracy, cosine, psnr, ssim"),
-        ("speed=3", r"alone or after a seat \(client, colluders, server, anyone\), as in client\.psnr"),
+        ("speed=3", r"alone or after an adversary \(client, colluders, server, anyone\), as in client\.psnr"),
         ("client.speed=3", "unknown measure 'speed' in a limit"),
-        ("peer.auc=0.6", "unknown seat 'peer' in a limit; choose from client, colluders, server, anyone, or"),
+        ("peer.auc=0.6", "unknown adversary 'peer' in a limit; choose from client, colluders, server, anyone, or"),
         ("client.auc=0.6,client.auc=0.7", "client.auc has two limits"),
         ("server.auc=low", "the limit of server.auc must be a number, got 'low'"),
         ("client.error=1", "a large error is good"),
         ("cosine=high", "the limit of cosine must be a number, got 'high'"),
         ("cosine=nan", "the limit of cosine must be finite"),
-        ("cosine", "a limit is written measure=number or seat.measure=number"),
+        ("cosine", "a limit is written measure=number or adversary.measure=number"),
         ("", "a limit is written measure=number"),
         ("auc=0.5,auc=0.6", "auc has two limits"),
         ("error=1", "a large error is good"),

@@ -21,13 +21,13 @@ def test_advice_follows_from_settings_and_findings():
     assert "No attack that knows the defence gave a result on property" in " ".join(advice(naive))
 
 
-def test_colluders_have_a_verdict_of_their_own_where_they_were_rehearsed():
+def test_colluders_have_a_verdict_of_their_own_where_they_were_simulated():
     alone = Finding("smoother", "client", "adaptive", "update", "cosine", 0.2)
     together = Finding("smoother", "colluders", "adaptive", "update", "cosine", 0.99)
     assert len(verdicts(Audit("a", {"veil": 0.2}, {}, (), (alone,), 0.0))) == 3
     said = verdicts(Audit("a", {"veil": 0.0}, {}, (), (alone, together), 0.0))
     assert [rank for rank, *_ in said] == [3, 4, 0, 0]
-    assert said[1][1].startswith("Clients of all lanes that put together what they received got as much as if")
+    assert said[1][1].startswith("Clients of all lanes that pool their observations got as much as if")
     assert "together receive the weights themselves" in said[1][3]
 
 
@@ -66,6 +66,6 @@ class Watched(Mapping[str, Any]):
 def test_advice_asks_only_for_settings_that_exist() -> None:
     settings = Watched()
     advice(Audit("a", settings, {}, (), (), 0.0))
-    added_by_the_audit = {"clear"}
+    added_by_the_audit = {"unprotected"}
     assert settings.asked >= {"veil", "sketch", "clients", "seed"}
     assert settings.asked - added_by_the_audit <= RunConfig().options().keys()

@@ -22,18 +22,20 @@ from dbcl import cli
 from dbcl.errors import AuditError, ConfigError
 from dbcl.simulation import Run, presets, task_of
 from dbcl.transcripts import Transcript, Truth
-from dbcl_audit import suite
-from dbcl_audit.budget import FULL, QUICK, Budget
+from dbcl_audit import audit as audits
+from dbcl_audit.attacks.updates import audit_recording
+from dbcl_audit.context import AuditContext
+from dbcl_audit.effort import FULL, QUICK, AuditEffort
 from dbcl_audit.findings import Audit, Finding, cases
-from dbcl_audit.report.rating import worst, worst_by_seat
+from dbcl_audit.report.rating import worst, worst_by_adversary
 
-SMALL = Budget(
+SMALL = AuditEffort(
     estimators=("option I", "option II", "rewind"),
     rounds=44,
     batch=8,
     own_batches=1,
     own_examples=20,
-    pictures=1,
+    images=1,
     steps=3,
     restarts=1,
     inverting=True,
@@ -45,10 +47,9 @@ SMALL = Budget(
     drift_examples=50,
     null_examples=50,
     property_examples=60,
-    programmes=0,
-    step_pictures=0,
+    step_images=0,
     known_ends=False,
-    fixed_pictures=1,
+    fixed_images=1,
     fixed_rounds=6,
     fixed_steps=3,
 )
@@ -86,8 +87,8 @@ def found(paper: Path, told: list[str], moves: list[tuple[int, int]]) -> Audit:
     """The one audit that most tests here look at."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", lambda descriptor: None)
-        return suite.audit(
-            paper, budget=SMALL, allow_code=True, tell=told.append, progress=lambda *step: moves.append(step)
+        return audits.audit(
+            paper, effort=SMALL, allow_code=True, tell=told.append, progress=lambda *step: moves.append(step)
         )
 
 
@@ -102,40 +103,40 @@ def only(audit: Audit, **wanted: str) -> Finding:
 
 def test_an_audit_looks_at_everything(found: Audit, told: list[str]) -> None:
     assert {finding.target for finding in found.findings} == {"update", "image", "label", "property", "membership"}
-    assert {finding.seat for finding in found.findings} == {"client", "server", "anyone"}
+    assert {finding.adversary for finding in found.findings} == {"client", "server", "anyone"}
     for target in ("update", "image", "property", "membership"):
         assert {finding.attacker for finding in pick(found, target=target)} == {"naive", "adaptive"}
     assert not [finding for finding in found.findings if math.isnan(finding.value)]
     assert not [finding.failures for finding in found.findings if finding.failures]
     assert found.name == "paper"
     assert found.settings["veil"] == 0.0
-    assert found.settings["clear"] == ("1.bias", "3.weight", "3.bias")
+    assert found.settings["unprotected"] == ("1.bias", "3.weight", "3.bias")
     assert found.run["rounds"] == 50
     assert found.run["bytes"] > 0
-    assert [seat for seat, _, _ in found.seats] == ["client", "server", "anyone"]
-    assert "sketches of 1.weight without noise; in clear: 1.bias, 3.weight, 3.bias" in found.seats[0][1]
+    assert [adversary for adversary, _, _ in found.adversaries] == ["client", "server", "anyone"]
+    assert "sketches of 1.weight without noise; unprotected: 1.bias, 3.weight, 3.bias" in found.adversaries[0][1]
     assert found.seconds > 0
-    assert {"rehearsal: single pictures", "membership: shadow models", "rewind: 1.weight"} <= set(told)
+    assert {"simulated run: single images", "membership: shadow models", "rewind: 1.weight"} <= set(told)
 
 
-def test_every_finding_says_in_which_rehearsal_it_was_made(found: Audit) -> None:
-    """Only the finished model and what was recorded in the run itself are no rehearsals."""
+def test_every_finding_names_its_simulated_run(found: Audit) -> None:
+    """Only findings on the final model and on recordings of the run itself have none."""
     named = {
-        finding.rehearsal: {each.target for each in pick(found, rehearsal=finding.rehearsal)}
+        finding.simulated_run: {each.target for each in pick(found, simulated_run=finding.simulated_run)}
         for finding in found.findings
     }
     assert named == {
         "": {"update", "membership"},
         "2 parties, single steps on fresh batches": {"update", "property", "image", "label"},
-        "2 parties, one picture in all rounds": {"image", "label"},
+        "2 parties, one image in all rounds": {"image", "label"},
         "2 parties with fixed shards": {"membership", "update", "label"},
         "4 clients with fixed shards, all in every round": {"membership", "update"},
         "as the run is: 4 of 4 clients in a round": {"membership"},
     }
-    for finding in pick(found, rehearsal=""):
-        assert finding.attack.endswith("(client-0 of the run)") or finding.seat in ("anyone", "client"), finding
+    for finding in pick(found, simulated_run=""):
+        assert finding.attack.endswith("(client-0 of the run)") or finding.adversary in ("anyone", "client"), finding
     again = Audit.from_json(found.json())
-    assert [each.rehearsal for each in again.findings] == [each.rehearsal for each in found.findings]
+    assert [each.simulated_run for each in again.findings] == [each.simulated_run for each in found.findings]
 
 
 def test_an_audit_says_when_with_what_and_how_it_was_made(found: Audit) -> None:
@@ -153,17 +154,17 @@ def test_an_audit_says_when_with_what_and_how_it_was_made(found: Audit) -> None:
 def test_every_value_says_how_many_cases_it_rests_on_and_shares_have_an_interval(found: Audit) -> None:
     for finding in found.findings:
         assert cases(finding)[0] > 0, finding
-        if finding.attack.startswith("tensors in clear"):
+        if finding.attack.startswith("unprotected tensors"):
             continue  # a median over all rounds
-        if finding.measure in ("cosine", "accuracy", "auc", "membership auc", "psnr"):
+        if finding.measure in ("cosine", "accuracy", "auc", "auc", "psnr"):
             assert finding.low is not None, finding
             assert finding.low <= finding.value <= finding.high, finding  # type: ignore[operator]
-    rehearsed = only(found, attack="rewind", measure="cosine")
-    curve = rehearsed.curves[0]
-    assert cases(rehearsed) == (sum(lag >= SMALL.min_lag for lag in curve.x), "scored rounds")
+    simulated = only(found, attack="rewind", measure="cosine")
+    curve = simulated.curves[0]
+    assert cases(simulated) == (sum(lag >= SMALL.min_lag for lag in curve.x), "scored rounds")
 
 
-def test_the_bar_moves_with_every_round_tensor_picture_and_model(found: Audit, moves: list[tuple[int, int]]) -> None:
+def test_the_bar_moves_with_every_round_tensor_image_and_model(found: Audit, moves: list[tuple[int, int]]) -> None:
     done = [done for done, _ in moves]
     assert {total for _, total in moves} == {done[-1]}
     assert done == sorted(set(done))
@@ -176,7 +177,7 @@ def test_findings_survive_json(found: Audit) -> None:
     again = Audit.from_json(text)
     assert again.json() == text
     assert again.findings == found.findings
-    assert again.seats == found.seats
+    assert again.adversaries == found.adversaries
     assert worst(again, "cosine") == worst(found, "cosine")
     with_nan = replace(found, findings=(Finding("a", "client", "naive", "image", "psnr", float("nan")),))
     assert json.loads(with_nan.json())["findings"][0]["value"] is None
@@ -192,22 +193,22 @@ def test_the_papers_attacks_fail_on_the_paper_and_rewind_does_not(found: Audit, 
         assert only(found, attack=f"{name}{where}", measure="relative error").value > 5
     assert only(found, attack=f"rewind{where}", measure="cosine").value > 0.99
     assert only(found, attack=f"rewind{where}", measure="relative error").value < 0.1
-    assert only(found, attack=f"tensors in clear{where}", measure="cosine").value > 0.99
+    assert only(found, attack=f"unprotected tensors{where}", measure="cosine").value > 0.99
 
 
-def test_an_audit_of_a_run_with_lanes_rehearses_clients_that_collude(tmp_path: Path) -> None:
+def test_an_audit_of_a_run_with_lanes_simulates_clients_that_collude(tmp_path: Path) -> None:
     folder = train(tmp_path / "run", "paper", rounds=1, lanes=2)
     steps: list[tuple[int, int]] = []
-    audit = suite.audit(folder, budget=TINY, allow_code=True, progress=lambda *step: steps.append(step))
-    assert [seat for seat, _, _ in audit.seats] == ["client", "colluders", "server", "anyone"]
-    assert "sketches of 1.weight in one of 2 lanes without noise" in audit.seats[0][1]
-    together = pick(audit, seat="colluders")
+    audit = audits.audit(folder, effort=TINY, allow_code=True, progress=lambda *step: steps.append(step))
+    assert [adversary for adversary, _, _ in audit.adversaries] == ["client", "colluders", "server", "anyone"]
+    assert "sketches of 1.weight in one of 2 lanes without noise" in audit.adversaries[0][1]
+    together = pick(audit, adversary="colluders")
     assert {finding.target for finding in together} == {"update", "property", "membership"}
-    assert only(audit, seat="colluders", attack="smoother", measure="cosine").value > 0.999
-    single = [finding for finding in together if finding.rehearsal == "4 parties, single steps on fresh batches"]
+    assert only(audit, adversary="colluders", attack="smoother", measure="cosine").value > 0.999
+    single = [finding for finding in together if finding.simulated_run == "4 parties, single steps on fresh batches"]
     assert all(finding.note.startswith("2 of 4 clients together, one of each lane") for finding in single)
     assert all("2 of 4 clients together" in finding.note for finding in together)
-    assert worst_by_seat(audit)["colluders"] in together
+    assert worst_by_adversary(audit)["colluders"] in together
     assert steps[-1][0] == steps[-1][1]
     assert not [finding.failures for finding in audit.findings if finding.failures]
 
@@ -217,7 +218,7 @@ def test_an_audit_of_a_run_with_lanes_rehearses_clients_that_collude(tmp_path: P
 
 def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing holds no run: it has no config\.toml"):
-        suite.audit(tmp_path / "nothing", budget=SMALL)
+        audits.audit(tmp_path / "nothing", effort=SMALL)
 
 
 def test_parts_that_fail_are_findings_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +227,8 @@ def test_parts_that_fail_are_findings_and_the_others_go_on(tmp_path: Path, monke
     def broken(*arguments: Any, **more: Any) -> list[Finding]:
         raise TypeError("object has no len()")
 
-    monkeypatch.setattr(suite, "few_parties", broken)
+    parts = [replace(part, run=broken) if part.name == "members" else part for part in audits.PARTS]
+    monkeypatch.setattr(audits, "PARTS", tuple(parts))
     settings = presets.preset("paper", model="audit.networks:twelve", clients=4, fraction=1.0, rounds=5, seed=0)
     run = Run.start(replace(settings, transcripts=("1",)), tmp_path / "run")
     next(run.play())
@@ -234,16 +236,16 @@ def test_parts_that_fail_are_findings_and_the_others_go_on(tmp_path: Path, monke
     silent.mkdir()
     shutil.copy(silent.with_name("client-1") / "setting.json", silent)
     steps: list[tuple[int, int]] = []
-    audit = suite.audit(
-        tmp_path / "run", budget=TINY, allow_code=True, progress=lambda done, total: steps.append((done, total))
+    audit = audits.audit(
+        tmp_path / "run", effort=TINY, allow_code=True, progress=lambda done, total: steps.append((done, total))
     )
     membership, faulty = (finding for finding in audit.findings if finding.failures)
     assert audit.not_attacked["updates from client-1"] == "client-1 saw 1 rounds; estimating takes 3 or more"
     assert audit.not_attacked["updates from client-3"] == "client-3 holds no rounds: nothing was sent to it"
-    assert membership.target == "membership"
+    assert (membership.target, membership.measure) == ("membership", "auc")
     assert "model.safetensors is missing: the run is not finished" in membership.failures[0]
     assert math.isnan(membership.value)
-    assert (faulty.attack, faulty.target) == ("members", "membership")
+    assert (faulty.attack, faulty.target, faulty.measure) == ("members", "membership", "auc")
     assert "TypeError: object has no len()" in faulty.failures[0]
     assert {each.target for each in audit.findings if not each.failures} >= {"update", "image", "label", "property"}
     (total,) = {total for _, total in steps}
@@ -253,12 +255,20 @@ def test_parts_that_fail_are_findings_and_the_others_go_on(tmp_path: Path, monke
     assert Audit.from_json(audit.json()).json() == audit.json()
 
 
+@pytest.mark.parametrize("part", audits.PARTS, ids=lambda part: part.name)
+def test_a_part_that_failed_is_labelled_by_its_own_adversary_and_measure(part: audits.Part) -> None:
+    found = part.failed(AuditError("no room"))
+    assert (found.attack, found.adversary, found.target) == (part.name, part.adversary, part.target)
+    assert (found.measure, found.failures) == (part.measure, ("no room",))
+    assert math.isnan(found.value)
+
+
 @pytest.mark.slow
 def test_a_client_that_is_alone_in_its_round_is_not_attacked_as_a_member(tmp_path: Path) -> None:
     settings = presets.preset("blind", model="audit.networks:twelve", clients=5, fraction=0.2, rounds=2, seed=0)
     run = Run.start(settings, tmp_path / "run")
     list(run.play())
-    audit = suite.audit(tmp_path / "run", budget=replace(TINY, whole_cohort=True), allow_code=True)
+    audit = audits.audit(tmp_path / "run", effort=replace(TINY, whole_cohort=True), allow_code=True)
     assert not [finding.failures for finding in audit.findings if finding.failures]
     assert "one client" in audit.not_attacked["members, as the run is"]
 
@@ -278,22 +288,22 @@ def test_every_preset_is_audited_with_any_number_of_clients_and_rounds(
         settings["epsilon"] = 1000.0  # at a smaller one so few clients are refused: the noise would be too large
     run = Run.start(presets.preset(name, model="audit.networks:twelve", seed=0, **settings), tmp_path / "run")
     list(run.play())
-    audit = suite.audit(tmp_path / "run", budget=TINY, allow_code=True)
+    audit = audits.audit(tmp_path / "run", effort=TINY, allow_code=True)
     assert audit.findings
     assert "a fault of dbcl" not in " ".join(reason for each in audit.findings for reason in each.failures)
 
 
-def job(folder: Path, budget: Budget) -> suite.Job:
+def context(folder: Path, effort: AuditEffort) -> AuditContext:
     settings = presets.from_toml((folder / "config.toml").read_text())
-    return suite.Job(settings, task_of(settings), folder, folder, budget, 2, 0, lambda text: None)
+    return AuditContext(settings, task_of(settings), folder, folder, effort, 2, 0, lambda text: None)
 
 
 def test_a_recording_without_its_truth_fails_with_a_reason(paper: Path, tmp_path: Path) -> None:
     shutil.copytree(paper / "transcripts" / "client-0", tmp_path / "client-0")
-    work = job(paper, replace(SMALL, estimators=("rewind",)))
+    work = context(paper, replace(SMALL, estimators=("rewind",)))
     with pytest.raises(AuditError, match="truth: round 0 cannot be read"):
-        suite._recorded(tmp_path / "client-0", work)
-    whole = suite._recorded(paper / "transcripts" / "client-0", work)
+        audit_recording(tmp_path / "client-0", work)
+    whole = audit_recording(paper / "transcripts" / "client-0", work)
     assert whole[0].attack == "rewind (client-0 of the run)"
     assert Transcript(tmp_path / "client-0").rounds == list(range(50))
     assert Truth(paper / "transcripts").cohort(0) == [0, 1, 2, 3]
@@ -310,20 +320,20 @@ def test_audit_fails_above_a_limit_and_leaves_page_and_json(
     paper: Path, found: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
-    signature = inspect.signature(suite.audit)
+    signature = inspect.signature(audits.audit)
 
     def audit(*arguments: Any, **more: Any) -> Audit:
         asked.append(signature.bind(*arguments, **more).arguments)
         return found
 
-    monkeypatch.setattr(suite, "audit", audit)
+    monkeypatch.setattr(audits, "audit", audit)
     folder = shutil.copytree(paper, tmp_path / "run", ignore=shutil.ignore_patterns("transcripts"))
     result = invoke("audit", str(folder), "--quick", "--parties", "3", "--fail-above", "cosine=0.3")
     assert result.exit_code == 1, result.output
     assert "cosine: " in result.output
     assert "above the limit 0.3" in result.output
     assert "An attack that failed proves nothing" in result.output
-    assert "These are rehearsals, most of them of 2 parties" in result.output
+    assert "These are simulated runs, most of them of 2 parties" in result.output
     for verdict in ("A client got as much as if there were no defence.", "The server got as much as if there were no"):
         assert verdict in " ".join(result.output.split())
     html = (folder / "audit.html").read_text()
@@ -335,10 +345,10 @@ def test_audit_fails_above_a_limit_and_leaves_page_and_json(
     lenient = invoke("audit", str(folder), "--fail-above", "cosine=1.5", "--out", str(other))
     assert lenient.exit_code == 0, lenient.output
     assert invoke("audit", str(folder), "--fail-above", "anyone.cosine=0.3,client.cosine=1.5").exit_code == 1
-    by_seat = invoke("audit", str(folder), "--fail-above", "client.cosine=1.5,anyone.auc=0.99")
-    assert by_seat.exit_code == 0, by_seat.output
+    by_adversary = invoke("audit", str(folder), "--fail-above", "client.cosine=1.5,anyone.auc=0.99")
+    assert by_adversary.exit_code == 0, by_adversary.output
     assert Audit.from_json(other.with_suffix(".json").read_text()).json() == found.json()
-    assert [(each["folder"], each["budget"], each["clients"]) for each in asked] == [
+    assert [(each["folder"], each["effort"], each["clients"]) for each in asked] == [
         (folder, QUICK, 3),
         (folder, FULL, 2),
         (folder, FULL, 2),
@@ -371,6 +381,21 @@ def test_the_command_audits_a_run(tmp_path: Path) -> None:
     assert "server.psnr: " in result.output
     assert "client.cosine: " not in result.output
     assert "client.psnr: " not in result.output
+
+
+@pytest.mark.slow
+def test_the_paper_preset_with_two_clients_is_audited_without_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both know each other's updates but for rounding here: covariances are singular."""
+    monkeypatch.chdir(tmp_path)
+    command = "train --preset paper --clients 2 --rounds 60 --transcripts 0,server --seed 0 --out run"
+    assert invoke(*command.split()).exit_code == 0
+    result = invoke("audit", "run", "--quick")
+    assert result.exit_code == 0, result.output
+    written = Audit.from_json(Path("run/audit.json").read_text())
+    assert {finding.target for finding in written.findings} == {"update", "image", "label", "property", "membership"}
+    assert not [finding.failures for finding in written.findings if math.isnan(finding.value)]
 
 
 def test_wrong_limits_are_refused_before_the_work(tmp_path: Path) -> None:
@@ -406,7 +431,7 @@ def test_what_is_missing_is_exit_status_2_and_one_message(
 
 def test_a_file_that_is_no_audit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "audit.json"
-    for text in ("{", "{}", '{"findings": [], "seats": [], "speed": 1}'):
+    for text in ("{", "{}", '{"findings": [], "adversaries": [], "speed": 1}'):
         path.write_text(text)
         result = invoke("compare", str(tmp_path))
         assert isinstance(result.exception, ConfigError)
@@ -414,7 +439,7 @@ def test_a_file_that_is_no_audit_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_an_audit_needs_is_loaded_on_first_use() -> None:
-    parts = ("budget.QUICK.rounds", "suite.audit", "report.page.page", "findings.Audit")
+    parts = ("effort.QUICK.rounds", "audit.audit", "report.page.page", "findings.Audit")
     program = (
         "import sys, dbcl_audit; dbcl_audit.report; assert not {'sklearn', 'scipy'} & sys.modules.keys(); "
         f"print({', '.join(f'dbcl_audit.{part}' for part in parts)})"

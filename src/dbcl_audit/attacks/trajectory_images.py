@@ -1,8 +1,8 @@
-"""The victim's pictures by maximum likelihood over all rounds, where it trains on the same ones in every round.
+"""The victim's images by maximum likelihood over all rounds, where it trains on the same ones in every round.
 
 Reads: client-0 and its allies; server, for the victim's plan.
 
-Such pictures x are the parameters of one regression over all that the attacker saw. In round t it saw
+Such images x are the parameters of one regression over all that the attacker saw. In round t it saw
 V_t = W_t R_t + tau Z_t, and W_t = W_0 + S_t(x): its own updates are known, and the victim's follow from x by the
 gradients of the loss at the model that the victim was sent. W_0 is integrated out, and noise averages
 out over the rounds.
@@ -24,35 +24,35 @@ from dbcl.data import Dataset
 from dbcl.errors import AuditError, ConfigError
 from dbcl.round_plan import RoundPlan
 from dbcl.transcripts import Setting
-from dbcl_audit import picture_quality as pictures
-from dbcl_audit.attacks import OnProgress
-from dbcl_audit.attacks.images import Attack, picture_findings
+from dbcl_audit import image_quality
+from dbcl_audit.attacks.images import Attack, recovered_image_findings
 from dbcl_audit.attacks.labels import labels_of_gradient
 from dbcl_audit.attacks.matching import Recovered
 from dbcl_audit.attacks.trajectory_first_layer import FirstLayerLikelihood
 from dbcl_audit.attacks.trajectory_likelihood import TensorLikelihood
 from dbcl_audit.attacks.trajectory_victim import SimulatedVictim, likelihood_of
-from dbcl_audit.estimators.view import View, views
+from dbcl_audit.context import OnProgress
+from dbcl_audit.estimators.observations import TensorObservations, tensor_observations
 from dbcl_audit.findings import Finding
-from dbcl_audit.rehearsal import VICTIM, Rehearsal
+from dbcl_audit.simulated_run import VICTIM, SimulatedRun
 
 Array = NDArray[np.float64]
 OnStep = Callable[[], None]
 Limit = float | None
 PARTS = 3
-"""A simulated victim is believed to have been sent what follows from its pictures so far, so many times."""
+"""A simulated victim is believed to have been sent what follows from its images so far, so many times."""
 SIZE_KNOWN = 0.02
-"""How far the logarithm of a picture's size may be off while it is fitted."""
+"""How far the logarithm of an image's size may be off while it is fitted."""
 
 
 @dataclass(frozen=True)
 class TrajectoryMatching:
-    """How pictures are fitted to a trajectory: by L-BFGS with bounds, in `steps` steps.
+    """How images are fitted to a trajectory: by L-BFGS with bounds, in `steps` steps.
 
     `starts` points are tried for `trial` steps each, and the likeliest goes on. The prior is Laplacian: `tv` times the
     sum of the differences of neighbouring pixels, in a range from 0 to 1, is added to -log p; where the victim is
     simulated it is `simulated_tv`. There the `candidates` that the output layer's bias makes likeliest are tried, if
-    labels are unknown, and `local_steps` is how many steps of SGD on all its pictures the victim takes in a round.
+    labels are unknown, and `local_steps` is how many steps of SGD on all its images the victim takes in a round.
 
     >>> TrajectoryMatching(steps=40).tv
     6.0
@@ -80,31 +80,31 @@ class VictimsTrajectory(NamedTuple):
 
     template: nn.Module
     setting: Setting
-    seen: dict[str, View]
+    seen: dict[str, TensorObservations]
     plans: list[RoundPlan]  # of all rounds but the last
     box: tuple[float, float]
-    own: Tensor  # pictures of the attacker's own
+    own: Tensor  # images of the attacker's own
     own_labels: Tensor
 
 
-def trajectory_of(rehearsal: Rehearsal, dataset: Dataset) -> VictimsTrajectory:
-    """What the attacker of a rehearsal of two parties, or of its colluders and one more, fits pictures to."""
-    attackers = rehearsal.colluders or (0,)
-    setting = rehearsal.attacker.setting
+def trajectory_of(simulated: SimulatedRun, dataset: Dataset) -> VictimsTrajectory:
+    """What the attacker of a rehearsal of two parties, or of its colluders and one more, fits images to."""
+    attackers = simulated.colluders or (0,)
+    setting = simulated.attacker.setting
     if setting.cohort != len(attackers) + 1:
         raise AuditError(
             f"{setting.cohort} clients a round, {len(attackers)} of them attackers: the fit takes one more client"
         )
-    seen = views(rehearsal.attacker, allies=rehearsal.allies)
-    plans = [rehearsal.server[round].answered(str(VICTIM)).plan for round in rehearsal.attacker.rounds[:-1]]
-    rows = torch.from_numpy(np.unique(rehearsal.script[:, list(attackers)]))
+    seen = tensor_observations(simulated.attacker, allies=simulated.allies)
+    plans = [simulated.server[round].answered(str(VICTIM)).plan for round in simulated.attacker.rounds[:-1]]
+    rows = torch.from_numpy(np.unique(simulated.script[:, list(attackers)]))
     own, own_labels = dataset.x_train[rows].double(), dataset.y_train[rows]
     return VictimsTrajectory(
-        rehearsal.attacker.template(), setting, seen, plans, pictures.span(dataset), own, own_labels
+        simulated.attacker.template(), setting, seen, plans, image_quality.span(dataset), own, own_labels
     )
 
 
-def fit_pictures(
+def fit_images(
     trajectory: VictimsTrajectory,
     *,
     count: int = 1,
@@ -114,22 +114,22 @@ def fit_pictures(
     seed: int = 0,
     on_step: OnStep = lambda: None,
 ) -> Recovered:
-    """The `count` pictures that make what the attacker saw likeliest; `on_step` is called after every step.
+    """The `count` images that make what the attacker saw likeliest; `on_step` is called after every step.
 
-    One picture behind a dense first layer follows from that layer alone (trajectory_first_layer.py). Several would be
+    One image behind a dense first layer follows from that layer alone (trajectory_first_layer.py). Several would be
     known only up to mixtures of them: there, and behind other layers, the victim is simulated (trajectory_victim.py),
     with `labels` where they are known. `start` is W_0, where that is known.
 
     >>> import tempfile
     >>> from pathlib import Path
     >>> from dbcl import data
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> config, digits = preset("blind", model="dlg-lenet", lr=0.1), data.load("digits")
     >>> script = draw_batches(np.arange(100), (4, 2, 1), seed=0)
     >>> script[:, VICTIM] = script[0, VICTIM]
-    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
-    >>> found = fit_pictures(trajectory_of(played, digits), settings=TrajectoryMatching(steps=3, trial=1))
+    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> found = fit_images(trajectory_of(played, digits), settings=TrajectoryMatching(steps=3, trial=1))
     >>> found.images.shape, found.labels.shape
     (torch.Size([1, 1, 28, 28]), torch.Size([1]))
     """
@@ -141,7 +141,7 @@ def fit_pictures(
 
 
 class _Point(NamedTuple):
-    """Where a fit stands: -log p with the prior, the pictures, their labels, and all else that is fitted."""
+    """Where a fit stands: -log p with the prior, the images, their labels, and all else that is fitted."""
 
     value: float
     images: Tensor  # (count, *shape)
@@ -150,7 +150,7 @@ class _Point(NamedTuple):
 
 
 class _Fit:
-    """A fit of pictures and of some more numbers, by L-BFGS with bounds: what both kinds share."""
+    """A fit of images and of some more numbers, by L-BFGS with bounds: what both kinds share."""
 
     def __init__(self, trajectory: VictimsTrajectory, settings: TrajectoryMatching, on_step: OnStep) -> None:
         self.trajectory, self.settings, self.on_step = trajectory, settings, on_step
@@ -187,10 +187,10 @@ class _Fit:
 
 
 class _DenseFit(_Fit):
-    """Pictures from a dense first layer; the rest are the logarithms of the errors' sizes in every round.
+    """Images from a dense first layer; the rest are the logarithms of the errors' sizes in every round.
 
-    How bright a picture is, the layer hardly says: a darker one with larger errors is as likely, and leaves the noise
-    more room within the box. So its size is held at that of the attacker's own pictures, until it is `stretched`.
+    How bright an image is, the layer hardly says: a darker one with larger errors is as likely, and leaves the noise
+    more room within the box. So its size is held at that of the attacker's own images, until it is `stretched`.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class _DenseFit(_Fit):
         return best._replace(labels=guessed if labels is None else labels)
 
     def _starts(self, count: int, starts: int, generator: torch.Generator) -> list[Tensor]:
-        """The mean of the attacker's own pictures, then means of it and single ones, to tell several apart."""
+        """The mean of the attacker's own images, then means of it and single ones, to tell several apart."""
         own, found = self.trajectory.own, list[Tensor]()
         mean = own.mean(dim=0, keepdim=True).repeat(count, *(1 for _ in self.trajectory.setting.shape))
         for number in range(starts):
@@ -258,7 +258,7 @@ class _DenseFit(_Fit):
 
 
 class _SimulatedFit(_Fit):
-    """Pictures by simulating the victim; the rest is the veil of what it was sent, where that is unknown."""
+    """Images by simulating the victim; the rest is the veil of what it was sent, where that is unknown."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class _SimulatedFit(_Fit):
         return best
 
     def _start(self, labels: Tensor, generator: torch.Generator) -> Tensor:
-        """For each label the mean of the attacker's own pictures with it; of several, half of that and half of one."""
+        """For each label the mean of the attacker's own images with it; of several, half of that and half of one."""
         own, found = self.trajectory.own, list[Tensor]()
         for label in labels:
             alike = own[self.trajectory.own_labels == label]
@@ -295,7 +295,7 @@ class _SimulatedFit(_Fit):
         return torch.stack(found)
 
     def _candidates(self, count: int) -> list[Tensor]:
-        """The labels that the output layer's bias makes likeliest: for one picture several, for more one choice."""
+        """The labels that the output layer's bias makes likeliest: for one image several, for more one choice."""
         if self.output_bias is None:
             raise AuditError("labels cannot be guessed without a bias of the output layer: give them")
         likelihood = self.victim.likelihoods[self.output_bias]
@@ -321,7 +321,7 @@ class _SimulatedFit(_Fit):
 
 
 def variation(images: Tensor, box: tuple[float, float]) -> Tensor:
-    """The sum of |x_ij - x_(i+1)j| + |x_ij - x_i(j+1)| of each picture, with pixels from 0 to 1, smoothed at 0.
+    """The sum of |x_ij - x_(i+1)j| + |x_ij - x_i(j+1)| of each image, with pixels from 0 to 1, smoothed at 0.
 
     >>> variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]), (0.0, 1.0)).round(decimals=2)
     tensor([2.])
@@ -333,7 +333,7 @@ def variation(images: Tensor, box: tuple[float, float]) -> Tensor:
 
 
 def _log_size(images: Tensor) -> Tensor:
-    """The logarithm of the root mean square of each picture's pixels."""
+    """The logarithm of the root mean square of each image's pixels."""
     return images.flatten(1).square().mean(dim=1).clamp(min=1e-12).log() / 2
 
 
@@ -343,53 +343,53 @@ def _dense_first_layer(trajectory: VictimsTrajectory) -> bool:
     return whole and any(part.name == first.name.removesuffix("weight") + "bias" for part in tensors)
 
 
-def trajectory_picture_findings(
-    rehearsals: Sequence[Rehearsal],
+def trajectory_image_findings(
+    simulated_runs: Sequence[SimulatedRun],
     dataset: Dataset,
     settings: TrajectoryMatching | None = None,
     *,
     tell: OnProgress = lambda text: None,
     step: OnStep = lambda: None,
 ) -> list[Finding]:
-    """Fit the victim's pictures in each of several rehearsals of two parties, in all rounds of which it has the same.
+    """Fit the victim's images in each of several rehearsals of two parties, in all rounds of which it has the same.
 
     `step` is called after every step of a fit.
 
     >>> import tempfile
     >>> from pathlib import Path
     >>> from dbcl import data
-    >>> from dbcl_audit.rehearsal import draw_batches, rehearse
+    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> config, digits = preset("blind", model="dlg-lenet", lr=0.1), data.load("digits")
     >>> script = draw_batches(np.arange(100), (4, 2, 1), seed=0)
     >>> script[:, VICTIM] = script[0, VICTIM]
-    >>> played = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
     >>> few = TrajectoryMatching(steps=3, trial=1)
-    >>> [finding.measure for finding in trajectory_picture_findings([played], digits, few)]
+    >>> [finding.measure for finding in trajectory_image_findings([played], digits, few)]
     ['psnr', 'ssim', 'share above 20 dB', 'accuracy']
     """
-    results, victims, seat = list[Recovered | str](), list[int](), rehearsals[0].seat
-    for number, rehearsal in enumerate(rehearsals):
-        tell(f"pictures, {seat}'s seat, all rounds together: {number + 1} of {len(rehearsals)}")
-        rows = rehearsal.script[0, VICTIM]
+    results, victims, adversary = list[Recovered | str](), list[int](), simulated_runs[0].adversary
+    for number, simulated in enumerate(simulated_runs):
+        tell(f"images, {adversary}'s seat, all rounds together: {number + 1} of {len(simulated_runs)}")
+        rows = simulated.script[0, VICTIM]
         victims += rows.tolist()
         try:
-            found = fit_pictures(
-                trajectory_of(rehearsal, dataset), count=len(rows), settings=settings, seed=number, on_step=step
+            found = fit_images(
+                trajectory_of(simulated, dataset), count=len(rows), settings=settings, seed=number, on_step=step
             )
         except (AuditError, ConfigError, RuntimeError) as error:
             results += [str(error).split("\n")[0]] * len(rows)
             continue
-        results += _paired(found, dataset.x_train[torch.from_numpy(rows)].double(), pictures.span(dataset))
-    attack = Attack("fitting pictures to all rounds", seat, "adaptive")
-    note = "the victim trains on the same pictures in every round"
-    findings = picture_findings(attack, results, dataset, torch.tensor(victims))
+        results += _paired(found, dataset.x_train[torch.from_numpy(rows)].double(), image_quality.span(dataset))
+    attack = Attack("fitting images to all rounds", adversary, "adaptive")
+    note = "the victim trains on the same images in every round"
+    findings = recovered_image_findings(attack, results, dataset, torch.tensor(victims))
     return [replace(each, note=f"{note}; {each.note}" if each.note else note) for each in findings]
 
 
-def _paired(found: Recovered, truth: Tensor, span: pictures.Span) -> list[Recovered | str]:
-    """Pictures that were found together one by one, in the order of the true ones that they are nearest to."""
-    ordered = pictures.pair(found.images, truth, span)
+def _paired(found: Recovered, truth: Tensor, span: image_quality.Span) -> list[Recovered | str]:
+    """Images that were found together one by one, in the order of the true ones that they are nearest to."""
+    ordered = image_quality.pair(found.images, truth, span)
     places = [next(n for n, each in enumerate(found.images) if torch.equal(each, image)) for image in ordered]
     share = found.seconds / len(places)
     return [

@@ -14,9 +14,9 @@ from torch import Tensor
 from audit.estimators.systems import every, lane_system, median_cosine, system
 from dbcl.errors import AuditError
 from dbcl_audit.estimators.kalman import Scales
+from dbcl_audit.estimators.observations import TensorObservations
 from dbcl_audit.estimators.smoother import known_scales, smoother
-from dbcl_audit.estimators.view import View
-from dbcl_audit.estimators.world import Posterior, Seen, World
+from dbcl_audit.estimators.state_space import Observation, Posterior, StateSpaceModel
 
 Array = NDArray[np.float64]
 
@@ -38,13 +38,13 @@ class Dense:
     The unknowns are W_0, the velocity from before, and every round's update; `maps` says how they make each W.
     """
 
-    view: View
+    view: TensorObservations
     veil: Any
     update: Any
     weight: float
     drift: list[Tensor] | None = None
     start: Tensor | None = None
-    more: tuple[Seen, ...] = ()
+    more: tuple[Observation, ...] = ()
 
     def __post_init__(self) -> None:
         view, dim, rows = self.view, self.view.dim, len(self.view.seen[0])
@@ -109,7 +109,7 @@ class Dense:
         place = 2 + self.ticks.index(tick)
         return slice(place * self.view.dim, (place + 1) * self.view.dim)
 
-    def pull(self, tick: int) -> Array:
+    def influence(self, tick: int) -> Array:
         found: Array = self.e @ self.H[:, self._of_tick(tick)]
         return found
 
@@ -118,7 +118,7 @@ class Dense:
         for t, (one, other) in enumerate(pairwise(self.view.rounds)):
             total = np.zeros((len(self.y), self.view.dim))
             for tick in range(one, other):
-                total += self.pull(tick) @ self.prior[self._of_tick(tick), self._of_tick(tick)]
+                total += self.influence(tick) @ self.prior[self._of_tick(tick), self._of_tick(tick)]
                 total += 0 if self.drift is None else self.drift[t].numpy()
             found.append(self.view.lr * total)
         return found
@@ -155,7 +155,7 @@ LANES: dict[str, dict[str, Any]] = {
 }
 
 
-def made(case: str) -> View:
+def made(case: str) -> TensorObservations:
     if case in LANES:
         return lane_system(dim=6, rows=ROWS, rounds=5, update=0.3, veil=0.1, **LANES[case]).view
     return system(
@@ -163,13 +163,13 @@ def made(case: str) -> View:
     ).view
 
 
-def correlated(view: View) -> Tensor:
+def correlated(view: TensorObservations) -> Tensor:
     """The covariance of noise that is left from round to round."""
     apart = np.abs(np.subtract.outer(view.rounds, view.rounds))
     return torch.from_numpy(0.3**2 * 0.7**apart)
 
 
-def known(view: View, what: str) -> dict[str, Any]:
+def known(view: TensorObservations, what: str) -> dict[str, Any]:
     """What an attacker knows, from least to most."""
     rows, dim, last = len(view.seen[0]), view.dim, view.rounds[-1]
     settings: dict[str, Any] = {"veil": 0.25, "update": 0.4, "weight": 0.9}
@@ -186,16 +186,16 @@ def known(view: View, what: str) -> dict[str, Any]:
     if what == "start":
         return settings | {"weight": 0.0}
     share = dict.fromkeys(range(view.rounds[0], last + 3), 1 / (last + 3 - view.rounds[0]))
-    released = Seen({last + 2: 1.0}, random(rows, dim, seed=81), noise=0.2)
-    mean = Seen(share, random(rows, dim, seed=82), noise=0.3)
+    released = Observation({last + 2: 1.0}, random(rows, dim, seed=81), noise=0.2)
+    mean = Observation(share, random(rows, dim, seed=82), noise=0.3)
     return settings | {"weight": 0.0 if what == "both" else 0.9, "more": (released, mean)}
 
 
 MORE = ("nothing", "correlated", "start", "released")
 
 
-def solved(view: View, what: str) -> Posterior:
-    return World(view, **known(view, what)).solve(tolerance=1e-12)
+def solved(view: TensorObservations, what: str) -> Posterior:
+    return StateSpaceModel(view, **known(view, what)).solve(tolerance=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -211,15 +211,15 @@ def test_it_is_the_gaussian_written_out_in_full(case: str, what: str) -> None:
     for one, other in ((found.changes(), exact.changes()), (found.weights(), exact.weights())):
         assert max(np.abs(each).max() for each in other) > 0.05
         np.testing.assert_allclose(torch.stack(one).numpy(), np.stack(other), atol=1e-6)
-    pulls = found.pulls()
+    influences = found.influences()
     np.testing.assert_allclose(
-        torch.stack(pulls).numpy(), np.stack([exact.pull(t) for t in view.rounds[:-1]]), atol=1e-6
+        torch.stack(influences).numpy(), np.stack([exact.influence(t) for t in view.rounds[:-1]]), atol=1e-6
     )
     ends = [*view.rounds, exact.ticks[-1] + 1]
-    for index in range(len(pulls)):
-        here, missed = found.pull(index)
-        assert torch.equal(here, pulls[index])
-        between = sum((exact.pull(tick) for tick in range(ends[index] + 1, ends[index + 1])), np.zeros(here.shape))
+    for index in range(len(influences)):
+        here, missed = found.influence(index)
+        assert torch.equal(here, influences[index])
+        between = sum((exact.influence(tick) for tick in range(ends[index] + 1, ends[index + 1])), np.zeros(here.shape))
         np.testing.assert_allclose(missed.numpy(), between, atol=1e-6)
         assert bool(np.abs(between).max() > 0) == (view.gaps[index] > 1)
 
@@ -232,7 +232,7 @@ def test_the_information_of_an_unsketched_entry_is_the_covariance_of_its_pulls(c
     columns = [exact._of_tick(tick).start for tick in exact.ticks]  # the first entry's; all are alike
     H = exact.H[:, columns]
     np.testing.assert_allclose(
-        World(view, **known(view, what)).information, H.T @ np.linalg.solve(exact.K, H), atol=1e-9
+        StateSpaceModel(view, **known(view, what)).information, H.T @ np.linalg.solve(exact.K, H), atol=1e-9
     )
 
 
@@ -240,20 +240,20 @@ def test_the_information_of_an_unsketched_entry_is_the_covariance_of_its_pulls(c
 def test_a_pull_is_the_slope_of_the_likelihood(case: str) -> None:
     """So <d, pull> is what an update d adds to it, to first order: here the drift is moved by a thousandth of d."""
     view = made(case)
-    settings, (_, pull, *_) = known(view, "correlated"), solved(view, "correlated").pulls()
+    settings, (_, influence, *_) = known(view, "correlated"), solved(view, "correlated").influences()
     direction, ends = random(ROWS, view.dim, seed=3), []
     if view.gaps[1] > 1:  # the drift of a missed round is that of the last one
-        pull = pull + solved(view, "correlated").pull(1)[1]
+        influence = influence + solved(view, "correlated").influence(1)[1]
     for step in (1e-3, -1e-3):
         drift = [each + step * direction * (t == 1) for t, each in enumerate(settings["drift"])]
         ends.append(Dense(view, **{**settings, "drift": drift}).likelihood())
-    assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(float((direction * pull).sum()), rel=1e-5)
+    assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(float((direction * influence).sum()), rel=1e-5)
 
 
 @pytest.mark.parametrize("case", [name for name in (*CASES, *LANES) if name != "a late start with gaps and momentum"])
 def test_without_drift_it_is_the_smoother(case: str) -> None:
     view, scales = made(case), Scales(veil=0.25, update=0.4, weight=0.9)
-    found = World(view, veil=scales.veil, update=scales.update, weight=scales.weight).solve(tolerance=1e-12)
+    found = StateSpaceModel(view, veil=scales.veil, update=scales.update, weight=scales.weight).solve(tolerance=1e-12)
     torch.testing.assert_close(torch.stack(found.changes()), torch.stack(smoother(view, scales)), atol=1e-6, rtol=0)
     if not (view.momentum and max(view.gaps) > 1):
         weights = torch.stack(list(smoother(view, scales).weights(view)))
@@ -283,11 +283,11 @@ def test_the_drift_of_a_walk_that_has_one_is_worth_much() -> None:
     changes = [each + expected for each in one.changes]
     scales = known_scales(view, 0.4)
     named = {"veil": scales.veil, "update": scales.update, "weight": scales.weight}
-    without = median_cosine(World(view, **named).solve().changes(), changes)
-    with_drift = median_cosine(World(view, **named, drift=[expected] * 40).solve().changes(), changes)
+    without = median_cosine(StateSpaceModel(view, **named).solve().changes(), changes)
+    with_drift = median_cosine(StateSpaceModel(view, **named, drift=[expected] * 40).solve().changes(), changes)
     assert with_drift > without + 0.2
     wrong = [0.02 * random(12, 40, seed=6)] * 40
-    assert median_cosine(World(view, **named, drift=wrong).solve().changes(), changes) < with_drift - 0.2
+    assert median_cosine(StateSpaceModel(view, **named, drift=wrong).solve().changes(), changes) < with_drift - 0.2
 
 
 def test_known_ends_show_more_and_wrong_ones_do_not() -> None:
@@ -297,13 +297,17 @@ def test_known_ends_show_more_and_wrong_ones_do_not() -> None:
     )
     start = random(12, 40, seed=0)  # as `system` draws it
     named = {"veil": 0.4, "update": 0.05}
-    plain = median_cosine(World(one.view, **named, weight=1.0).solve().changes(), one.changes)
-    begun = median_cosine(World(one.view, **named, weight=0.0, start=start).solve().changes(), one.changes)
-    more = (Seen({29: 1.0}, start + last),)
-    both = median_cosine(World(one.view, **named, weight=0.0, start=start, more=more).solve().changes(), one.changes)
+    plain = median_cosine(StateSpaceModel(one.view, **named, weight=1.0).solve().changes(), one.changes)
+    begun = median_cosine(StateSpaceModel(one.view, **named, weight=0.0, start=start).solve().changes(), one.changes)
+    more = (Observation({29: 1.0}, start + last),)
+    both = median_cosine(
+        StateSpaceModel(one.view, **named, weight=0.0, start=start, more=more).solve().changes(), one.changes
+    )
     assert plain < begun < both
-    other = (Seen({29: 1.0}, random(12, 40, seed=9)),)
-    wrong = median_cosine(World(one.view, **named, weight=0.0, start=start, more=other).solve().changes(), one.changes)
+    other = (Observation({29: 1.0}, random(12, 40, seed=9)),)
+    wrong = median_cosine(
+        StateSpaceModel(one.view, **named, weight=0.0, start=start, more=other).solve().changes(), one.changes
+    )
     assert wrong < plain
 
 
@@ -312,8 +316,11 @@ def test_known_ends_show_more_and_wrong_ones_do_not() -> None:
 
 def test_many_columns_under_a_veil_are_solved_in_single_precision_and_others_are_not() -> None:
     view = system(dim=80, width=40, rows=6, seen=every(20), update=0.05, veil=0.2).view
-    single = World(view, veil=0.2, update=0.05, weight=1.0)
-    assert (single.dtype, World(view, veil=1e-6, update=0.005, weight=1.0).dtype) == (torch.float32, torch.float64)
+    single = StateSpaceModel(view, veil=0.2, update=0.05, weight=1.0)
+    assert (single.dtype, StateSpaceModel(view, veil=1e-6, update=0.005, weight=1.0).dtype) == (
+        torch.float32,
+        torch.float64,
+    )
     found = single.solve(tolerance=1e-6).changes()
     exact = smoother(view, Scales(veil=0.2, update=0.05, weight=1.0))
     assert found[0].dtype == torch.float64
@@ -333,21 +340,21 @@ def test_it_ends_where_there_is_next_to_no_noise(what: str) -> None:
     if what in ("start", "both"):
         settings |= {"weight": 0.0, "start": start}
     if what in ("released", "both"):
-        settings["more"] = (Seen({59: 1.0}, start + torch.stack(put_in).sum(dim=0)),)
+        settings["more"] = (Observation({59: 1.0}, start + torch.stack(put_in).sum(dim=0)),)
     old = slice(0, 20)  # with forty rounds after them
     assert median_cosine(smoother(one.view, scales), one.changes, old) > 0.99
-    found = World(one.view, **settings).solve().changes()
+    found = StateSpaceModel(one.view, **settings).solve().changes()
     assert median_cosine(found, one.changes, old) > 0.98
 
 
 def test_rows_are_solved_in_parts_where_there_are_many_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     view = system(dim=6, width=3, rows=7, seen=every(6), update=0.3, veil=0.1, momentum=0.5).view
-    world = World(view, veil=0.25, update=0.4, weight=0.9)
+    world = StateSpaceModel(view, veil=0.25, update=0.4, weight=0.9)
     whole = world.solve(tolerance=1e-12).changes()
-    monkeypatch.setattr("dbcl_audit.estimators.world.NUMBERS", 6 * 6 * 3)  # three rows
+    monkeypatch.setattr("dbcl_audit.estimators.state_space.NUMBERS", 6 * 6 * 3)  # three rows
     calls = []
-    conjugate = World._conjugate
-    monkeypatch.setattr(World, "_conjugate", lambda *given: calls.append(1) or conjugate(*given))
+    conjugate = StateSpaceModel._conjugate
+    monkeypatch.setattr(StateSpaceModel, "_conjugate", lambda *given: calls.append(1) or conjugate(*given))
     torch.testing.assert_close(torch.stack(world.solve(tolerance=1e-12).changes()), torch.stack(whole))
     assert len(calls) == 3
 
@@ -355,10 +362,10 @@ def test_rows_are_solved_in_parts_where_there_are_many_numbers(monkeypatch: pyte
 def test_nothing_to_explain_is_no_error() -> None:
     view = made("plain")
     silent = replace(view, seen=tuple(map(torch.zeros_like, view.seen)), own=tuple(map(torch.zeros_like, view.own)))
-    assert not torch.stack(World(silent, veil=0.1, update=0.1, weight=1.0).solve().changes()).any()
+    assert not torch.stack(StateSpaceModel(silent, veil=0.1, update=0.1, weight=1.0).solve().changes()).any()
 
 
 def test_too_little_drift_is_refused() -> None:
     view = made("plain")
     with pytest.raises(AuditError, match="w: 2 rounds of drift, and 5 were seen"):
-        World(view, veil=0.1, update=0.1, weight=1.0, drift=[torch.zeros(ROWS, 6)] * 2)
+        StateSpaceModel(view, veil=0.1, update=0.1, weight=1.0, drift=[torch.zeros(ROWS, 6)] * 2)

@@ -13,19 +13,19 @@ from torch import Tensor
 from dbcl.errors import AuditError, NotAttackableError
 from dbcl.model.layout import Layout
 from dbcl.sketch import Identity, Sketch
-from dbcl.transcripts import Seen, Transcript
+from dbcl.transcripts import RoundRecord, Transcript
 from dbcl_audit.estimators.others import Lanes, lanes_of_others
 from dbcl_audit.estimators.pooled import Part, pool
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class TensorObservations:
     """One tensor over all rounds that a client saw, as matrices; `own` is its own part of each update, in V's space.
 
     `gaps` says how many rounds lie from each seen round to the next. `momentum` and `lr` are the server's.
 
     >>> import torch
-    >>> view = View("w", (0, 2), (2, 1), (Identity(3),) * 2, (torch.zeros(4, 3),) * 2, (torch.zeros(4, 3),) * 2)
+    >>> view = TensorObservations("w", (0, 2), (2, 1), (Identity(3),) * 2, (torch.zeros(4, 3),) * 2, (torch.zeros(4, 3),) * 2)
     >>> view.dim, view.rows(slice(2)).seen[0].shape, view.first(1).rounds
     (3, torch.Size([2, 3]), (0,))
     """
@@ -51,7 +51,7 @@ class View:
         """The sketches that the others' updates of a seen round come through, with the share of each.
 
         >>> import torch
-        >>> View("w", (0,), (1,), (Identity(3),), (torch.zeros(4, 3),), (torch.zeros(4, 3),)).lanes(0)
+        >>> TensorObservations("w", (0,), (1,), (Identity(3),), (torch.zeros(4, 3),), (torch.zeros(4, 3),)).lanes(0)
         ((Identity(3 -> 3), 1.0),)
         """
         return self.others[index] if self.others else ((self.sketches[index], 1.0),)
@@ -60,7 +60,7 @@ class View:
         """How many numbers of a row one other client's update has in a seen round, in V's space.
 
         >>> import torch
-        >>> View("w", (0,), (1,), (Identity(3),), (torch.zeros(4, 3),), (torch.zeros(4, 3),)).update_width(0)
+        >>> TensorObservations("w", (0,), (1,), (Identity(3),), (torch.zeros(4, 3),), (torch.zeros(4, 3),)).update_width(0)
         3.0
         """
         return sum(share * sketch.width for sketch, share in self.lanes(index))
@@ -74,19 +74,19 @@ class View:
         """Whether the tensor is sent sketched; clients of all lanes together may still see the whole of it."""
         return self.layout is not None or self.sketches[0].width < self.dim
 
-    def rows(self, which: slice | Tensor) -> "View":
+    def rows(self, which: slice | Tensor) -> "TensorObservations":
         """The same view of some rows only."""
         return replace(self, seen=tuple(v[which] for v in self.seen), own=tuple(u[which] for u in self.own))
 
-    def first(self, count: int) -> "View":
+    def first(self, count: int) -> "TensorObservations":
         """The same view of the first rounds only."""
         parts = ("rounds", "gaps", "sketches", "seen", "own", "others")
         return replace(self, **{part: getattr(self, part)[:count] for part in parts})
 
 
-def views(
+def tensor_observations(
     transcript: Transcript, names: Sequence[str] | None = None, *, allies: Sequence[Transcript] = ()
-) -> dict[str, View]:
+) -> dict[str, TensorObservations]:
     """Gather what a client saw, tensor by tensor, or of the tensors in `names` only.
 
     `allies` are clients that show it what they saw: in every round the V of all their lanes are one observation. The
@@ -105,9 +105,9 @@ def views(
     >>> for _ in range(3):
     ...     report = engine.play_round()
     >>> one, two = (Transcript(folder / f"client-{number}") for number in (0, 1))
-    >>> {name: (view.rounds, view.dim) for name, view in sorted(views(one).items())}
+    >>> {name: (view.rounds, view.dim) for name, view in sorted(tensor_observations(one).items())}
     {'bias': ((0, 1, 2), 2), 'weight': ((0, 1, 2), 6)}
-    >>> views(one)["weight"].sketches[0].width, views(one, allies=[two])["weight"].sketches[0].width
+    >>> tensor_observations(one)["weight"].sketches[0].width, tensor_observations(one, allies=[two])["weight"].sketches[0].width
     (3, 6)
     """
     pooled, setting = (transcript, *allies), transcript.setting
@@ -141,7 +141,7 @@ def views(
     for name, entries in gathered.items():
         maps, matrices, owns, others = zip(*entries, strict=True)
         layout = layouts.get(name)
-        found[name] = View(
+        found[name] = TensorObservations(
             name, rounds, gaps, maps, matrices, owns, setting.momentum, setting.server_lr, layout, others
         )
     return found
@@ -150,7 +150,7 @@ def views(
 _Entry = tuple[Sketch, Tensor, Tensor, Lanes]
 
 
-def _part(seen: Seen, client: str, name: str, cohort: int) -> Part:
+def _part(seen: RoundRecord, client: str, name: str, cohort: int) -> Part:
     """What one client received of a tensor in a round, and its own part of the round's change, as matrices."""
     tensor = seen.broadcast.tensors[name].double()
     matrix = tensor.reshape(len(tensor), -1) if tensor.ndim > 1 else tensor.reshape(1, -1)

@@ -16,8 +16,8 @@ from dbcl.simulation.config import RunConfig
 from dbcl_audit.attacks.members import member_findings
 from dbcl_audit.attacks.trajectory import Knowledge, Trajectory
 from dbcl_audit.attacks.trajectory_updates import trajectory_update_findings
-from dbcl_audit.run_audit import released_shares
-from dbcl_audit.run_rehearsal import RunRehearsal, rehearse_run, shards_of
+from dbcl_audit.fixed_shards import released_shares
+from dbcl_audit.simulated_run import ShardRun, shards_of, simulate_run
 
 CONFIG = preset("blind", model="audit.networks:twelve", clients=20, fraction=0.5)
 TASK = task_of(CONFIG)
@@ -25,9 +25,9 @@ TASK = task_of(CONFIG)
 
 def played(
     folder: Path, config: RunConfig = CONFIG, *, clients: int | None = 4, rounds: int = 3, **more: Any
-) -> RunRehearsal:
+) -> ShardRun:
     shards = shards_of(config, TASK, clients=clients)
-    return rehearse_run(config, TASK, shards, folder, rounds=rounds, **more)
+    return simulate_run(config, TASK, shards, folder, rounds=rounds, **more)
 
 
 # --- shards ---------------------------------------------------------------------------------------------------------
@@ -66,9 +66,9 @@ def test_the_division_of_the_data_is_kept() -> None:
 
 
 def test_what_shards_cannot_be_made_of() -> None:
-    with pytest.raises(DataError, match="the run has 20 clients, and 30 are to be rehearsed"):
+    with pytest.raises(DataError, match="the run has 20 clients, and 30 are to be simulated"):
         shards_of(CONFIG, TASK, clients=30)
-    with pytest.raises(DataError, match="the run has 1 clients, and 2 are to be rehearsed"):
+    with pytest.raises(DataError, match="the run has 1 clients, and 2 are to be simulated"):
         shards_of(CONFIG, replace(TASK, division=[np.arange(100)]))
     small = replace(TASK, held_out=TASK.held_out.subset(np.arange(15)))
     with pytest.raises(DataError, match="only 15 examples are left that no client has: too few to tell members from"):
@@ -135,7 +135,7 @@ def test_with_a_part_of_the_clients_in_a_round_the_one_that_sees_most_attacks(tm
     assert sorted((turns[client] for client in found.known), reverse=True) == sorted(turns, reverse=True)[:3]
     assert found.recorded.attacker.rounds == [n for n, present in enumerate(every) if str(first) in present]
     assert [ally.client for ally in found.recorded.allies] == [str(client) for client in allies]
-    assert found.recorded.seat == "colluders"
+    assert found.recorded.adversary == "colluders"
 
 
 def test_who_attacks_alone_is_a_client_and_it_can_be_repeated(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_who_attacks_alone_is_a_client_and_it_can_be_repeated(tmp_path: Path) ->
     one = played(tmp_path / "one", rounds=2, progress=lambda *step: steps.append(step))
     again, other = played(tmp_path / "again", rounds=2), played(tmp_path / "other", rounds=2, seed=1)
     assert steps == [(1, 2), (2, 2)]
-    assert one.recorded.seat == "client"
+    assert one.recorded.adversary == "client"
     sent = [each.recorded.attacker[1].broadcast.tensors["1.weight"] for each in (one, again, other)]
     assert torch.equal(sent[0], sent[1])
     assert not torch.equal(sent[0], sent[2])
@@ -153,8 +153,8 @@ def test_under_secure_aggregation_the_server_has_sums(tmp_path: Path) -> None:
     config = CONFIG.with_options(secure_aggregation=True, secagg_clip=3.0, min_cohort=4, lanes=1)
     found = played(tmp_path, config)
     assert found.recorded.bound == 3.0
-    assert sorted(found.recorded.server_saw(1, 2).clients) == [0, 1, 2, 3]
-    assert played(tmp_path / "without", CONFIG.with_options(lanes=1)).recorded.server_saw(1, 2).clients == (2,)
+    assert sorted(found.recorded.server_observation(1, 2).clients) == [0, 1, 2, 3]
+    assert played(tmp_path / "without", CONFIG.with_options(lanes=1)).recorded.server_observation(1, 2).clients == (2,)
 
 
 def test_a_client_looks_for_members_also_where_the_server_has_sums(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_client_looks_for_members_also_where_the_server_has_sums(tmp_path: Pat
     found = played(tmp_path, CONFIG.with_options(secure_aggregation=True, min_cohort=3, lanes=1), clients=3, rounds=5)
     own = found.shards.examples.subset(found.shards.own)
     findings = member_findings(found, Trajectory(found.recorded.attacker, Knowledge(own, examples=100)), null=100)
-    assert {finding.measure for finding in findings} == {"membership auc", "tpr at 1 % fpr", "tpr at 0.1 % fpr"}
+    assert {finding.measure for finding in findings} == {"auc", "tpr at 1 % fpr", "tpr at 0.1 % fpr"}
 
 
 def test_no_attack_on_it_opens_the_truth(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_no_attack_on_it_opens_the_truth(tmp_path: Path) -> None:
     own = found.shards.examples.subset(found.shards.own)
     trajectory = Trajectory(found.recorded.attacker, Knowledge(own, examples=100))
     findings = member_findings(found, trajectory, null=100)
-    assert {finding.measure for finding in findings} == {"membership auc", "tpr at 1 % fpr", "tpr at 0.1 % fpr"}
+    assert {finding.measure for finding in findings} == {"auc", "tpr at 1 % fpr", "tpr at 0.1 % fpr"}
     assert trajectory.changes().keys() == {"1.weight", "1.bias", "3.weight", "3.bias"}
     with pytest.raises(AuditError, match="truth: round 0 cannot be read"):
         trajectory_update_findings(trajectory, found.recorded.truth, "client")

@@ -1,4 +1,4 @@
-"""How near a recovered picture is to the true one (PSNR, SSIM), and a grid of both."""
+"""How near a recovered image is to the true one (PSNR, SSIM), and a grid of both."""
 
 import base64
 import io
@@ -12,7 +12,7 @@ from dbcl.data import Dataset
 
 Span = tuple[float, float]
 INK, MUTED, WORST = "#1c2733", "#5f6b78", "#c0392b"
-CEILING = 200.0  # dB; what equal pictures get instead of infinity
+CEILING = 200.0  # dB; what equal images get instead of infinity
 
 
 def span(dataset: Dataset) -> Span:
@@ -109,8 +109,8 @@ def grid_png(rows: Sequence[tuple[str, Tensor]], span: Span = (0.0, 1.0)) -> str
     for line, (caption, images) in zip(panels, rows, strict=True):
         values = [] if images is truth else psnr(images, truth, span, ordered=True).tolist()
         for column, (axes, image) in enumerate(zip(line, unit(images, span), strict=True)):
-            picture = image[0] if image.shape[0] == 1 else image.permute(1, 2, 0)
-            axes.imshow(picture.numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+            image = image[0] if image.shape[0] == 1 else image.permute(1, 2, 0)
+            axes.imshow(image.numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
             axes.set(xticks=[], yticks=[])
             worst = bool(values) and values[column] == max(values)
             axes.spines[:].set(color=WORST, linewidth=2.5, visible=worst)

@@ -23,7 +23,7 @@ from torch import Tensor
 from dbcl.errors import AuditError
 from dbcl.sketch import Identity, Sketch
 from dbcl_audit.estimators.covariance import cholesky, sketch_range, solve
-from dbcl_audit.estimators.view import View
+from dbcl_audit.estimators.observations import TensorObservations
 
 Array = NDArray[np.float64]
 
@@ -40,12 +40,12 @@ NUMBERS = 40_000_000
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class Observation:
     """One more observation than the rounds give: a mean of W over rounds, known up to `noise`.
 
     `shares` are by round: {60: 1.0} is W before round 60, and a running mean has all of its weights.
 
-    >>> Seen({60: 1.0}, torch.zeros(4, 3)).noise
+    >>> Observation({60: 1.0}, torch.zeros(4, 3)).noise
     0.0
     """
 
@@ -54,7 +54,7 @@ class Seen:
     noise: float = 0.0
 
 
-class World:
+class StateSpaceModel:
     """A tensor's observations as one Gaussian vector; `solve` says what they tell of every update.
 
     `veil` is the standard deviation of the noise, or its covariance over the seen rounds. `update` is that of an entry
@@ -70,21 +70,21 @@ class World:
     lanes of round s carry. K is never formed: K e = y is solved by conjugate gradients, after W_0 is taken out exactly.
 
     >>> one, zero = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
-    >>> view = View("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, tuple(t * one for t in range(4)), (zero,) * 4)
-    >>> [round(float(change), 3) for change in World(view, veil=1e-3, update=1.0, weight=1.0).solve().changes()]
+    >>> view = TensorObservations("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, tuple(t * one for t in range(4)), (zero,) * 4)
+    >>> [round(float(change), 3) for change in StateSpaceModel(view, veil=1e-3, update=1.0, weight=1.0).solve().changes()]
     [1.0, 1.0, 1.0]
     """
 
     def __init__(
         self,
-        view: View,
+        view: TensorObservations,
         *,
         veil: float | Tensor,
         update: float | Array,
         weight: float,
         drift: Sequence[Tensor] | None = None,
         start: Tensor | None = None,
-        more: Sequence[Seen] = (),
+        more: Sequence[Observation] = (),
     ) -> None:
         self.view, self.weight, self.drift, self.start, self.more = view, weight, drift, start, tuple(more)
         self.update = np.broadcast_to(np.asarray(update, dtype=np.float64), len(view.rounds))
@@ -281,13 +281,13 @@ class Posterior:
     """What the observations say of one tensor's updates; `errors` is e = K^-1 (V - mean).
 
     >>> one, zero = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
-    >>> view = View("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, tuple(t * one for t in range(4)), (zero,) * 4)
-    >>> found = World(view, veil=1e-3, update=1.0, weight=1.0).solve()
-    >>> [round(float(each), 2) for each in found.pulls()], [round(float(each), 2) for each in found.weights()]
+    >>> view = TensorObservations("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, tuple(t * one for t in range(4)), (zero,) * 4)
+    >>> found = StateSpaceModel(view, veil=1e-3, update=1.0, weight=1.0).solve()
+    >>> [round(float(each), 2) for each in found.influences()], [round(float(each), 2) for each in found.weights()]
     ([1.0, 1.0, 1.0], [0.0, 1.0, 2.0, 3.0])
     """
 
-    def __init__(self, world: World, errors: list[Tensor]) -> None:
+    def __init__(self, world: StateSpaceModel, errors: list[Tensor]) -> None:
         self.world, self.errors = world, errors
 
     @cached_property
@@ -296,24 +296,24 @@ class Posterior:
         return torch.stack([sketch.lift(each) for sketch, each in pairs])
 
     @cached_property
-    def _pulls(self) -> Tensor:
+    def _influences(self) -> Tensor:
         """For every tick the derivative of the log-likelihood by its update, over W's columns."""
         return _over_rounds(self.world.kernel.T, self._lifted)
 
-    def pulls(self) -> list[Tensor]:
+    def influences(self) -> list[Tensor]:
         """For each seen round but the last the derivative of the log-likelihood by the update of the others.
 
         An update in direction d adds <d, pull> to it, to first order: the matched filter for any d.
         """
-        seen = self._pulls[torch.from_numpy(np.flatnonzero(self.world.known))]
+        seen = self._influences[torch.from_numpy(np.flatnonzero(self.world.known))]
         return list(seen[: len(self.world.view.rounds) - 1])
 
-    def pull(self, index: int) -> tuple[Tensor, Tensor]:
+    def influence(self, index: int) -> tuple[Tensor, Tensor]:
         """The pull of a seen round, and the sum of those of the rounds after it that were missed."""
         places = [place for place in range(len(self.world.ticks)) if self.world.before(place) == index]
-        missed = [self._pulls[place] for place in places if not self.world.known[place]]
+        missed = [self._influences[place] for place in places if not self.world.known[place]]
         here = int(np.flatnonzero(self.world.ticks == self.world.view.rounds[index])[0])
-        return self._pulls[here], sum(missed, torch.zeros_like(self._pulls[here]))
+        return self._influences[here], sum(missed, torch.zeros_like(self._influences[here]))
 
     def changes(self) -> list[Tensor]:
         """The expected change of W from each seen round to the next by the others' updates: lr (drift + Q pull)."""
@@ -321,9 +321,9 @@ class Posterior:
         lanes = iter(world.lanes)
         for place in range(len(world.ticks)):
             if world.known[place]:
-                found.append(_restrict(next(lanes), self._pulls[place]))
+                found.append(_restrict(next(lanes), self._influences[place]))
             else:
-                found[-1] = found[-1] + world.missed(place) * self._pulls[place]
+                found[-1] = found[-1] + world.missed(place) * self._influences[place]
             if world.drift is not None:
                 found[-1] = found[-1] + world.drift[min(world.before(place), len(world.drift) - 1)].to(found[-1])
         count = len(world.view.rounds) - 1
@@ -336,14 +336,16 @@ class Posterior:
         found = _over_rounds(without[:count], self._lifted)
         known = np.flatnonzero(world.known)
         if len(known):
-            pulls = self._pulls[torch.from_numpy(known)]
-            carried = torch.stack([_restrict(lanes, each) for lanes, each in zip(world.lanes, pulls, strict=True)])
+            influences = self._influences[torch.from_numpy(known)]
+            carried = torch.stack([_restrict(lanes, each) for lanes, each in zip(world.lanes, influences, strict=True)])
             found += _over_rounds(world.kernel[:count, known], carried)
-        plain = World(_unsketched(world.view), veil=1.0, update=0.0, weight=1.0, drift=world.drift, start=world.start)
+        plain = StateSpaceModel(
+            _unsketched(world.view), veil=1.0, update=0.0, weight=1.0, drift=world.drift, start=world.start
+        )
         return [(one + mean.to(one)).double() for one, mean in zip(found, plain.mean(), strict=True)]
 
 
-def _unsketched(view: View) -> View:
+def _unsketched(view: TensorObservations) -> TensorObservations:
     """The same view as if W were seen itself: only for what is expected of it."""
     whole = tuple(sketch.lift(own) for sketch, own in zip(view.sketches, view.own, strict=True))
     return replace(view, sketches=(Identity(view.dim),) * len(view.sketches), own=whole)

@@ -1,7 +1,7 @@
-"""A client's few pictures, from one update of several local steps, by replaying its training.
+"""A client's few images, from one update of several local steps, by replaying its training.
 
 Reads no transcript: one client's update, which the server has without secure aggregation, and its broadcast. For a
-client with a dense first layer and many pictures `span.py` finds more; this attack is for any network and few pictures.
+client with a dense first layer and many images `span.py` finds more; this attack is for any network and few images.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from dbcl.data import Dataset
 from dbcl.engines import LocalTraining
 from dbcl.errors import ConfigError
 from dbcl.protocol import blinded
-from dbcl_audit import picture_quality as pictures
-from dbcl_audit.attacks import OnProgress
+from dbcl_audit import image_quality
 from dbcl_audit.attacks.gradients import as_gradient
-from dbcl_audit.attacks.images import Attack, picture_findings
+from dbcl_audit.attacks.images import Attack, recovered_image_findings
 from dbcl_audit.attacks.local_steps import LocalSteps
 from dbcl_audit.attacks.matching import Matching, Recovered, recover
 from dbcl_audit.attacks.update_labels import Answered, LabelReader
+from dbcl_audit.context import OnProgress
 from dbcl_audit.findings import Finding
 
 COSINE = Matching("cosine", steps=300, restarts=1, tv=1e-2)
@@ -39,9 +39,9 @@ def recover_from_update(
     reader: LabelReader | None = None,
     seed: int = 0,
 ) -> Recovered:
-    """Find the pictures whose replayed training changes the model as the update says.
+    """Find the images whose replayed training changes the model as the update says.
 
-    All `settings` are tried, and that whose pictures come nearest is kept. With a `reader` the labels of two pictures
+    All `settings` are tried, and that whose images come nearest is kept. With a `reader` the labels of two images
     or more are what it reads; a single one is plain to see in the output layer's gradient.
 
     >>> import numpy as np
@@ -53,12 +53,12 @@ def recover_from_update(
     >>> _ = training.train(local, (x, torch.tensor([1])), seed=bytes(32), round=0, client=0)
     >>> sent = Answered(broadcast, make_update(local, broadcast, examples=1).tensors, np.array([0]))
     >>> found = recover_from_update(net, sent, (1, 4, 4), training, [Matching(steps=100, restarts=1)])
-    >>> found.labels, pictures.psnr(found.images, x).item() > 25
+    >>> found.labels, image_quality.psnr(found.images, x).item() > 25
     (tensor([1]), True)
     """
     broadcast, tensors, rows = answered
     count = len(rows)
-    steps = LocalSteps.of(training, count, broadcast.round)
+    steps = LocalSteps.from_training(training, count, broadcast.round)
     trained = {part.name for part in broadcast.plan.tensors if not part.measured}
     changes = {name: tensor.double() for name, tensor in tensors.items() if name in trained}
     target = as_gradient(changes, steps.rate, len(steps.batches))
@@ -84,7 +84,7 @@ def _misfit(model: nn.Module, target: dict[str, Tensor], steps: LocalSteps, foun
     return float(torch.stack(parts).sum().nan_to_num(float("inf")))
 
 
-def update_picture_findings(
+def update_image_findings(
     template: nn.Module,
     updates: Sequence[Answered],
     dataset: Dataset,
@@ -94,9 +94,9 @@ def update_picture_findings(
     reader: LabelReader | None = None,
     tell: OnProgress = lambda text: None,
 ) -> list[Finding]:
-    """Recover clients' pictures from one update of each, by `recover_from_update`, and measure them over all pictures.
+    """Recover clients' images from one update of each, by `recover_from_update`, and measure them over all images.
 
-    `rows` of the updates are those of the dataset's training pictures.
+    `rows` of the updates are those of the dataset's training images.
 
     >>> import numpy as np
     >>> from dbcl import Server, data, make_update
@@ -106,14 +106,14 @@ def update_picture_findings(
     >>> local, rows = blinded(net, broadcast), np.array([7])
     >>> _ = training.train(local, (digits.x_train[rows], digits.y_train[rows]), seed=bytes(32), round=0, client=0)
     >>> sent = Answered(broadcast, make_update(local, broadcast, examples=1).tensors, rows)
-    >>> found = update_picture_findings(net, [sent], digits, training, [Matching(steps=1, restarts=1)])
+    >>> found = update_image_findings(net, [sent], digits, training, [Matching(steps=1, restarts=1)])
     >>> [(one.target, one.measure) for one in found]
     [('image', 'psnr'), ('image', 'ssim'), ('image', 'share above 20 dB'), ('label', 'accuracy')]
     """
-    box, results = pictures.span(dataset), list[Recovered | str]()
+    box, results = image_quality.span(dataset), list[Recovered | str]()
     boxed = [replace(one, box=box) for one in settings]
     for number, each in enumerate(updates):
-        tell(f"pictures, server's seat, replaying local steps: {number + 1} of {len(updates)}")
+        tell(f"images, server's seat, replaying local steps: {number + 1} of {len(updates)}")
         try:
             found = recover_from_update(template, each, dataset.shape, training, boxed, reader=reader, seed=number)
             results += _in_order(found, dataset.x_train[each.rows].double(), box)
@@ -121,14 +121,17 @@ def update_picture_findings(
             results += [str(error).split("\n")[0]] * len(each.rows)
     victims = torch.cat([torch.as_tensor(each.rows) for each in updates])
     attack = Attack("matching all local steps", "server", "adaptive")
-    more = {"clients": len(updates), "local steps": len(LocalSteps.of(training, len(updates[0].rows)).batches)}
-    findings = picture_findings(attack, results, dataset, victims)
+    more = {
+        "clients": len(updates),
+        "local steps": len(LocalSteps.from_training(training, len(updates[0].rows)).batches),
+    }
+    findings = recovered_image_findings(attack, results, dataset, victims)
     return [replace(finding, budget={**finding.budget, **more}) for finding in findings]
 
 
 def _in_order(found: Recovered, truth: Tensor, box: tuple[float, float]) -> list[Recovered]:
-    """What was recovered together as single pictures, in the order of the true ones that they are nearest to."""
-    paired = pictures.pair(found.images, truth, box)
+    """What was recovered together as single images, in the order of the true ones that they are nearest to."""
+    paired = image_quality.pair(found.images, truth, box)
     order = [next(n for n, image in enumerate(found.images) if torch.equal(image, one)) for one in paired]
     return [
         replace(

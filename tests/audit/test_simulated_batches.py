@@ -16,7 +16,7 @@ from dbcl_audit.attacks.matching import Matching
 from dbcl_audit.attacks.properties import property_findings
 from dbcl_audit.attacks.updates import estimates, update_findings
 from dbcl_audit.findings import Finding
-from dbcl_audit.rehearsal import VICTIM, Rehearsal, draw_batches, rehearse
+from dbcl_audit.simulated_run import VICTIM, SimulatedRun, draw_batches, simulate_batches
 
 DIGITS = data.load("digits")
 
@@ -25,9 +25,9 @@ def quiet(text: str) -> None:
     """Nobody is told."""
 
 
-def played(folder: Path, preset: str, shape: tuple[int, int, int], **settings: object) -> Rehearsal:
+def played(folder: Path, preset: str, shape: tuple[int, int, int], **settings: object) -> SimulatedRun:
     chosen = presets.preset(preset, **{"model": "audit.networks:twelve", "seed": 0, **settings})
-    return rehearse(chosen, of_pictures(chosen, DIGITS), draw_batches(np.arange(400), shape, seed=3), folder)
+    return simulate_batches(chosen, of_pictures(chosen, DIGITS), draw_batches(np.arange(400), shape, seed=3), folder)
 
 
 def cosines(findings: list[Finding]) -> dict[str, float]:
@@ -38,7 +38,7 @@ def test_a_rehearsal_plays_its_script(tmp_path: Path) -> None:
     script = draw_batches(np.arange(400), (3, 3, 4), seed=3)
     settings = presets.preset("paper", model="audit.networks:twelve", seed=0)
     one, two, again = (
-        rehearse(settings, of_pictures(settings, DIGITS), script, tmp_path / name, seed=seed)
+        simulate_batches(settings, of_pictures(settings, DIGITS), script, tmp_path / name, seed=seed)
         for name, seed in (("one", 1), ("two", 2), ("again", 1))
     )
     assert one.attacker.rounds == [0, 1, 2]
@@ -49,7 +49,7 @@ def test_a_rehearsal_plays_its_script(tmp_path: Path) -> None:
     bias = [each.server[0].weights["3.bias"] for each in (one, two)]  # type: ignore[index]
     assert bias[0].equal(bias[1])
     steps: list[tuple[int, int]] = []
-    rehearse(
+    simulate_batches(
         settings, of_pictures(settings, DIGITS), script, tmp_path / "three", progress=lambda *step: steps.append(step)
     )
     assert steps == [(1, 3), (2, 3), (3, 3)]
@@ -64,19 +64,19 @@ def test_without_a_seed_of_the_run_it_can_still_be_repeated(tmp_path: Path, nois
 
 
 def test_without_a_defence_the_client_sees_every_update(tmp_path: Path) -> None:
-    rehearsal = played(tmp_path, "plain", (20, 2, 1))
-    found = estimates(rehearsal.attacker, ["option I", "rewind", "smoother"])
-    values = cosines(update_findings(rehearsal.attacker, rehearsal.truth, found, quiet))
-    assert values.keys() >= {"option I", "rewind", "smoother", "tensors in clear"}
+    simulated = played(tmp_path, "plain", (20, 2, 1))
+    found = estimates(simulated.attacker, ["option I", "rewind", "smoother"])
+    values = cosines(update_findings(simulated.attacker, simulated.truth, found, quiet))
+    assert values.keys() >= {"option I", "rewind", "smoother", "unprotected tensors"}
     assert list(values.values()) == pytest.approx([1.0] * len(values), abs=1e-3)
-    assert label_finding(rehearsal, DIGITS, range(19)).value > 0.8
+    assert label_finding(simulated, DIGITS, range(19)).value > 0.8
 
 
 def test_a_veil_hides_most_from_the_smoother(tmp_path: Path) -> None:
-    rehearsal = played(tmp_path, "blind", (8, 2, 4))
-    assert rehearsal.attacker.setting.veil == 0.2
-    made = estimates(rehearsal.attacker, ["option I", "smoother"])
-    values = cosines(update_findings(rehearsal.attacker, rehearsal.truth, made, quiet))
+    simulated = played(tmp_path, "blind", (8, 2, 4))
+    assert simulated.attacker.setting.veil == 0.2
+    made = estimates(simulated.attacker, ["option I", "smoother"])
+    values = cosines(update_findings(simulated.attacker, simulated.truth, made, quiet))
     assert max(abs(values[name]) for name in made) < 0.5
     assert list(values)[-1] == "tensors unsketched, veiled"
 
@@ -85,34 +85,34 @@ def test_no_attack_of_a_rehearsal_opens_the_truth(tmp_path: Path) -> None:
     script = draw_batches(np.arange(400), (20, 2, 1), seed=3)
     script[:, VICTIM, 0] = np.arange(20)
     paper = presets.preset("paper", model="audit.networks:twelve", seed=0)
-    rehearsal = rehearse(paper, of_pictures(paper, DIGITS), script, tmp_path)
+    simulated = simulate_batches(paper, of_pictures(paper, DIGITS), script, tmp_path)
     shutil.rmtree(tmp_path / "truth")
-    made = estimates(rehearsal.attacker, ["option I", "rewind"])
+    made = estimates(simulated.attacker, ["option I", "rewind"])
     settings = Matching(steps=2, restarts=1)
-    findings = image_findings(rehearsal, DIGITS, made, [0], settings, quiet, solver_steps=5)
-    assert {(finding.attack, finding.seat) for finding in findings} >= {
+    findings = image_findings(simulated, DIGITS, made, [0], settings, quiet, solver_steps=5)
+    assert {(finding.attack, finding.adversary) for finding in findings} >= {
         ("matching the lifted update", "server"),
         ("matching through the sketch", "server"),
         *((f"matching on {name}", "client") for name in made),
     }
     assert not any(finding.failures for finding in findings)
-    assert label_finding(rehearsal, DIGITS, range(19)).value > 0.8
+    assert label_finding(simulated, DIGITS, range(19)).value > 0.8
     holds, own = np.arange(len(DIGITS.y_train)) % 2 == 0, np.arange(400, 800)
     assert property_findings(
-        rehearsal, of_pictures(paper, DIGITS), holds, own, made, batches=2, examples=4, seed=0, tell=quiet
+        simulated, of_pictures(paper, DIGITS), holds, own, made, batches=2, examples=4, seed=0, tell=quiet
     )
     with pytest.raises(AuditError, match="truth: round 0 cannot be read"):
-        update_findings(rehearsal.attacker, rehearsal.truth, made, quiet)
+        update_findings(simulated.attacker, simulated.truth, made, quiet)
 
 
 def test_weights_whose_inputs_come_first_are_attacked_as_the_matrices_they_are(tmp_path: Path) -> None:
     """A transposed convolution: without a defence every update is seen exactly, sketched or not."""
     chosen = presets.preset("paper", model="audit.networks:upwards", seed=0, coverage="all")
     task = of_pictures(chosen, DIGITS)
-    rehearsal = rehearse(chosen, task, draw_batches(np.arange(400), (40, 2, 4), seed=3), tmp_path)
-    found = estimates(rehearsal.attacker, ["rewind"])
-    findings = update_findings(rehearsal.attacker, rehearsal.truth, found, quiet, min_lag=20)
+    simulated = simulate_batches(chosen, task, draw_batches(np.arange(400), (40, 2, 4), seed=3), tmp_path)
+    found = estimates(simulated.attacker, ["rewind"])
+    findings = update_findings(simulated.attacker, simulated.truth, found, quiet, min_lag=20)
     assert cosines(findings)["rewind"] > 0.95
     assert any("1.weight" in finding.budget.get("tensors", "") for finding in findings)
     holds, own = np.arange(len(DIGITS.y_train)) % 2 == 0, np.arange(400, 800)
-    assert property_findings(rehearsal, task, holds, own, found, batches=2, examples=8, seed=0, tell=quiet)
+    assert property_findings(simulated, task, holds, own, found, batches=2, examples=8, seed=0, tell=quiet)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from dbcl.privacy import CorrelatedNoise, PrivacyPlan
 from dbcl.simulation import preset, task_of
-from dbcl.simulation.build import privacy_plan
+from dbcl.simulation.build import build_plan, privacy_plan
 from dbcl.simulation.config import RunConfig
-from dbcl_audit import run_audit
-from dbcl_audit.budget import QUICK
+from dbcl_audit import fixed_shards
+from dbcl_audit.context import AuditContext
+from dbcl_audit.effort import QUICK
 from dbcl_audit.findings import Finding
-from dbcl_audit.job import Job
-from dbcl_audit.run_audit import as_it_is, few_parties, noise_covariance, whole_cohort
+from dbcl_audit.fixed_shards import as_it_is, few_parties, noise_covariance, whole_cohort
 
 FEW = replace(QUICK, run_rounds=6, all_rounds=8, drift_examples=50, null_examples=50)
 ENTRIES = 20_000
@@ -59,10 +59,11 @@ def test_the_covariance_of_the_noise_is_that_of_what_is_drawn(correlation: str, 
 # --- the parts ------------------------------------------------------------------------------------------------------
 
 
-def job(folder: Path, config: RunConfig, **changes: Any) -> Job:
+def context(folder: Path, config: RunConfig, **changes: Any) -> AuditContext:
     said: list[str] = []
-    made = Job(config, task_of(config), folder, folder, replace(FEW, **changes), 2, 0, said.append)
-    return replace(made, lanes=2 if config.sketch.lanes is None else config.sketch.lanes)
+    task = task_of(config)
+    plan = build_plan(config, task.make_model(0), task.layers)
+    return AuditContext(config, task, folder, folder, replace(FEW, **changes), 2, 0, said.append, plan=plan)
 
 
 def config_of(name: str = "blind", **settings: Any) -> RunConfig:
@@ -76,13 +77,13 @@ def by_attack(findings: list[Finding], measure: str) -> dict[str, Finding]:
 MEMBERS = ("likelihood ratio over all rounds", "losses over all rounds", "likelihood ratio and losses over all rounds")
 
 
-def test_few_parties_are_attacked_from_a_clients_and_the_servers_seat(tmp_path: Path) -> None:
-    findings = few_parties(job(tmp_path, config_of()))
-    assert {each.rehearsal for each in findings} == {"2 parties with fixed shards"}
-    assert {each.seat for each in findings} == {"client", "server"}
+def test_few_parties_are_attacked_from_a_clients_and_as_the_server(tmp_path: Path) -> None:
+    findings = few_parties(context(tmp_path, config_of()))
+    assert {each.simulated_run for each in findings} == {"2 parties with fixed shards"}
+    assert {each.adversary for each in findings} == {"client", "server"}
     assert {each.target for each in findings} == {"membership", "update", "label"}
     assert not [each.failures for each in findings if each.failures]
-    members = by_attack([each for each in findings if each.seat == "client"], "membership auc")
+    members = by_attack([each for each in findings if each.adversary == "client"], "auc")
     assert tuple(members) == MEMBERS
     assert members[MEMBERS[0]].budget["members"] == 40
     assert by_attack(findings, "cosine").keys() == {
@@ -92,16 +93,16 @@ def test_few_parties_are_attacked_from_a_clients_and_the_servers_seat(tmp_path: 
 
 def test_who_knows_the_ends_is_tried_where_the_budget_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known: list[Any] = []
-    made = run_audit.Trajectory.__init__
+    made = fixed_shards.Trajectory.__init__
 
     def watched(self: Any, transcript: Any, knowledge: Any, **more: Any) -> None:
         known.append(knowledge)
         made(self, transcript, knowledge, **more)
 
-    monkeypatch.setattr(run_audit.Trajectory, "__init__", watched)
-    findings = few_parties(job(tmp_path, config_of(ema_decay=0.1), known_ends=True))
+    monkeypatch.setattr(fixed_shards.Trajectory, "__init__", watched)
+    findings = few_parties(context(tmp_path, config_of(ema_decay=0.1), known_ends=True))
     both = f"{MEMBERS[2]}, knowing "
-    assert [each.attack for each in findings if each.attack.startswith(both) and each.measure == "membership auc"] == [
+    assert [each.attack for each in findings if each.attack.startswith(both) and each.measure == "auc"] == [
         f"{both}W_0", f"{both}the released model", f"{both}both",
     ]  # fmt: skip
     assert list(dict.fromkeys((each.start is not None, len(each.released)) for each in known)) == [
@@ -114,34 +115,34 @@ def test_who_knows_the_ends_is_tried_where_the_budget_says_so(tmp_path: Path, mo
 
 
 def test_as_many_clients_as_the_run_has_in_a_round_are_attacked_by_one_and_by_one_of_each_lane(tmp_path: Path) -> None:
-    findings = whole_cohort(job(tmp_path, config_of()))
-    assert {each.rehearsal for each in findings} == {"4 clients with fixed shards, all in every round"}
-    assert {each.seat for each in findings} == {"client", "colluders"}
+    findings = whole_cohort(context(tmp_path, config_of()))
+    assert {each.simulated_run for each in findings} == {"4 clients with fixed shards, all in every round"}
+    assert {each.adversary for each in findings} == {"client", "colluders"}
     assert {each.target for each in findings} == {"membership", "update"}
-    members = [each for each in findings if each.measure == "membership auc"]
-    assert [each.budget["members"] for each in members if each.seat == "client"] == [120] * 3
-    assert [each.budget["members"] for each in members if each.seat == "colluders"] == [80] * 3
+    members = [each for each in findings if each.measure == "auc"]
+    assert [each.budget["members"] for each in members if each.adversary == "client"] == [120] * 3
+    assert [each.budget["members"] for each in members if each.adversary == "colluders"] == [80] * 3
 
 
 def test_with_one_lane_nobody_colludes(tmp_path: Path) -> None:
-    assert {each.seat for each in whole_cohort(job(tmp_path, config_of(lanes=1)))} == {"client"}
+    assert {each.adversary for each in whole_cohort(context(tmp_path, config_of(lanes=1)))} == {"client"}
 
 
 def test_a_run_is_attacked_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_audit, "MOST_MEMBERS", 190)
-    findings = as_it_is(job(tmp_path, config_of(clients=20, fraction=0.5)))
-    assert {each.rehearsal for each in findings} == {"as the run is: 10 of 20 clients in a round"}
-    assert {(each.seat, each.target) for each in findings} == {("client", "membership")}
-    auc = by_attack(findings, "membership auc")[MEMBERS[2]]
+    monkeypatch.setattr(fixed_shards, "MAX_MEMBERS", 190)
+    findings = as_it_is(context(tmp_path, config_of(clients=20, fraction=0.5)))
+    assert {each.simulated_run for each in findings} == {"as the run is: 10 of 20 clients in a round"}
+    assert {(each.adversary, each.target) for each in findings} == {("client", "membership")}
+    auc = by_attack(findings, "auc")[MEMBERS[2]]
     assert auc.budget["members"] == 190  # ten of each of the others, who are 19
     assert 3 <= auc.budget["rounds seen"] < 8
     assert "auc bound" not in auc.budget
 
 
 def test_who_hardly_takes_part_is_not_attacked(tmp_path: Path) -> None:
-    work = job(tmp_path, config_of(fraction=0.02))
+    work = context(tmp_path, config_of(fraction=0.02))
     assert as_it_is(work) == []
-    assert work.not_attacked == {"members, as the run is": "no client takes part three times in the rehearsal's rounds"}
+    assert work.not_attacked == {"members, as the run is": "no client takes part three times in the simulated rounds"}
 
 
 def test_of_a_run_with_a_guarantee_the_bound_is_stated_and_kept(
@@ -149,22 +150,22 @@ def test_of_a_run_with_a_guarantee_the_bound_is_stated_and_kept(
 ) -> None:
     """Members are single examples, and the bound is on a whole client: they stay below it, within the interval."""
     known: list[Any] = []
-    made = run_audit.Trajectory.__init__
+    made = fixed_shards.Trajectory.__init__
 
     def watched(self: Any, transcript: Any, knowledge: Any, **more: Any) -> None:
         known.append(knowledge)
         made(self, transcript, knowledge, **more)
 
-    monkeypatch.setattr(run_audit.Trajectory, "__init__", watched)
+    monkeypatch.setattr(fixed_shards.Trajectory, "__init__", watched)
     config = config_of("private", clients=20, rounds=24, fraction=0.2, delta=1e-3, clip=0.05)
-    findings = as_it_is(job(tmp_path, config, all_rounds=40))
+    findings = as_it_is(context(tmp_path, config, all_rounds=40))
     plan: Any = privacy_plan(config)
     bound = norm.cdf(plan.mu / math.sqrt(2))
     for each in findings:
         assert each.budget["auc bound"] == pytest.approx(bound)
         assert each.note == f"the guarantee allows a client to be told with AUC {bound:.3f} at most"
         assert each.budget["rounds seen"] == 5  # every fifth of 24, no more than the guarantee is for
-    for each in by_attack(findings, "membership auc").values():
+    for each in by_attack(findings, "auc").values():
         assert each.low < bound  # type: ignore[operator]
     for knowledge in known:
         assert knowledge.clip == 0.05

@@ -1,4 +1,4 @@
-"""Pictures fitted to all rounds: the likelihoods against dense Gaussians, and where the fit must succeed and fail."""
+"""Images fitted to all rounds: the likelihoods against dense Gaussians, and where the fit must succeed and fail."""
 
 import tempfile
 from pathlib import Path
@@ -15,19 +15,19 @@ from dbcl.engines import LocalTraining
 from dbcl.errors import AuditError, ConfigError
 from dbcl.simulation import preset, task_of
 from dbcl.sketch import Identity, Sketch, draw
-from dbcl_audit import picture_quality as pictures
+from dbcl_audit import image_quality
 from dbcl_audit.attacks.trajectory_first_layer import FirstLayerLikelihood
-from dbcl_audit.attacks.trajectory_likelihood import TensorLikelihood, projection
-from dbcl_audit.attacks.trajectory_pictures import (
+from dbcl_audit.attacks.trajectory_images import (
     TrajectoryMatching,
-    fit_pictures,
+    fit_images,
+    trajectory_image_findings,
     trajectory_of,
-    trajectory_picture_findings,
 )
+from dbcl_audit.attacks.trajectory_likelihood import TensorLikelihood, projection
 from dbcl_audit.attacks.trajectory_victim import SimulatedVictim
 from dbcl_audit.estimators.kalman import Scales
-from dbcl_audit.estimators.view import View
-from dbcl_audit.rehearsal import Rehearsal, rehearse
+from dbcl_audit.estimators.observations import TensorObservations
+from dbcl_audit.simulated_run import SimulatedRun, simulate_batches
 
 ROUNDS, ROWS, DIM, VEIL, WEIGHT = 4, 2, 6, 0.3, 2.0
 VICTIMS = np.random.default_rng(5).permutation(len(DIGITS.y_train))
@@ -46,10 +46,10 @@ def sketches(kind: int) -> list[Sketch]:
     ]
 
 
-def small(momentum: float, *, sketched: bool = True, rows: int = ROWS) -> tuple[View, list]:
+def small(momentum: float, *, sketched: bool = True, rows: int = ROWS) -> tuple[TensorObservations, list]:
     mine = sketches(0 if sketched else 2)
     width = mine[0].width
-    view = View(
+    view = TensorObservations(
         "w", tuple(range(ROUNDS)), (1,) * ROUNDS, tuple(mine),
         tuple(random(rows, width, seed=t) for t in range(ROUNDS)),
         tuple(0.1 * random(rows, width, seed=100 + t) for t in range(ROUNDS)), momentum=momentum, lr=0.7,
@@ -57,7 +57,7 @@ def small(momentum: float, *, sketched: bool = True, rows: int = ROWS) -> tuple[
     return view, [projection(each, 1, -0.5) for each in sketches(1 if sketched else 2)[:-1]]
 
 
-def brute_force(view: View, through: list, changes: Tensor, start: Tensor | None = None) -> float:
+def brute_force(view: TensorObservations, through: list, changes: Tensor, start: Tensor | None = None) -> float:
     """-log p of all that was seen, row by row, from the covariance of W_0 and the veil as one matrix."""
     weights, velocity, left = torch.zeros(changes.shape[1], view.dim).double(), 0.0, []
     weights = weights if start is None else start
@@ -113,7 +113,7 @@ def test_errors_are_integrated_out(count: int, momentum: float) -> None:
     """Against the sum over a Gaussian in all errors, whose quadratic form is read off the likelihoods themselves."""
     view, through = small(momentum)
     of_bias, through_bias = small(momentum, sketched=False, rows=1)
-    one = View(
+    one = TensorObservations(
         "b", of_bias.rounds, of_bias.gaps, (Identity(ROWS),) * ROUNDS, tuple(v[:, :ROWS] for v in of_bias.seen),
         tuple(u[:, :ROWS] for u in of_bias.own), momentum=momentum, lr=0.7,
     )  # fmt: skip
@@ -151,22 +151,24 @@ def _double(likelihood: TensorLikelihood) -> TensorLikelihood:
 def played(
     victims: np.ndarray, *, model: str = "mnist-mlp", lr: float = 0.01, rounds: int = 30, fresh: bool = False,
     seed: int = 0, **settings: object,
-) -> Rehearsal:  # fmt: skip
+) -> SimulatedRun:  # fmt: skip
     config = preset("blind", model=model, lr=lr, **settings)
     script = np.random.default_rng(seed).integers(0, len(DIGITS.y_train), (rounds, 2, len(victims)))
     if not fresh:
         script[:, 1] = victims
-    return rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()), seed=seed)
+    return simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()), seed=seed)
 
 
-def psnr_of(rehearsal: Rehearsal, victims: np.ndarray, settings: TrajectoryMatching = FEW, **known: object) -> Tensor:
-    found = fit_pictures(trajectory_of(rehearsal, DIGITS), count=len(victims), settings=settings, **known)
-    return pictures.psnr(found.images, DIGITS.x_train[victims].double(), SPAN)
+def psnr_of(
+    simulated: SimulatedRun, victims: np.ndarray, settings: TrajectoryMatching = FEW, **known: object
+) -> Tensor:
+    found = fit_images(trajectory_of(simulated, DIGITS), count=len(victims), settings=settings, **known)
+    return image_quality.psnr(found.images, DIGITS.x_train[victims].double(), SPAN)
 
 
 def class_mean(victim: int) -> float:
     alike = DIGITS.x_train[DIGITS.y_train == DIGITS.y_train[victim]].double().mean(dim=0, keepdim=True)
-    return float(pictures.psnr(alike, DIGITS.x_train[[victim]].double(), SPAN))
+    return float(image_quality.psnr(alike, DIGITS.x_train[[victim]].double(), SPAN))
 
 
 @pytest.mark.parametrize(("lanes", "local_steps"), [(2, 1), (2, 3), (1, 1)])
@@ -194,13 +196,13 @@ def test_the_gradient_of_a_simulated_victim(lanes: int, local_steps: int) -> Non
 @pytest.mark.parametrize("local_steps", [1, 3])
 @pytest.mark.parametrize("coverage", ["hidden", "auto"])
 def test_a_simulated_victim_changes_what_a_client_changes(coverage: str, local_steps: int) -> None:
-    rate = 0.001  # at a large one a single step fits the picture, and further ones change nothing
-    rehearsal = played(VICTIMS[:1], model="dlg-lenet", lr=rate, rounds=4, lanes=1, coverage=coverage)
-    template, setting, seen, plans, *_ = trajectory_of(rehearsal, DIGITS)
+    rate = 0.001  # at a large one a single step fits the image, and further ones change nothing
+    simulated = played(VICTIMS[:1], model="dlg-lenet", lr=rate, rounds=4, lanes=1, coverage=coverage)
+    template, setting, seen, plans, *_ = trajectory_of(simulated, DIGITS)
     images, labels = DIGITS.x_train[VICTIMS[:1]], DIGITS.y_train[VICTIMS[:1]]
     changes = SimulatedVictim(template, setting, seen, plans, local_steps=local_steps).changes(images, labels)
-    broadcast = rehearsal.attacker[1].broadcast
-    local = dbcl.blinded(rehearsal.attacker.template(), broadcast)
+    broadcast = simulated.attacker[1].broadcast
+    local = dbcl.blinded(simulated.attacker.template(), broadcast)
     training = LocalTraining(lr=rate, batch_size=1, epochs=local_steps)
     training.train(local, (images, labels), seed=bytes(32), round=1, client=1)
     sent = dbcl.make_update(local, broadcast, examples=1).tensors
@@ -212,12 +214,12 @@ def test_a_simulated_victim_changes_what_a_client_changes(coverage: str, local_s
 
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_the_victims_weights_are_seen_in_its_own_lane_and_estimated_in_another(lanes: int) -> None:
-    rehearsal = played(VICTIMS[:1], model="dlg-lenet", lr=0.1, rounds=20, lanes=lanes)
-    template, setting, seen, plans, *_ = trajectory_of(rehearsal, DIGITS)
+    simulated = played(VICTIMS[:1], model="dlg-lenet", lr=0.1, rounds=20, lanes=lanes)
+    template, setting, seen, plans, *_ = trajectory_of(simulated, DIGITS)
     victim = SimulatedVictim(template, setting, seen, plans)
     images, labels = DIGITS.x_train[VICTIMS[:1]], DIGITS.y_train[VICTIMS[:1]]
     victim.believe(victim.changes(images, labels))
-    sent = [rehearsal.server[round].answered("1") for round in range(19)]
+    sent = [simulated.server[round].answered("1") for round in range(19)]
     for name in ("0.2.weight", "1.weight"):
         true = torch.stack([lift(each.plan, _gained(each, name))[name] for each in sent])
         off = float((victim.sent[name] - true).norm() / true.norm())
@@ -230,13 +232,15 @@ def _gained(broadcast: dbcl.Broadcast, name: str) -> dict[str, Tensor]:
     return {**V, name: V[name] * sketch.gain(V[name])} if sketch else dict(V)
 
 
-def test_one_fixed_picture_is_found_and_fresh_ones_are_not() -> None:
-    rehearsal = played(VICTIMS[:1])
+def test_one_fixed_image_is_found_and_fresh_ones_are_not() -> None:
+    simulated = played(VICTIMS[:1])
     victim = int(VICTIMS[0])
-    found = fit_pictures(trajectory_of(rehearsal, DIGITS), settings=FEW)
+    found = fit_images(trajectory_of(simulated, DIGITS), settings=FEW)
     assert found.labels.tolist() == [int(DIGITS.y_train[victim])]
-    assert float(pictures.psnr(found.images, DIGITS.x_train[[victim]].double(), SPAN)) > 20 > class_mean(victim) + 5
-    shuffled = pictures.psnr(found.images.expand(5, -1, -1, -1), DIGITS.x_train[VICTIMS[1:6]].double(), SPAN)
+    assert (
+        float(image_quality.psnr(found.images, DIGITS.x_train[[victim]].double(), SPAN)) > 20 > class_mean(victim) + 5
+    )
+    shuffled = image_quality.psnr(found.images.expand(5, -1, -1, -1), DIGITS.x_train[VICTIMS[1:6]].double(), SPAN)
     assert float(shuffled.max()) < 14
     fresh = played(VICTIMS[:1], fresh=True)
     first = int(fresh.script[0, 1, 0])
@@ -244,7 +248,7 @@ def test_one_fixed_picture_is_found_and_fresh_ones_are_not() -> None:
 
 
 @pytest.mark.slow
-def test_most_pictures_are_above_20_db_and_a_stronger_veil_hides_them() -> None:
+def test_most_images_are_above_20_db_and_a_stronger_veil_hides_them() -> None:
     """A veil of 5 is no case that must fail: at some learning rates it makes the updates themselves large."""
 
     def median(veil: float, lr: float) -> float:
@@ -260,32 +264,32 @@ def test_most_pictures_are_above_20_db_and_a_stronger_veil_hides_them() -> None:
 
 @pytest.mark.slow
 def test_known_initial_weights_do_not_hurt() -> None:
-    rehearsal = played(VICTIMS[:1], rounds=40)
-    start = rehearsal.server[0].weights
-    assert float(psnr_of(rehearsal, VICTIMS[:1], start=start)) > float(psnr_of(rehearsal, VICTIMS[:1])) - 0.5
+    simulated = played(VICTIMS[:1], rounds=40)
+    start = simulated.server[0].weights
+    assert float(psnr_of(simulated, VICTIMS[:1], start=start)) > float(psnr_of(simulated, VICTIMS[:1])) - 0.5
 
 
 @pytest.mark.slow
-def test_the_picture_of_a_convolutional_network_without_its_label() -> None:
-    rehearsal, victim = played(VICTIMS[:1], model="dlg-lenet", lr=0.1, rounds=51), int(VICTIMS[0])
+def test_the_image_of_a_convolutional_network_without_its_label() -> None:
+    simulated, victim = played(VICTIMS[:1], model="dlg-lenet", lr=0.1, rounds=51), int(VICTIMS[0])
     settings = TrajectoryMatching(steps=90)
-    found = fit_pictures(trajectory_of(rehearsal, DIGITS), settings=settings)
+    found = fit_images(trajectory_of(simulated, DIGITS), settings=settings)
     assert found.labels.tolist() == [int(DIGITS.y_train[victim])]
-    assert float(pictures.psnr(found.images, DIGITS.x_train[[victim]].double(), SPAN)) > class_mean(victim) + 4
+    assert float(image_quality.psnr(found.images, DIGITS.x_train[[victim]].double(), SPAN)) > class_mean(victim) + 4
 
 
 def test_findings_of_all_rounds() -> None:
     said, steps = list[str](), list[int]()
-    rehearsal = played(VICTIMS[:1], rounds=12)
+    simulated = played(VICTIMS[:1], rounds=12)
     few = TrajectoryMatching(steps=3, starts=1, trial=2)
-    findings = trajectory_picture_findings([rehearsal], DIGITS, few, tell=said.append, step=lambda: steps.append(1))
+    findings = trajectory_image_findings([simulated], DIGITS, few, tell=said.append, step=lambda: steps.append(1))
     assert [(each.target, each.measure) for each in findings] == [
         ("image", "psnr"), ("image", "ssim"), ("image", "share above 20 dB"), ("label", "accuracy"),
     ]  # fmt: skip
     assert findings[0].images
-    assert findings[0].budget["pictures"] == 1
-    assert findings[0].note.startswith("the victim trains on the same pictures in every round")
-    assert said == ["pictures, client's seat, all rounds together: 1 of 1"]
+    assert findings[0].budget["images"] == 1
+    assert findings[0].note.startswith("the victim trains on the same images in every round")
+    assert said == ["images, client's seat, all rounds together: 1 of 1"]
     assert len(steps) >= 3
 
 
@@ -296,6 +300,6 @@ def test_what_a_fit_does_not_take() -> None:
         TrajectoryMatching(tv=-1)
     config = preset("blind", model="dlg-lenet")
     script = np.random.default_rng(0).integers(0, 100, (3, 3, 1))
-    rehearsal = rehearse(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    simulated = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
     with pytest.raises(AuditError, match="3 clients a round, 1 of them attackers"):
-        trajectory_of(rehearsal, DIGITS)
+        trajectory_of(simulated, DIGITS)
