@@ -224,6 +224,61 @@ def test_a_restored_server_sends_the_same_broadcast_and_goes_on_alike(
         assert dbcl.encode(other.open_round()) == dbcl.encode(server.open_round())
 
 
+HIDDEN = dbcl.SketchConfig(coverage="hidden", ratio=2, veil=0.2)
+OTHER_PLANS: dict[str, tuple[dbcl.SketchConfig, list[str]]] = {
+    "coverage": (
+        dbcl.SketchConfig(coverage="all"),
+        ["sketch is lanes-v1 here and identity-v1 in the checkpoint: 4.weight"],
+    ),
+    "ratio": (
+        dataclasses.replace(HIDDEN, ratio=4, lanes=2),
+        ["ratio is 4.0 here and 2.0 in the checkpoint: 0.weight, 0.bias, 2.weight and 3 more"],
+    ),
+    "veil": (
+        dataclasses.replace(HIDDEN, veil=0.3),
+        ["veil is 0.3 here and 0.2 in the checkpoint: 0.weight, 0.bias, 2.weight and 3 more"],
+    ),
+    "lanes": (
+        dataclasses.replace(HIDDEN, lanes=1),
+        ["lanes is 1 here and 2 in the checkpoint", "sketch is count-v1 here and lanes-v1 in"],
+    ),
+    "sketch": (
+        dataclasses.replace(HIDDEN, sketch="identity-v1"),
+        ["lanes is 1 here", "sketch is identity-v1 here and lanes-v1 in the checkpoint: 0.weight, 2.weight"],
+    ),
+    "all at once": (
+        dataclasses.replace(HIDDEN, lanes=1, veil=0.0, ratio=(3.0, 4.0)),
+        ["lanes is 1", "sketch is", "ratio is 3.0, 4.0 here and 2.0", "veil is 0.0"],
+    ),
+}
+
+
+def deep() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+@pytest.mark.parametrize("what", OTHER_PLANS)
+def test_the_state_of_the_same_model_under_another_plan_names_the_differences(what: str) -> None:
+    sketch, differences = OTHER_PLANS[what]
+    state = dbcl.Server(deep(), HIDDEN).state()
+    with pytest.raises(ProtocolError, match="belongs to another plan:\n  - ") as error:
+        dbcl.Server(deep(), sketch).load_state(state)
+    assert [each for each in differences if each not in str(error.value)] == []
+    assert str(error.value).count("\n") == len(differences)
+
+
+def test_tensors_that_only_one_of_two_plans_sends_are_named() -> None:
+    whole, part = dbcl.Server(deep(), HIDDEN), deep()
+    part[0].requires_grad_(False)
+    frozen = dbcl.Server(part, HIDDEN)
+    with pytest.raises(ProtocolError, match=r"in the checkpoint, and not sent here: 0.weight, 0.bias"):
+        frozen.load_state(whole.state())
+    with pytest.raises(ProtocolError, match=r"sent here, and not in the checkpoint: 0.weight, 0.bias"):
+        whole.load_state(frozen.state())
+    with pytest.raises(ProtocolError, match=r"the frozen parameters that are sent.*send_frozen"):
+        dbcl.Server(part, dataclasses.replace(HIDDEN, send_frozen=True)).load_state(frozen.state())
+
+
 def test_the_state_of_another_plan_is_refused(server: dbcl.Server) -> None:
     with pytest.raises(ProtocolError, match="another plan"):
         dbcl.Server(net(), dbcl.SketchConfig(veil=0, coverage="hidden")).load_state(server.state())
