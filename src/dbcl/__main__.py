@@ -7,7 +7,7 @@ from types import FrameType
 
 
 def main() -> None:
-    """Load the commands and run one; an interruption is a short word and status 130."""
+    """Load the commands and run one; after an interruption, print a short message and return status 130."""
     # While libraries load there is nothing to end in order, and some of them lose an exception that comes in between.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)

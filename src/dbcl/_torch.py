@@ -58,7 +58,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 version: Callable[[Tensor], object] = attrgetter("_version") if getattr(Tensor, "_version", None) else _bytes
-"""A value that changes when a tensor is changed in place: its version counter, or else its contents."""
+"""Return a value that changes when a tensor is changed in place: its version counter, or else its contents."""
 
 view_base: Callable[[Tensor], Tensor | None] = (
     attrgetter("_base") if getattr(Tensor, "_base", None) else lambda tensor: None
@@ -111,7 +111,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside what people wrap around it: DataParallel, DistributedDataParallel, `torch.compile`.
+    """Return the model inside DataParallel, DistributedDataParallel or `torch.compile`.
 
     >>> layer = nn.Linear(2, 2)
     >>> unwrapped(nn.DataParallel(layer)) is layer
@@ -133,7 +133,7 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors that a tensor is made of: several, by ".attribute", for one that wraps others (quantised weights).
+    """Return the inner tensors of a tensor subclass (quantised weights) by ".attribute"; a plain tensor has none.
 
     >>> list(inner_tensors(torch.ones(2)))
     ['']
@@ -146,7 +146,7 @@ def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
-    """The hooks that run before a module's forward pass; none where PyTorch does not tell.
+    """Return the hooks that run before a module's forward pass; none if PyTorch does not tell.
 
     >>> forward_pre_hooks(nn.Linear(2, 2))
     []
@@ -164,7 +164,7 @@ def has_global_hooks() -> bool:
 
 
 def _kinds(owner: object, base: str, *public: type[nn.Module]) -> tuple[type[nn.Module], ...]:
-    """A common base class, so that layers of one's own count too; without it, the public classes."""
+    """Return a common base class, so that custom layers count too, or the public classes."""
     found = getattr(owner, base, None)
     return public if found is None else (found,)
 
@@ -189,7 +189,7 @@ BATCH_NORMS = _kinds(
 
 
 def queued(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on a device, without waiting for what the device still has to do.
+    """Copy a tensor from the CPU to a device, without waiting for the device's queued work.
 
     A copy from ordinary memory waits; one from memory that is locked in its place is queued like any other work.
     """

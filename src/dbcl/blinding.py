@@ -25,7 +25,7 @@ from dbcl.model.tensors import (
 from dbcl.round_plan import RoundPlan, mismatches
 
 Noise = Callable[[str, tuple[int, ...]], Tensor | None]
-"""Gives the noise on one tensor of W from its name and shape."""
+"""Function of a tensor's name and shape that returns the noise on it."""
 
 
 SAME = "start from the same file, or load what server.base() sends (send_frozen=True)"
@@ -33,7 +33,7 @@ SAME = "start from the same file, or load what server.base() sends (send_frozen=
 
 
 def veiled(weights: Mapping[str, Tensor], noise: Noise, grid: float | None = None) -> dict[str, Tensor]:
-    """W + N for every tensor that leaves the server, which no client sees: one for all lanes of a round.
+    """Return W + N for every tensor that leaves the server: one noise for all lanes of a round, never seen unsketched.
 
     With a `grid` the sum is made in float64 and rounded to multiples of it, so that the last digits tell nothing.
 
@@ -56,7 +56,7 @@ def veiled(weights: Mapping[str, Tensor], noise: Noise, grid: float | None = Non
 
 
 def sketched(weights: Mapping[str, Tensor], plan: RoundPlan) -> dict[str, Tensor]:
-    """Each tensor through the sketch that a plan has for it, as it travels.
+    """Return each tensor as it travels: through the sketch that a plan has for it.
 
     >>> from dbcl.round_plan import RoundTensor
     >>> plan = RoundPlan(0, bytes(32), (RoundTensor("weight", (2, 6), "count-v1", 3, 3),))
@@ -72,7 +72,7 @@ def sketched(weights: Mapping[str, Tensor], plan: RoundPlan) -> dict[str, Tensor
 
 
 def check_module(module: nn.Module, plan: RoundPlan) -> None:
-    """Refuse a client's module that is not of the kind that the server trains, with all that differs.
+    """Raise `PlanError`, with all differences, if a client's module is not of the kind that the server trains.
 
     What is sent must be there with the same shape; what is frozen is not sent and must be there with the same values.
 
@@ -106,7 +106,7 @@ def check_module(module: nn.Module, plan: RoundPlan) -> None:
 
 
 def _kept_elsewhere(module: nn.Module, sketched: Mapping[int, str]) -> list[str]:
-    """A complaint for each sketched weight that a module keeps in a list as well: there it would not be replaced."""
+    """Return a complaint for each sketched weight that a module also keeps in a list, where it is not replaced."""
     problems = []
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -120,7 +120,7 @@ def _kept_elsewhere(module: nn.Module, sketched: Mapping[int, str]) -> list[str]
 
 
 def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tensor]) -> nn.Module:
-    """Copy a module and put into the copy what the server sent; the module itself is not touched.
+    """Return a copy of a module with the tensors that the server sent; the module itself is not changed.
 
     Everything is checked before anything is copied, and all problems are named at once.
 
@@ -183,7 +183,7 @@ def client_tensors(client: nn.Module, plan: RoundPlan) -> dict[str, Tensor]:
 
 
 def lift(plan: RoundPlan, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A change of every V as a change of every W: dW = dV R^T. Statistics stay as they are, and may be missing.
+    """Return changes of W from changes of V: dW = dV R^T. Statistics are unchanged and may be missing.
 
     >>> from dbcl.round_plan import RoundTensor
     >>> plan = RoundPlan(0, bytes(32), (RoundTensor("weight", (2, 2, 3), "count-v1", 3, 3),))

@@ -19,7 +19,7 @@ from dbcl.sketch import SCHEMES, Identity, LaneSketch
 Ratio = float | tuple[float, float]
 Coverage = str | Sequence[str]
 Layers = Mapping[type[nn.Module] | str, int | tuple[int, ...]]
-"""Layers of one's own: a class or a pattern of parameter names, and the axis (or axes) of the weight's inputs."""
+"""Custom layers: a class or a pattern of parameter names, and the axis (or axes) of the weight's inputs."""
 
 COVERAGE_WORDS = ("auto", "hidden", "large", "all")
 """Words in `SketchConfig.coverage`; everything else is a pattern of parameter names."""
@@ -27,7 +27,7 @@ CORRELATIONS = {"banded": "by a banded square root", "independent": "not at all,
 
 
 class SketchNames(Mapping[str, str]):
-    """The names that `SketchConfig.sketch` may have, each with a note; of `SCHEMES`, also of entries added later.
+    """Names that `SketchConfig.sketch` may have, each with a note; entries added to `SCHEMES` later are included.
 
     A plan by itself takes "lanes-v1" in place of "count-v1" where there are several lanes.
 
@@ -135,7 +135,7 @@ class SketchConfig:
 
 
 UNSKETCHED = SketchConfig(sketch=Identity.scheme, veil=0.0)
-"""Nothing is hidden: clients receive the weights."""
+"""Configuration without protection: clients receive the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Every error that dbcl raises on purpose is a `DbclError`; and how a stranger's words are shown in one."""
+"""Errors that dbcl raises, all of them a `DbclError`, and safe display of untrusted text in them."""
 
 import reprlib
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict = 2, 16, 4
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """A stranger's value for an error or a log: short, and without characters that a terminal or a page would obey.
+    """Return an untrusted value for an error or a log: short, and without control characters.
 
     >>> shown("loss"), shown("\\x1b[31m<b>" + 100 * "x", limit=12)
     ("'loss'", "'?(31m?b?xxxx...'")
@@ -25,7 +25,7 @@ def shown(value: Any, limit: int = 60) -> str:
 
 
 def plain(text: str, limit: int = 200) -> str:
-    """Text that may hold a stranger's words, made short and harmless.
+    """Return untrusted text, made short and harmless.
 
     >>> plain("the header is not JSON: \\x07", limit=30)
     'the header is not JSON: ?'
@@ -35,7 +35,7 @@ def plain(text: str, limit: int = 200) -> str:
 
 
 def listed(head: str, problems: Sequence[str], most: int = 20) -> str:
-    """A line and the problems below it, where somebody else decides how many there are: the first of them.
+    """Return a line and the first of the problems below it, whose number others may decide.
 
     >>> print(listed("this does not fit:", ["a is missing", "b is missing", "c is missing"], most=2))
     this does not fit:
@@ -48,7 +48,7 @@ def listed(head: str, problems: Sequence[str], most: int = 20) -> str:
 
 
 class DbclError(Exception):
-    """The base of all errors of this library.
+    """Base class of all errors of this library.
 
     >>> issubclass(ProtocolError, DbclError)
     True
@@ -64,7 +64,7 @@ class PlanError(DbclError):
 
 
 class ProtocolError(DbclError):
-    """A message, a round or a checkpoint is not what it must be."""
+    """A message, a round or a checkpoint is invalid."""
 
 
 class DivergedError(ProtocolError):
@@ -84,7 +84,7 @@ class GuaranteeError(ConfigError):
 
 
 class OutOfMemoryError(DbclError):
-    """A model, its clients or their data take more memory than there is."""
+    """A model, its clients or their data need more memory than there is."""
 
 
 class AuditError(DbclError):
@@ -92,4 +92,4 @@ class AuditError(DbclError):
 
 
 class NotAttackableError(AuditError):
-    """An attack has nothing to work on in this run; nothing failed."""
+    """An attack does not apply to this run; nothing failed."""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, folders that belong to one process at a time, and secrets."""
+"""Atomic writing of files, folders locked by one process at a time, and secret files."""
 
 import contextlib
 import os
@@ -12,14 +12,14 @@ from pathlib import Path
 from dbcl.errors import ConfigError
 
 SECRET = 0o600
-"""The mode of a file that only its owner may read; its folder has 0o700."""
+"""Mode of a file that only its owner may read; its folder has 0o700."""
 SCRATCH = ".dbcl-"
 """Prefix of the names of half-written files."""
 LOCK = ".lock"
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path that somebody has written, with `~` at its beginning as the home folder.
+    """Return a path from user input, with `~` at its beginning as the home folder.
 
     A shell leaves `~` as it is in quotes and after `=`.
 
@@ -34,7 +34,7 @@ def user_path(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name a path in an error of the system that names none, as that of a full disk.
+    """Add a path to errors of the system that name none, as that of a full disk.
 
     >>> with naming(Path("runs/metrics.jsonl")):
     ...     raise OSError(28, "No space left on device")
@@ -51,7 +51,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Put bytes into a file so that a reader, after any crash, finds the old content or the new and nothing between.
+    """Write a file atomically: after any crash a reader finds the old content or the new one.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 
 def make_folder(path: Path, *, secret: bool = False) -> None:
-    """Make a folder and its parents, so that they are there after a crash; a secret one is for its owner alone.
+    """Make a folder and its parents durably; a secret one is readable by its owner alone.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as name:
@@ -93,7 +93,7 @@ def make_folder(path: Path, *, secret: bool = False) -> None:
 
 
 def file_in_the_way(folder: Path) -> Path | None:
-    """The file that stands where a folder or one of its parents would have to be; None where there is none.
+    """Return the file that stands in the place of a folder or one of its parents, or None.
 
     >>> file_in_the_way(Path("nowhere")) is None
     True
@@ -102,7 +102,7 @@ def file_in_the_way(folder: Path) -> Path | None:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove what a process that died had half written in a folder and below; only while one holds its lock.
+    """Remove the half-written files of a process that died, in a folder and below; only while holding its lock.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as name:
@@ -118,7 +118,7 @@ def remove_scratch(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder, so that no second process works in it; an error names the one that does.
+    """Lock a folder against other processes; an error names the process that holds it.
 
     The operating system lets go of it when the process ends, however it ends.
 
@@ -148,7 +148,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _holder(handle: int) -> str:
-    """Lock a file; or the name of the process that has it, which writes it down as soon as it holds the lock."""
+    """Lock a file, or return the name of the process that holds it."""
     for _ in range(100):
         if _try_lock(handle):
             return ""

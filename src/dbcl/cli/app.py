@@ -1,4 +1,4 @@
-"""The commands gathered into one program, and how it ends when something is wrong."""
+"""The command-line program: all commands, and the handling of errors."""
 
 import importlib
 import io
@@ -29,7 +29,7 @@ except ImportError:
     click = importlib.import_module("click.exceptions")
 
 LOUD = ("flwr", "ray")
-"""These print pages where a client fails; what matters is in the errors that we raise."""
+"""Loggers that print pages when a client fails; the errors that dbcl raises say what matters."""
 MAX_ERROR_LINES = 30
 """Lines of an error from which on it is shortened."""
 
@@ -55,7 +55,7 @@ def options(
         bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Take the options that stand before a command."""
+    """Read the options that stand before a command."""
 
 
 app.command()(train)
@@ -107,7 +107,7 @@ def main(program: typer.Typer = app, name: str = "dbcl") -> None:
 
 
 def _run(program: typer.Typer, name: str) -> int:
-    """Run the command that was typed; click's own way to do it would print errors and take interruptions for itself."""
+    """Run a command without click's own handling of errors and interruptions."""
     try:
         with get_command(program).make_context(name, sys.argv[1:]) as context:
             context.command.invoke(context)
@@ -117,7 +117,7 @@ def _run(program: typer.Typer, name: str) -> int:
 
 
 def _print_anything() -> None:
-    """Let a stream whose encoding lacks a character, such as that of a table's edge, show a ? in its place."""
+    """Make a stream print ? in place of a character that its encoding lacks, such as a table's edge."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -129,7 +129,7 @@ def _help(error: Any) -> str:
 
 
 def _drop_output() -> None:
-    """Give up on what standard output cannot take, which Python would try to write once more at its end."""
+    """Discard output that standard output cannot take; Python would try to write it once more at exit."""
     try:
         _flush()
     except OSError:

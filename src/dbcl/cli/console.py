@@ -30,7 +30,7 @@ FLAGS = {
     "data_dir": "--data-dir",
     "examples": "--examples",
 }
-"""Options whose names are not those of settings, by what they are called in Python."""
+"""Options with another name than their setting, by the name in Python."""
 
 
 def as_options(text: str) -> str:
@@ -80,7 +80,7 @@ def print_json(facts: Any) -> None:
 
 
 def table(title: str, headings: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table whose long cells wrap.
+    """Return a table whose long cells wrap.
 
     >>> table("a table", ["name", "size"], [["W", "3"]]).row_count
     1
@@ -94,7 +94,7 @@ def table(title: str, headings: Iterable[str], rows: Iterable[Sequence[str]]) ->
 
 
 def print_path(label: str, path: object) -> None:
-    """Print where something lies on a line of its own, never wrapped, so that it can be copied.
+    """Print a path on a line of its own, never wrapped, so that it can be copied.
 
     >>> print_path("page", "runs/1/audit.html")
     page     runs/1/audit.html
@@ -103,7 +103,7 @@ def print_path(label: str, path: object) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Refuse a place for a page where there can be none, before the work that fills it.
+    """Raise `ConfigError` for a path at which no page can be written, before the work that fills it.
 
     >>> check_place(Path("."))
     Traceback (most recent call last):
@@ -122,7 +122,7 @@ def check_place(path: Path) -> None:
 
 
 def sparkline(values: Sequence[float], shown: Callable[[float], str], width: int = 32) -> str:
-    """Numbers as a line of bars between the smallest and the largest; at most `width` of them, evenly chosen.
+    """Return values as a line of bars between the smallest and the largest; at most `width` of them, evenly chosen.
 
     >>> sparkline([0.1, 0.5, 0.9], "{:.0%}".format)
     '10% ▁▅█ 90%'

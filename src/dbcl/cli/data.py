@@ -1,4 +1,4 @@
-"""`dbcl data`: which datasets are here, and `dbcl data fetch`, which downloads one."""
+"""`dbcl data`: lists the datasets on this machine; `dbcl data fetch` downloads one."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from dbcl.errors import DbclError
 
 
 def data(context: typer.Context, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Say which datasets are here, or fetch one.
+    """List the datasets on this machine, or fetch one.
 
     Examples:
 

@@ -39,7 +39,7 @@ Outputs = Annotated[int, typer.Option(help="Outputs of a named model.", rich_hel
 
 
 def preset_option(default: str) -> Any:
-    """The option that names a preset, for a command whose own is `default`."""
+    """Return the option that names a preset, for a command with the default `default`."""
     meant = ", ".join(f"{name} ({meaning})" for name, meaning in MEANINGS.items())
     return typer.Option(
         help=f"Values for several options at once: {meant}, or a TOML file of your own. They replace the "
@@ -68,7 +68,7 @@ def read_shape(text: str) -> Shape:
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command with an option for each of these settings of a run; without names for all of them.
+    """Decorate a command with an option for each of these settings of a run; without names, for all of them.
 
     The options replace the command's `**settings`, after its positional parameters. The command receives the settings
     that were given, as text if the setting has its own reader.

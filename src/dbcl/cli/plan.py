@@ -1,4 +1,4 @@
-"""`dbcl plan`: what a client would see of a model, before any training."""
+"""`dbcl plan`: the plan of a model before any training."""
 
 from typing import Annotated, Any
 
@@ -12,7 +12,6 @@ from dbcl.plan import SketchPlan
 from dbcl.simulation import message_bytes, presets
 from dbcl.simulation.build import build_plan, validator
 from dbcl.simulation.privacy_budget import units_in
-
 
 DEFAULT = "blind"
 """The preset that sketches; those with a guarantee send every value, with noise."""

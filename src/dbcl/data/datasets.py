@@ -1,4 +1,4 @@
-"""Real datasets in their ordinary file formats, and the digits that come with the package."""
+"""Public datasets in their usual file formats, and the digits that come with the package."""
 
 import gzip
 import math
@@ -21,14 +21,14 @@ from dbcl.files import user_path
 
 Bytes = NDArray[np.uint8]
 EMBEDDED = "digits"
-"""The dataset that comes with the package; the others are read from files."""
+"""Dataset that comes with the package; the others are read from files."""
 DAMAGED = (ValueError, TypeError, LookupError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
 """Errors that NumPy raises on a damaged file."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Examples to learn from and examples held out.
+    """Training and held-out examples of a dataset.
 
     Pixels from 0 to 1 have had `mean` taken off and are divided by `std`, both those of the training pixels.
 
@@ -48,7 +48,7 @@ class Dataset:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """One example's (channels, height, width)."""
+        """Shape of one example: (channels, height, width)."""
         channels, height, width = self.x_train.shape[1:]
         return channels, height, width
 
@@ -64,7 +64,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
 
 
 def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The folder that holds the datasets.
+    """Return the folder that holds the datasets.
 
     >>> data_root("/data").as_posix()
     '/data'

@@ -18,11 +18,11 @@ Rows = NDArray[np.int64]
 TARGETS = ("labels", "label", "targets", "target")
 """Keys under which an example that is a dictionary may hold its target."""
 DIGEST_BATCH = CHECK_BATCH = 1000
-"""Examples that are read at a time to make their digest, and to look for NaN."""
+"""Number of examples that are read at a time to compute a digest, and to look for NaN."""
 
 
 class Batch(NamedTuple):
-    """Some examples: what goes into the model, and what should come out.
+    """Batch of examples: inputs of the model, and targets.
 
     >>> Batch(torch.zeros(2, 8), torch.zeros(2)).targets.shape
     torch.Size([2])
@@ -33,14 +33,14 @@ class Batch(NamedTuple):
 
 
 class Examples(ABC):
-    """One party's examples, or all of them. `examples_of` makes them of tensors, datasets and loaders."""
+    """Set of examples, of one client or of all. `examples_of` makes one from tensors, datasets and loaders."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def take(self, rows: Rows) -> Batch:
-        """These examples, as a batch."""
+        """Return these examples as a batch."""
 
     def take_alone(self, rows: Rows) -> list[Batch]:
         """Return these examples, each read and collated without the others, in as few batches as their shapes allow.
@@ -63,14 +63,14 @@ class Examples(ABC):
 
     @abstractmethod
     def subset(self, rows: Rows) -> "Examples":
-        """These examples, as a set of their own; nothing is copied."""
+        """Return these examples as a set of their own; nothing is copied."""
 
     @abstractmethod
     def to(self, device: torch.device | str) -> "Examples":
-        """The same examples with their batches on a device."""
+        """Return the same examples with their batches on a device."""
 
     def divide(self, parts: Iterable[Rows]) -> "list[Examples]":
-        """A subset for each of these parts, such as `dbcl.data.iid` gives.
+        """Return a subset for each part, such as `dbcl.data.iid` returns.
 
         >>> [len(part) for part in examples_of((torch.zeros(5, 2), torch.zeros(5))).divide(np.split(np.arange(5), [2]))]
         [2, 3]
@@ -97,7 +97,7 @@ class Examples(ABC):
         return digest.digest()
 
     def first(self, count: int) -> Batch:
-        """The first examples, at most so many."""
+        """Return a batch of the first `count` examples, or of all if there are fewer."""
         return self.take(np.arange(min(count, len(self))))
 
 
@@ -136,7 +136,7 @@ class TensorExamples(Examples):
 
 
 class DatasetExamples(Examples):
-    """The examples of a map-style dataset, read when they are needed and put together by a loader's collate function.
+    """Examples of a map-style dataset, read on demand and collated by a loader's collate function.
 
     An example is a pair (input, target), or a dictionary with the target under "labels", "label", "targets" or
     "target".
@@ -171,7 +171,7 @@ class DatasetExamples(Examples):
 
 
 def examples_of(source: Any) -> Examples:
-    """Make examples of a pair (inputs, targets), a dataset or a loader of PyTorch; examples stay as they are.
+    """Make examples from a pair (inputs, targets), a dataset or a loader of PyTorch; examples are returned as they are.
 
     Inputs and targets are tensors or NumPy arrays, or tuples and dictionaries of them. Of a loader the dataset and the
     collate function are taken, not the batches: how large those are and in which order is the training's business.
@@ -207,7 +207,7 @@ def _shapes(batch: Batch) -> list[torch.Size]:
 
 
 def check_finite(who: str, examples: Examples) -> None:
-    """Refuse examples that hold NaN or infinity: they make a loss, and all that follows from it, meaningless.
+    """Raise `DataError` if examples hold NaN or infinity, which would make a loss meaningless.
 
     >>> check_finite("client 3", examples_of((torch.tensor([[1.0], [torch.nan]]), torch.zeros(2))))
     Traceback (most recent call last):

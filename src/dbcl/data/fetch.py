@@ -1,4 +1,4 @@
-"""Downloads, only ever on request, each checked before it is kept."""
+"""Downloads on request, each checked before it is kept."""
 
 import hashlib
 import http.client
@@ -14,12 +14,12 @@ from dbcl.errors import DataError
 from dbcl.files import file_in_the_way, write_atomic
 
 Progress = Callable[[str, int, int], None]
-"""Called with a file's name, the bytes so far and the bytes in all (0 where unknown)."""
+"""Callback with a file's name, the bytes so far and the bytes in all (0 if unknown)."""
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A file to download: where from, how it must hash, and where it goes under the data folder."""
+    """File to download: its address, its digest, and its place under the data folder."""
 
     url: str
     digest: str  # algorithm:hex
@@ -83,7 +83,7 @@ def fetch(name: str, root: Path, *, progress: Progress = lambda *_: None) -> lis
 
 
 def download(remote: Remote, progress: Progress) -> bytes:
-    """Get one file and check its digest; nothing is written."""
+    """Download one file and check its digest; nothing is written."""
     name = remote.url.rsplit("/", 1)[-1]
     try:
         with urllib.request.urlopen(remote.url, timeout=30) as answer:

@@ -20,7 +20,7 @@ def iid(labels: Indices, clients: int, *, seed: bytes) -> list[Indices]:
 
 
 def dirichlet(labels: Indices, clients: int, *, alpha: float, seed: bytes) -> list[Indices]:
-    """Give each client a share of each class drawn from Dirichlet(alpha): the smaller alpha, the more uneven.
+    """Draw each client's share of each class from Dirichlet(alpha): the smaller alpha, the more uneven.
 
     A client that drew nothing gets one example of the client that drew most.
 

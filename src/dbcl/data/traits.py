@@ -1,4 +1,4 @@
-"""A property of some examples of a dataset that has nothing to do with its labels: what an attacker looks for."""
+"""Property of examples that is independent of their labels, as the target of a property inference attack."""
 
 from os import PathLike
 from typing import Any
@@ -30,7 +30,7 @@ def thickness(images: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
 
 
 def stroke_width(images: NDArray[np.floating[Any]], labels: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-    """Say which digits are written with a thick pen: above the median thickness *of their class*.
+    """Return which digits are written with a thick pen: above the median thickness *of their class*.
 
     So half of every class has the property, and it says nothing about the class.
 
@@ -53,11 +53,11 @@ PROPERTY_NAMES = {
     "mnist": "thick strokes",
     "lfw": "Black (mostly machine-guessed labels)",
 }
-"""By dataset: the name of the property that `properties_of` finds in it."""
+"""Name of the property that `properties_of` finds, by dataset."""
 
 
 def properties_of(name: str, data_dir: str | PathLike[str] | None = None) -> NDArray[np.bool_]:
-    """Say which training examples have the property that is attacked, in the order of `data.load(name).x_train`.
+    """Return which training examples have the attacked property, in the order of `data.load(name).x_train`.
 
     Thick strokes for digits and mnist; for lfw the column `black`, mostly guessed by machines.
 

@@ -1,4 +1,4 @@
-"""Tensors in tuples, lists and dictionaries, in any nesting: what models take and give, and what targets may be."""
+"""Trees: tensors in tuples, lists and dictionaries in any nesting, as inputs, outputs and targets of models."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 Tree = Any
-"""A tensor, or a tuple, list or dictionary of trees. Types cannot say so without a name for every library's outputs."""
+"""Tensor, or tuple, list or dictionary of trees. The type is loose, since each library has outputs of its own."""
 
 
 def call(model: nn.Module, inputs: Tree) -> Tree:
@@ -23,7 +23,7 @@ def call(model: nn.Module, inputs: Tree) -> Tree:
 
 
 def call_with(model: nn.Module, values: Mapping[str, Tensor], inputs: Tree) -> Tree:
-    """Call a model with other values in place of the parameters and buffers that these names have.
+    """Call a model with these values in place of its parameters and buffers of the same names.
 
     Unlike `torch.func.functional_call` by itself, it takes models that call one module under two names: there PyTorch
     puts the value in twice and takes it out once.
@@ -51,7 +51,7 @@ def _all_named(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, T
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
-    """The same tree with a function applied to its tensors; what is no tensor stays.
+    """Return a tree with a function applied to its tensors; other values are unchanged.
 
     >>> map_tensors(len, {"ids": torch.zeros(3, 8), "mask": (torch.zeros(3), None)})
     {'ids': 3, 'mask': (3, None)}
@@ -71,7 +71,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
 
 
 def tensors(tree: Tree) -> Iterator[Tensor]:
-    """The tensors of a tree, in its order.
+    """Return the tensors of a tree, in its order.
 
     >>> [len(tensor) for tensor in tensors({"ids": torch.zeros(3), "more": [torch.zeros(4)]})]
     [3, 4]
@@ -87,7 +87,8 @@ def tensors(tree: Tree) -> Iterator[Tensor]:
 
 
 def join(trees: Sequence[Tree]) -> Tree:
-    """Trees of the same kind as one, each tensor along its first axis; of numbers, such as a loss, the mean.
+    """Concatenate trees of the same structure along the first axis of each tensor; numbers, such as a loss, are
+    averaged.
 
     >>> join([{"out": torch.zeros(2, 3)}, {"out": torch.ones(1, 3)}])["out"].shape
     torch.Size([3, 3])

@@ -16,7 +16,7 @@ def cohort_size(clients: int, fraction: float) -> int:
 
 
 def fixed_batch(clients: int, fraction: float, *, seed: bytes, round: int) -> list[int]:
-    """Choose a round's clients as one of the batches into which all are divided once and for all, each as often.
+    """Return a round's clients: one of the fixed batches into which all clients are divided, each as often.
 
     >>> both = [fixed_batch(6, 0.5, seed=bytes(32), round=round) for round in range(2)]
     >>> sorted(both[0] + both[1]), fixed_batch(6, 0.5, seed=bytes(32), round=2) in both
@@ -29,7 +29,7 @@ def fixed_batch(clients: int, fraction: float, *, seed: bytes, round: int) -> li
 
 
 def draw_cohort(clients: int, fraction: float, *, seed: bytes, round: int) -> list[int]:
-    """Choose a round's clients, uniformly and without replacement.
+    """Draw a round's clients, uniformly and without replacement.
 
     >>> len(draw_cohort(100, 0.1, seed=bytes(32), round=0))
     10

@@ -22,12 +22,12 @@ from dbcl.protocol import Broadcast, RoundReport, Update, UpdateStack, encoded_s
 from dbcl.user_code import out_of_memory
 
 RoundObserver = Callable[[Mapping[int, Broadcast], Mapping[int, Update | bytes]], None]
-"""Called after every closed round with what each client of the cohort was sent, and what it answered."""
+"""Callback after every closed round, with the broadcast and the update of each client of the cohort."""
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """A round's report and what it sent, in bytes: to all its clients, and back from them."""
+    """Report of a round, and the bytes of its messages down and up."""
 
     report: RoundReport
     bytes_down: int
@@ -88,7 +88,9 @@ class Engine(ABC):
 
     @staticmethod
     def _largest_up(sent: Mapping[int, Broadcast], most: int) -> int:
-        """Return the size of a round's updates if all counted for `most` examples: true sizes tell of true numbers."""
+        """Return the bytes of a round's updates if all counted for `most` examples: true sizes would reveal true
+        counts.
+        """
         size = 0
         for broadcast, clients in by_broadcast(sent):
             largest = Update(broadcast.round, broadcast.plan.digest, broadcast.tensors, most)
@@ -106,17 +108,17 @@ class Engine(ABC):
 
     @abstractmethod
     def train_cohort(self, sent: Mapping[int, Broadcast]) -> Mapping[str, Update | bytes]:
-        """Train the clients of a cohort, each with what it was sent, and give their updates by `client_name`.
+        """Train the clients of a cohort on their broadcasts and return their updates by `client_name`.
 
         Clients of one lane were sent one and the same broadcast. Updates are noised where `noise` is set.
         """
 
     def noise_of(self, client: int) -> UpdateNoise | None:
-        """The noise of one client: fresh in every round, or its own stream where an experiment fixes it."""
+        """Return the noise of one client: fresh in every round, or its own stream if an experiment fixes it."""
         return None if self.noise is None else replace(self.noise, client=client)
 
     def close(self) -> None:  # noqa: B027
-        """Release what the engine has started elsewhere; most start nothing."""
+        """Release other processes and memory; most engines have none."""
 
 
 def reported(
@@ -138,7 +140,7 @@ def reported(
 
 
 def check_training(training: LocalTraining, privacy: PrivacyPlan) -> None:
-    """Refuse clients that would not keep their part of a guarantee for one example, with all that is wrong.
+    """Raise `PlanError`, with all reasons, if clients would not keep their part of a guarantee for one example.
 
     >>> plan = PrivacyPlan(
     ...     epsilon=8, delta=1e-5, clip=0.1, rounds=4, clients=2, cohort=2, unit="example", examples=50, batch=5,
@@ -185,7 +187,7 @@ def client_name(client: int) -> str:
 
 
 def by_broadcast(sent: Mapping[int, Broadcast]) -> list[tuple[Broadcast, list[int]]]:
-    """The clients of each lane, with what they were sent.
+    """Group clients by the broadcast that they received, one group for each lane.
 
     >>> import dbcl
     >>> server = dbcl.Server(nn.Linear(6, 2), dbcl.SketchConfig(coverage="all"))
@@ -200,7 +202,7 @@ def by_broadcast(sent: Mapping[int, Broadcast]) -> list[tuple[Broadcast, list[in
 
 @torch.no_grad()
 def check_fit(template: nn.Module, examples: Examples, objective: Objective) -> None:
-    """Refuse a network, examples and a loss that do not go together, before any round is played.
+    """Raise `ConfigError` if a network, examples and a loss do not fit together, before the first round.
 
     >>> from dbcl.data import examples_of
     >>> check_fit(nn.Linear(3, 1), examples_of((torch.zeros(5, 3), torch.zeros(5, 1))), CLASSIFICATION)
@@ -239,7 +241,7 @@ def check_fit(template: nn.Module, examples: Examples, objective: Objective) -> 
 
 
 def _check_broadcasting(objective: Objective, outputs: Any, targets: Any, value: Any) -> None:
-    """Refuse outputs (n, 1) and targets (n,), which an elementwise loss broadcasts to all n x n pairs."""
+    """Raise `ConfigError` for outputs (n, 1) and targets (n,), which an elementwise loss broadcasts to n x n."""
     if objective.classifies or not all(isinstance(each, Tensor) for each in (outputs, targets, value)):
         return
     if tuple(outputs.shape) == (*targets.shape, 1):
@@ -264,7 +266,7 @@ def _value_of(objective: Objective, outputs: Tensor, targets: Tensor) -> Tensor 
 
 
 def _remedy(template: nn.Module, inputs: Any, outputs: Any) -> str:
-    """Return what to change where a model, its inputs and a loss fail, for the commonest reasons; or nothing."""
+    """Return a remedy if a model, its inputs and a loss fail together, for the commonest reasons; or an empty text."""
     if outputs is not None and isinstance(getattr(outputs, "logits", None), Tensor):
         return (
             f"; the network's output is a {type(outputs).__name__}, so give a loss and a metric that take it, such as "

@@ -24,7 +24,7 @@ class LocalEngine(Engine):
 
 
 def train_in_turn(engine: Engine, sent: Mapping[int, Broadcast]) -> dict[str, bytes]:
-    """Train one client after another, as any engine may; gives the bytes of their updates by `client_name`."""
+    """Train one client after another; return the bytes of their updates by `client_name`."""
     updates: dict[int, bytes] = {}
     privacy = engine.server.privacy
     sums_alone = privacy is not None and privacy.shared and privacy.unit == "example"

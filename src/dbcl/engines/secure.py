@@ -82,7 +82,7 @@ class SecureServer(Server):
         return self.rounds.sent_down, self.rounds.sent_up
 
     def sums(self) -> dict[str, Update]:
-        """Return what the server has seen of the last round: the mean of each group, as an update of its lane."""
+        """Return the server's view of the last round: the mean of each group, as an update of its lane."""
         found = {}
         for number, (plan, total) in enumerate(self.rounds.totals):
             mean = {name: tensor.float() for name, tensor in shaped(plan, total.values / total.weight).items()}

@@ -21,14 +21,14 @@ from dbcl.protocol import Broadcast, Update, clipped_update
 from dbcl.user_code import out_of_memory
 
 OptimizerFactory = Callable[..., Optimizer]
-"""Makes an optimiser of `(parameters, lr=...)`, as every class of torch.optim does."""
+"""Function `(parameters, lr=...)` that makes an optimiser, like every class of torch.optim."""
 Schedule = Callable[[int], float]
-"""Of a round, from 0, what the learning rate is multiplied by."""
+"""Function of the round, from 0, that returns a factor of the learning rate."""
 
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """SGD, or another optimiser, on a client's own examples.
+    """Local training: SGD, or another optimiser, on a client's own examples.
 
     The learning rate of round r is lr * lr_decay^r * schedule(r). `epochs` passes over the examples make it FedAvg;
     `proximal` above 0 adds (proximal / 2) |V - V_sent|^2 to the loss, which makes it FedProx; `steps=1` takes a single
@@ -52,8 +52,9 @@ class LocalTraining:
     optimizer: OptimizerFactory = torch.optim.SGD
     schedule: Schedule | None = None
     example_clip: float | None = None
-    """For a guarantee for single examples: one step a round along the *sum* of the examples' gradients, each clipped to
-    this length, over every `separation`-th example in turn. The server divides by the number of all."""
+    """Clipping norm of a guarantee for single examples: a client then takes one step a round along the *sum* of its
+    examples' clipped gradients, over every `separation`-th example in turn. The server divides by the number of all.
+    """
     separation: int = 1
 
     def __post_init__(self) -> None:
@@ -89,14 +90,14 @@ class LocalTraining:
         return self.optimizer is torch.optim.SGD
 
     def rate(self, round: int) -> float:
-        """The learning rate of a round."""
+        """Return the learning rate of a round."""
         rate = self.lr * self.lr_decay**round * (1.0 if self.schedule is None else self.schedule(round))
         if not (math.isfinite(rate) and rate >= 0):
             raise ConfigError(f"the schedule gives round {round} the learning rate {rate}")
         return rate
 
     def settings(self) -> dict[str, Any]:
-        """The settings as plain values; of functions their names.
+        """Return the settings as plain values; functions are given by their names.
 
         >>> LocalTraining(optimizer=torch.optim.Adam).settings()["optimizer"]
         'Adam'
@@ -105,7 +106,9 @@ class LocalTraining:
         return {**asdict(self), **named}
 
     def batches(self, examples: int, *, seed: bytes, round: int, client: int) -> Iterator[NDArray[np.int64]]:
-        """The examples of each local step: a function of the seed, the round and the client, on every engine."""
+        """Iterate over the examples of each local step: a function of the seed, the round and the client, on every
+        engine.
+        """
         if self.example_clip is not None:
             yield np.asarray(cyclic_batch(round, examples=examples, separation=self.separation), dtype=np.int64)
             return
@@ -119,7 +122,7 @@ class LocalTraining:
                 left = None if left is None else left - 1
 
     def keys(self, examples: int, *, seed: bytes, round: int, client: int, epoch: int) -> NDArray[np.uint64]:
-        """A random word for each example: in the order of these a client takes them in an epoch."""
+        """Return a random word for each example; a client takes its examples in the order of these words."""
         return seeds.words(seed, "batches", round, client, epoch, n=examples)
 
     def counted(self, examples: int) -> int:
@@ -131,7 +134,7 @@ class LocalTraining:
     def train(
         self, model: nn.Module, examples: Any, *, seed: bytes, round: int, client: int, loss: Loss = cross_entropy
     ) -> dict[str, float]:
-        """Train a client's model in place and give its metrics: the mean loss over the steps, before each of them.
+        """Train a client's model in place and return its metrics: the mean of the losses before each step.
 
         `examples` are the client's own, as `dbcl.data.examples_of` takes them.
         """
@@ -212,7 +215,7 @@ class Evaluation:
 def evaluate(
     model: nn.Module, examples: Any, objective: Objective = CLASSIFICATION, *, batch_size: int = 1000
 ) -> Evaluation:
-    """Evaluate a model as it is; called with the server's model this is W itself, without sketch or veil.
+    """Evaluate a model as it is; for the server's model this is W itself, without sketch or veil.
 
     `examples` are what `dbcl.data.examples_of` takes.
 
@@ -249,7 +252,7 @@ def evaluate(
 
 
 def _joined(batches: list[Batch]) -> tuple[Tree, Tree]:
-    """All outputs and all targets; a metric of batches would be another one (an R2, an AUC, a mean of ratios)."""
+    """Return all outputs and all targets: a metric such as R2 or AUC is not the mean over batches."""
     try:
         return join([batch.inputs for batch in batches]), join([batch.targets for batch in batches])
     except (RuntimeError, ValueError) as error:

@@ -113,10 +113,10 @@ class IndependentNoise(NoiseMechanism):
 
 
 def veil_sizes(model: nn.Module, rhos: Mapping[str, float]) -> dict[str, float]:
-    """tau for every tensor: its rho times the root mean square of its entries.
+    """Return tau for every tensor: its rho times the root mean square of its entries.
 
-    A tensor that is still (nearly) zero, such as a fresh bias, would get no noise, and its updates would be unprotected.
-    So its size counts as at least that of its module's parameters together, or of the whole model's where those are zero too.
+    A tensor that is (nearly) zero, such as a fresh bias, would get no noise, and its updates would be unprotected. So
+    its size counts as at least that of its module's parameters together, or of the whole model's if those are zero too.
 
     >>> layer = nn.Linear(4, 2)
     >>> nn.init.ones_(layer.weight), nn.init.zeros_(layer.bias) # doctest: +ELLIPSIS

@@ -28,7 +28,7 @@ class Batch:
     rate: Tensor
     dummy_leaf: Tensor | None = None
     example_clip: float | None = None
-    """The length to which every example's gradient is clipped; their sum is what a step goes along, not their mean."""
+    """Norm to which every example's gradient is clipped; a step then follows their sum, not their mean."""
 
     @property
     def step_in_backward(self) -> bool:

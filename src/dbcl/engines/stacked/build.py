@@ -1,4 +1,4 @@
-"""Turns a network that is a plain sequence of known layers into stages, or says why it is not one."""
+"""Conversion of a network that is a plain sequence of known layers into stages, or the reason why it is not one."""
 
 from torch import nn
 
@@ -76,7 +76,7 @@ def build_stages(model: nn.Module, plan: RoundPlan, ndim: int) -> list[Stage]:
 
 
 def where_hooked(model: nn.Module) -> str | None:
-    """The first module with a forward or backward hook, which stages would not call; None where there is none."""
+    """Return the first module with a forward or backward hook, which stages would not call, or None."""
     if has_global_hooks():
         return "every module"
     return next((path or "the model" for path, module in model.named_modules() if has_hooks(module)), None)
@@ -116,7 +116,9 @@ def _stage(layer: nn.Module, prefix: str, images: bool) -> Stage:
 
 
 def _reorder(stages: list[Stage], plan: RoundPlan) -> None:
-    """Let each `Linear` whose outputs reach a sketched one over elementwise layers only compute them in its order."""
+    """Make each `Linear` whose outputs reach a sketched one over elementwise layers compute them in that sketch's
+    order.
+    """
     # A sample leaves inputs out, so its order is not one of all of them.
     covered = {part.name for part in plan.tensors if part.sketched and part.scheme != "sampling-v1"}
     before: Linear | None = None

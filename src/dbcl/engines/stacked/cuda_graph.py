@@ -1,4 +1,4 @@
-"""The training loop on a GPU: its step is captured in a CUDA graph once, and replayed."""
+"""Training loop on a GPU: its step is captured in a CUDA graph once, and replayed."""
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class CudaGraphLoop:
         self.step_number.add_(1)
 
     def run(self, rate: float, y: Tensor, schedule: Schedule, dropout_seeds: list[int]) -> tuple[Params, Tensor]:
-        """Take all steps from the broadcast weights, and give the parameters and the losses, (steps, clients)."""
+        """Take all steps from the broadcast weights; return the parameters and the losses, (steps, clients)."""
         loop = self.loop
         loop.rate.fill_(rate)
         for name, tensor in self.stack.sent.items():

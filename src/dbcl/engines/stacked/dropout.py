@@ -11,7 +11,7 @@ DropoutMasks = Callable[[tuple[int, ...], float], Tensor]
 
 
 def client_masks(counts: Tensor, width: int, dropout_seeds: list[int], like: Tensor) -> Callable[[int], DropoutMasks]:
-    """The masks of each step, for `counts` (steps, clients) examples in batches of up to `width`.
+    """Return the masks of each step, for `counts` (steps, clients) examples in batches of up to `width`.
 
     Every client has a generator of its own, with the seed that `LocalTraining.train` gives it.
     """
@@ -35,7 +35,7 @@ def client_masks(counts: Tensor, width: int, dropout_seeds: list[int], like: Ten
 
 
 def device_masks(weight: Tensor) -> DropoutMasks:
-    """Masks from the GPU's own generator: not those of the CPU, but repeatable on the same kind of GPU.
+    """Return masks from the GPU's own generator: not those of the CPU, but repeatable on the same kind of GPU.
 
     `weight` is that of a `Batch`, (clients, batch).
     """
@@ -47,7 +47,7 @@ def device_masks(weight: Tensor) -> DropoutMasks:
 
 
 def all_kept(weight: Tensor) -> DropoutMasks:
-    """Masks that drop nothing, for a step that is only tried or measured."""
+    """Return masks that drop nothing, for a step that is only tried or measured."""
 
     def mask(shape: tuple[int, ...], p: float) -> Tensor:
         return weight.new_ones(*weight.shape, *shape)

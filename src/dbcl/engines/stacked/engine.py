@@ -1,4 +1,4 @@
-"""All clients of a round at once: one set of batched operations instead of a loop over clients.
+"""Engine that trains all clients of a round at once, by one set of batched operations instead of a loop over clients.
 
 Give every parameter a leading client axis, add up the clients' losses, and one backward pass gives each client its own
 gradient. The updates are those of `LocalEngine`, up to the order of additions.
@@ -88,14 +88,14 @@ class StackedEngine(Engine):
             return self._updates(sent, trained)
 
     def _chunks(self, stack: Stack, sent: Mapping[int, Broadcast], size: int) -> list[list[int]]:
-        """The clients that are trained together: of similar size, so that little of a chunk is padding."""
+        """Return the clients that are trained together: of similar size, so that little of a chunk is padding."""
         together: dict[object, list[int]] = {}
         for client in self._by_size(sent):
             together.setdefault(stack.shares(sent[client]), []).append(client)
         return [queue[start : start + size] for queue in together.values() for start in range(0, len(queue), size)]
 
     def _stack_for(self, broadcast: Broadcast) -> Stack | None:
-        """The stack of the fastest path that takes the model; None for a loop over clients."""
+        """Return the stack of the fastest path that takes the model; None for a loop over clients."""
         if self.path == "loop" or (self._stack is not None and self._stack.fits(broadcast)):
             return self._stack
         self._stack, self.path, self.why = self._choose(broadcast)
@@ -126,7 +126,9 @@ class StackedEngine(Engine):
         return general, "vmap", reason
 
     def _pool_examples(self) -> str:
-        """Lay the clients' examples out as two tensors and the rows of each client, or say why only a loop will do."""
+        """Lay the clients' examples out as two tensors and the rows of each client, or return why only a loop can train
+        them.
+        """
         if not self.training.is_sgd:
             return f"{name_of(self.training.optimizer)} is stepped for one client at a time"
         if not self.objective.classifies:
@@ -185,7 +187,7 @@ class StackedEngine(Engine):
         return _Layout(schedule.made_sequential(), rows[order], whose[order])
 
     def _look_ahead(self, round: int) -> None:
-        """Lay out the next round and draw its secrets, which takes longest of all that a GPU would wait for."""
+        """Lay out the next round and draw its secrets, for which a GPU would wait longest."""
         if any(laid_out[0] == round for laid_out in self._ahead):
             return
         self.server.prepare()
@@ -208,7 +210,7 @@ class StackedEngine(Engine):
         return loop.params, loop.run(schedule, dropout_seeds)
 
     def _updates(self, sent: Mapping[int, Broadcast], trained: "list[_Trained]") -> Mapping[str, Update]:
-        """The updates of all chunks, together as they lie, or where clients noise them, one by one."""
+        """Return the updates of all chunks as one stack, or one by one if clients add noise to them."""
         shapes = {tuple(tensor.shape[1:] for tensor in chunk.changes.values()) for chunk in trained}
         if len(shapes) > 1:  # groups of clients whose sketches differ in width
             return {sender: update for chunk in trained for sender, update in self._updates(sent, [chunk]).items()}
@@ -237,7 +239,7 @@ class StackedEngine(Engine):
 
 
 class _Layout(NamedTuple):
-    """The examples of a chunk: when each is taken, which rows of the data they are, and whose."""
+    """Layout of a chunk's examples: the schedule, the rows of the data, and the client of each row."""
 
     schedule: Schedule
     rows: Tensor
@@ -245,7 +247,7 @@ class _Layout(NamedTuple):
 
 
 class _Trained(NamedTuple):
-    """A chunk after its steps: its clients, how their tensors have changed, and their mean losses."""
+    """Result of a chunk: its clients, the changes of their tensors, and their mean losses."""
 
     clients: list[int]
     changes: Params
@@ -253,7 +255,7 @@ class _Trained(NamedTuple):
 
 
 def clipped(stack: UpdateStack, clip: float, broadcast: Broadcast) -> UpdateStack:
-    """A stack whose updates were each shortened to a length, and without statistics, as `UpdateNoise` does it."""
+    """Return a stack with each update clipped to a norm and without statistics, as `UpdateNoise` does it."""
     names = [tensor.name for tensor in broadcast.plan.tensors if not tensor.measured]
     factor = (clip / stack.norms(names)).clamp(max=1.0)  # NaN stays: the validator refuses it
     shortened = {
@@ -264,18 +266,18 @@ def clipped(stack: UpdateStack, clip: float, broadcast: Broadcast) -> UpdateStac
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """Tensors one after another on their client axis; a single one as it is."""
+    """Concatenate tensors along their client axis; a single one is returned as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _base(examples: TensorExamples) -> tuple[int, int]:
-    """The same for all subsets of the same tensors."""
+    """Return a key that is the same for all subsets of the same tensors."""
     return id(examples.inputs), id(examples.targets)
 
 
 @contextmanager
 def one_thread(wanted: bool) -> Iterator[None]:
-    """Hold PyTorch to one thread, until the context ends.
+    """Limit PyTorch to one thread until the context ends.
 
     For kernels of some microseconds a second thread gains next to nothing, and where another program keeps a core busy,
     all wait for it at every kernel's end: a round then takes three times as long (`benchmarks/busy.py`).

@@ -21,7 +21,7 @@ from dbcl.sketch.operator import linear_map
 
 @dataclass(frozen=True)
 class Lanes:
-    """The sketches of each lane that a chunk's clients are in, and which of these lanes each client is in."""
+    """Sketches of the lanes of a chunk's clients, and the lane of each client."""
 
     sketches: Sequence[Mapping[str, Sketch]]
     lane_of: Tensor  # (clients,)
@@ -35,30 +35,30 @@ class Stage:
     """One layer of the sequence, for all clients."""
 
     names: tuple[str, ...] = ()
-    """The names, in the plan, of the parameters and buffers that the stage uses."""
+    """Names, in the plan, of the parameters and buffers that the stage uses."""
     steps_in_backward = False
     """True if the backward pass takes the SGD step of the stage's parameters when `Batch.step_in_backward` is set."""
 
     def forward(self, h: Tensor, params: Params, batch: Batch) -> Tensor:
-        """The layer's output, with this round's sketches and every client's parameters."""
+        """Return the layer's output, with this round's sketches and every client's parameters."""
         raise NotImplementedError
 
     def manual_backward(self, grad: Tensor, saved: Tensor, out: Tensor, params: Params) -> Tensor | None:
-        """Take the SGD step of the stage's parameters and give the gradient of its input, without autograd.
+        """Take the SGD step of the stage's parameters and return the gradient of its input, without autograd.
 
         `saved` is the stage's (sketched) input, `out` its output and `grad` the gradient of that.
         """
         raise NotImplementedError
 
     def input_gradient(self, grad: Tensor, out: Tensor, params: Params) -> Tensor:
-        """The gradient of the stage's input from that of its output, without autograd; nothing changes."""
+        """Return the gradient of the stage's input from that of its output, without autograd; nothing changes."""
         raise NotImplementedError
 
     def load(self, lanes: Lanes, like: Tensor) -> None:
-        """Take the sketches of a chunk's clients, into the same memory where the shapes allow it."""
+        """Load the sketches of a chunk's clients, into the same memory if the shapes allow it."""
 
     def pack(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter in the stage's own layout, from that of the plan; without the client axis."""
+        """Return a parameter in the stage's own layout, from that of the plan; without the client axis."""
         return tensor
 
     def unpack(self, name: str, stacked: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def clients_first(h: Tensor, clients: int) -> Tensor:  # (b, c * ch, ...) -> (c,
 
 
 def own_tables(current: Tables | None, lanes: Lanes, name: str, like: Tensor) -> Tables | None:
-    """A stage's own copy of the tables of its clients' sketches; in the memory of the current ones where these fit.
+    """Return a stage's own copy of the tables of its clients' sketches, in the memory of the current ones if they fit.
 
     A copy, since a captured CUDA graph reads the tables of every round from the same addresses.
     """

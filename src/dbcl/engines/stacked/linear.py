@@ -1,4 +1,4 @@
-"""The dense layer for all clients at once, with the input sketched, z = (x R) D V^T, and the ways to make it fast.
+"""Dense layer for all clients at once, with the input sketched, z = (x R) D V^T, and its optimisations.
 
 - Its parameters can take their SGD step inside the backward pass.
 - The order of its outputs can be that of the next layer's sketch, which then adds slices where it would gather.
@@ -98,7 +98,7 @@ class Linear(Stage):
         return self.sketch_input_adjoint(torch.bmm(grad, params[self.weight].transpose(1, 2)))
 
     def sketch_input(self, h: Tensor) -> Tensor:
-        """Sketch the input, x R D; without a gather where it comes in the order of the sketch."""
+        """Sketch the input, x R D; without a gather if it comes in the order of the sketch."""
         if self.tables is None or self.presketched:
             return h
         return project_reordered(h, self.tables) if self.reordered else self.tables.project(h)
@@ -152,7 +152,7 @@ def _numpy_product(one: Tensor, other: Tensor) -> Tensor:
 
 
 def project_reordered(h: Tensor, tables: Tables) -> Tensor:
-    """`tables.project` for an input whose entries are in the order of the layers: slices instead of gathers."""
+    """Apply `tables.project` to an input whose entries are in the order of the layers: slices instead of gathers."""
     width = len(tables.layers[0])
     out = h[..., :width] * tables.project_weights[0]
     start = width

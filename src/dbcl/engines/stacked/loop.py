@@ -1,4 +1,4 @@
-"""The training loop: local SGD for all clients of a chunk at once."""
+"""Training loop: local SGD for all clients of a chunk at once."""
 
 import torch
 from torch import Tensor
@@ -44,11 +44,11 @@ class TrainingLoop:
         self.weight = schedule.weight.to(like)
 
     def inputs(self, rows: Tensor) -> Tensor:
-        """The examples of one step, (clients, batch, ...)."""
+        """Return the examples of one step, (clients, batch, ...)."""
         return self.x.index_select(0, rows).view(self.clients, -1, *self.x.shape[1:])
 
     def step(self, inputs: Tensor, labels: Tensor, weight: Tensor, dropout_masks: DropoutMasks) -> Tensor:
-        """Take one step of every client, and give their losses before it."""
+        """Take one step of every client; return their losses before it."""
         training = self.training
         batch = Batch(self.clients, weight, dropout_masks, self.rate, self.dummy_leaf, training.example_clip)
         losses, grads = self.stack.gradients(self.params, inputs, labels, batch)
@@ -67,7 +67,7 @@ class TrainingLoop:
         return losses
 
     def run(self, schedule: Schedule, dropout_seeds: list[int]) -> Tensor:
-        """Take all steps, and give the losses, (steps, clients)."""
+        """Take all steps; return the losses, (steps, clients)."""
         masks = client_masks(schedule.counts, schedule.width, dropout_seeds, self.weight)
         inputs = (
             self.x.view(*schedule.index.shape, *self.x.shape[1:])

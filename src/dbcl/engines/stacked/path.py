@@ -10,11 +10,11 @@ from dbcl.objective import cross_entropies
 from dbcl.protocol import Broadcast
 
 MAX_CHUNK = 10
-"""On a CPU, more clients than this in a chunk gain nothing."""
+"""Number of clients of a chunk on a CPU above which nothing is gained."""
 
 
 class Stack:
-    """A network with a client axis: `StageStack` where it is a plain sequence of layers, else `VmapStack`."""
+    """Network with a client axis: `StageStack` for a plain sequence of layers, else `VmapStack`."""
 
     def clips_examples(self, training: LocalTraining) -> bool:
         """Return whether `gradients` clips every example's gradient; a path that does not say so is not used for it."""
@@ -25,19 +25,21 @@ class Stack:
         raise NotImplementedError
 
     def shares(self, broadcast: Broadcast) -> object:
-        """Clients whose broadcasts have this in common can be in one chunk."""
+        """Return a key of a broadcast; clients whose broadcasts have the same key can be in one chunk."""
         raise NotImplementedError
 
     def load(self, sent: Sequence[Broadcast]) -> None:
-        """Take the sketches and tensors that the clients of a chunk were sent."""
+        """Load the sketches and tensors that the clients of a chunk were sent."""
         raise NotImplementedError
 
     def start(self) -> Params:
-        """A copy of what each client of the chunk was sent, with a client axis."""
+        """Return a copy of the tensors that each client of the chunk was sent, with a client axis."""
         raise NotImplementedError
 
     def trained_names(self, *, step_in_backward: bool) -> list[str]:
-        """The names that the training loop changes: not buffers, nor what takes its step in the backward pass."""
+        """Names of the tensors that the loop updates: not buffers, nor parameters that take their step in the backward
+        pass.
+        """
         raise NotImplementedError
 
     def can_step_in_backward(self, training: LocalTraining) -> bool:
@@ -45,15 +47,17 @@ class Stack:
         return False
 
     def examples(self, x: Tensor, rows: Tensor, clients: Tensor) -> Tensor:
-        """These rows of the data, as the first layer wants them; `clients` says whose each is, by its place."""
+        """Return these rows of the data as the first layer expects them; `clients` has the client of each row, by its
+        place.
+        """
         return x.index_select(0, rows)
 
     def gradients(self, params: Params, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """The loss of every client, and `batch.rate` times the gradients of the `trained_names`, in their order."""
+        """Return the loss of every client, and `batch.rate` times the gradients of the `trained_names`, in order."""
         raise NotImplementedError
 
     def check(self, counts: Tensor) -> None:
-        """Refuse steps that plain PyTorch refuses; `counts`, (steps, clients): how many examples each batch had."""
+        """Raise the errors of plain PyTorch for these steps; `counts`, (steps, clients), are the batch sizes."""
 
     def changes(self, params: Params, steps: Tensor) -> Params:
         """Return the change of every tensor of the plan, in the dtype in which it was sent; for statistics their
@@ -69,6 +73,6 @@ class Stack:
 
 
 def weighted_losses(logits: Tensor, y: Tensor, weight: Tensor) -> Tensor:  # (c, b, k), (c, b), (c, b) -> (c,)
-    """`cross_entropy` of every client: the mean over the examples of its batch that count."""
+    """Return the `cross_entropy` of every client: the mean over the examples of its batch that count."""
     each = cross_entropies(logits.flatten(0, 1), y.flatten())
     return (each.view(weight.shape) * weight).sum(dim=1)

@@ -12,7 +12,7 @@ from dbcl.engines.training import LocalTraining
 
 @dataclass(frozen=True)
 class Schedule:
-    """The batches of all clients of a chunk, side by side.
+    """Batches of all clients of a chunk, side by side.
 
     A client that has fewer steps than the others has weight 0 in the rest.
     """
@@ -64,7 +64,8 @@ class Schedule:
         round: int,
         device: torch.device,
     ) -> "Schedule":
-        """`for_clients` with all clients at once, on a device, which for many clients takes a fraction of the time.
+        """Lay out the batches as `for_clients` does, for all clients at once on a device, which for many clients is
+        much faster.
 
         >>> Schedule.together(
         ...     [0, 1], [3, 2], LocalTraining(batch_size=2), seed=bytes(32), round=0, device=torch.device("cpu")
@@ -100,14 +101,14 @@ class Schedule:
 
     @classmethod
     def _of(cls, index: Tensor, counts: Tensor, sizes: Tensor, padded: bool) -> "Schedule":
-        """Of the rows of each client's own examples, (steps, clients, batch), and how many of a batch count."""
+        """Make a schedule from the rows of each client's own examples, (steps, clients, batch), and the batch sizes."""
         offsets = sizes.cumsum(0) - sizes
         taken = torch.arange(index.shape[2], device=index.device) < counts.unsqueeze(2)
         weight = taken.double() / counts.clamp(min=1).unsqueeze(2)
         return cls(index + offsets[None, :, None], weight, counts, padded)
 
     def made_sequential(self) -> "Schedule":
-        """The same steps, for examples that were laid out in the order of `index`."""
+        """Return the same steps for examples that were laid out in the order of `index`."""
         return replace(self, index=torch.arange(self.index.numel()).view_as(self.index), sequential=True)
 
     @property
@@ -120,5 +121,5 @@ class Schedule:
 
     @property
     def width(self) -> int:
-        """The size of the largest batch."""
+        """Size of the largest batch."""
         return self.index.shape[2]

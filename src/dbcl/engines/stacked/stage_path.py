@@ -22,13 +22,13 @@ from dbcl.privacy import clip_factors
 from dbcl.protocol import Broadcast
 
 CACHE_BYTES = 16 << 20
-"""On a CPU, a chunk of clients may touch about this much memory in a step: more, and memory sets the pace."""
+"""Bytes that a chunk of clients may touch in a step on a CPU; above that, memory is the bottleneck."""
 SKETCH_BLOCK = 500
-"""On a CPU, so many examples are sketched together, so that they stay in the cache."""
+"""Number of examples that are sketched together on a CPU, so that they stay in the cache."""
 
 
 class StageStack(Stack):
-    """The network as a list of stages; with `bf16` the products run under autocast to bfloat16."""
+    """Network as a list of stages; with `bf16` the products run under autocast to bfloat16."""
 
     def __init__(self, template: nn.Module, broadcast: Broadcast, example: Tensor, *, bf16: bool = False) -> None:
         self.template, self.example, self.bf16 = template, example, bf16
@@ -60,7 +60,7 @@ class StageStack(Stack):
         return self._key(broadcast) == self.key and where_hooked(self.template) is None
 
     def _presketch(self) -> Linear | None:
-        """The first layer, where its input is the data themselves: they are sketched once for the whole round."""
+        """Return the first layer if its input is the data, which are then sketched once for the whole round."""
         for place, stage in enumerate(self.stages):
             if isinstance(stage, Linear) and (place > 0 or self.example.ndim == 2):
                 self.stages = self.stages[place:]
@@ -151,7 +151,9 @@ class StageStack(Stack):
 
     @torch.no_grad()
     def _manual_step(self, params: Params, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
-        """One SGD step of a stack of dense layers and ReLUs without autograd, whose bookkeeping would cost a third."""
+        """Take an SGD step of dense layers and ReLUs without autograd, whose bookkeeping would cost a third of the
+        time.
+        """
         tape = []
         h = x
         with np.errstate(over="ignore", invalid="ignore"):  # the server refuses the update of a client that diverges
@@ -222,7 +224,7 @@ class StageStack(Stack):
         return max(1, min(len(sent), MAX_CHUNK, CACHE_BYTES // max(1, self.step_bytes)))
 
     def _bytes_touched(self, batch_size: int) -> int:
-        """Bytes that one client's step touches: parameters and gradients, and every stage's output and its gradient."""
+        """Return the bytes that one client's step touches: parameters, stage outputs, and the gradients of both."""
         params = self.start()  # of the one client that is loaded
         total = 2 * sum(tensor.numel() for tensor in params.values())
         first = torch.zeros(batch_size, dtype=torch.int64)

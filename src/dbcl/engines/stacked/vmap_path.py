@@ -19,11 +19,11 @@ from dbcl.objective import cross_entropies, cross_entropy
 from dbcl.protocol import Broadcast, blinded
 
 UNEQUAL = 0.01
-"""Gradients that differ by more than this share of their norm differ by more than rounding."""
+"""Relative difference of two gradients above which rounding cannot be the cause."""
 
 
 class VmapStack(Stack):
-    """A client's model as it is, run for all clients by `torch.func.vmap`."""
+    """Client's model as it is, run for all clients by `torch.func.vmap`."""
 
     def __init__(self, template: nn.Module, broadcast: Broadcast) -> None:
         self.template, self.key = template, self._key(broadcast)
@@ -60,7 +60,7 @@ class VmapStack(Stack):
         return [name for name, inner in self.inner.items() if inner in trained]
 
     def gradients(self, params: Params, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """The losses and gradients of all clients; those with batches of one size together.
+        """Return the losses and gradients of all clients, computed together for batches of the same size.
 
         So no batch is padded: in a model whose examples act on one another, padding would act on them, too.
         """
@@ -80,7 +80,7 @@ class VmapStack(Stack):
         return losses, list(total.values())
 
     def _of_one_size(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Params]:
-        """The loss of every client, and its gradients by the `trained_names`, in their order."""
+        """Return the loss of every client, and its gradients by the `trained_names`, in their order."""
         names = self.trained_names(step_in_backward=False)
         trained = {self.inner[name]: params[name] for name in names}
         fixed = {self.inner[name]: tensor for name, tensor in params.items() if name not in names}
@@ -139,7 +139,7 @@ class VmapStack(Stack):
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return what a forward pass may change: copies of parameters and buffers, and plain values in attributes."""
+    """Return the state that a forward pass may change: copies of parameters and buffers, and plain attributes."""
     state: dict[str, Any] = {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
     state |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     for path, module in model.named_modules():
@@ -149,7 +149,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the names of what differs between two results of `state_of`.
+    """Return the names of the differences between two results of `state_of`.
 
     >>> model = nn.BatchNorm1d(2)
     >>> before = state_of(model)
