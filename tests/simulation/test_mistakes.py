@@ -2,6 +2,7 @@
 
 # ruff: noqa: E501
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "targets that are no classes": (simulate(own=clients(X, VALUES)), r"no classes: give the loss .* `loss=torch.nn.functional.mse_loss`"),
     "an empty client": (simulate(own=[*clients(), (X[:0], Y[:0])]), r"client 2: a set of examples is empty"),
     "no clients": (simulate(own=[]), r"the list of clients is empty"),
+    "one client, and nobody is trusted": (simulate(own=[(X, Y)], settings="guaranteed"), r"takes 2 clients or more, and there is 1; the preset private-example trusts the server"),
+    "one client under secure aggregation": (simulate(own=[(X, Y)], settings="blind", secure_aggregation=True), r"8 clients or more .* a round has 1 of 1: the remedy is `clients=8`"),
     "inputs and targets of other lengths": (simulate(own=[(X[:6], Y[:5])]), r"client 0: every tensor needs a row for each example"),
     "clients of other widths": (simulate(own=[(X, Y), (X[:, :3], Y)]), r"the clients' examples differ in shape"),
     "a list of lists": (simulate(own=[[1, 2], [3, 4]]), r"an example must be a pair"),
@@ -131,6 +134,28 @@ def test_a_mistake_is_one_sentence_with_the_remedy(what: str) -> None:
 
 def test_there_are_thirty_mistakes() -> None:
     assert len(MISTAKES) >= 30
+
+
+@pytest.mark.parametrize("settings", ["blind", "veil", "plain"])
+@pytest.mark.parametrize("engine", ["stacked", "local"])
+def test_one_client_trains(settings: str, engine: str) -> None:
+    """Its lane alone moves the weights in a round, and in the end all of them have moved."""
+    wide = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    start = copy.deepcopy(wide.state_dict())
+    run = dbcl.simulate(
+        wide,
+        [(X, X[:, 0].gt(0).long())],
+        (X, X[:, 0].gt(0).long()),
+        settings=settings,
+        engine=engine,
+        rounds=20,
+        seed=0,
+    )
+    assert all(metrics.accepted == 1 for metrics in run.history)
+    assert run.contributions.rejected == {}
+    assert run.best.score > 0.8
+    for name, W in run.server.model.state_dict().items():
+        assert not torch.equal(W, start[name]), name
 
 
 def test_what_looks_like_broadcasting_and_is_none_is_taken() -> None:
