@@ -12,13 +12,15 @@ from dbcl.data.trees import Tree
 from dbcl.errors import ConfigError
 
 Loss = Callable[[Tree, Tree], Tensor]
-"""Of a model's outputs and the targets of a batch, one number: the mean over its examples."""
+"""Function of a model's outputs and the targets of a batch that returns the mean loss over its examples."""
 Metric = Callable[[Tree, Tree], Any]
-"""Of all outputs and targets, one number; or an object with `reset`, `update` and `compute`, as torchmetrics has."""
+"""Function of all outputs and targets that returns a number; or an object with `reset`, `update` and `compute`, as
+torchmetrics has.
+"""
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:  # (n, outputs), (n,) -> ()
-    """The mean of `cross_entropies`.
+    """Return the mean of `cross_entropies`.
 
     >>> import torch
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))
@@ -28,7 +30,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:  # (n, outputs), (n
 
 
 def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:  # (n, outputs), (n,) -> (n,)
-    """The cross entropy of every example. With a single output, that is the logit of class 1 against class 0.
+    """Return the cross entropy of every example; a single output is the logit of class 1 against class 0.
 
     The labels are classes, or probabilities of the classes, (n, outputs); of class 1, (n,), with a single output.
 
@@ -42,7 +44,7 @@ def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:  # (n, outputs), 
 
 
 def cross_entropies_and_gradients(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """`cross_entropies` for classes, (..., outputs) and (...), and the derivative of each by its logits.
+    """Return `cross_entropies` for classes, (..., outputs) and (...), and the derivative of each by its logits.
 
     The derivative is softmax(logits) - onehot(label), or sigmoid(logit) - label with a single output.
 
@@ -67,7 +69,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
-    """The most probable class of every example, or of every pixel or word where classes are the second axis.
+    """Return the most probable class of every example, or of every pixel or word if classes are the second axis.
 
     >>> import torch
     >>> predicted_classes(torch.tensor([[0.1, 0.9], [0.8, 0.2]]))
@@ -79,7 +81,7 @@ def predicted_classes(logits: Tensor) -> Tensor:
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
-    """The share of the examples whose most probable class is the right one.
+    """Return the share of the examples whose most probable class is the target.
 
     >>> import torch
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
@@ -106,7 +108,7 @@ class Objective:
     def from_loss(
         cls, loss: Loss | type[nn.Module] | None = None, metric: Metric | None = None, *, metric_mode: str = "higher"
     ) -> "Objective":
-        """The objective of a loss and a metric; without them cross entropy, accuracy for it, and else the loss itself.
+        """Make an objective; without arguments it is cross entropy and accuracy, and any other loss is its own metric.
 
         A class, such as `torch.nn.MSELoss` or a metric of torchmetrics, is called without arguments.
 
@@ -137,7 +139,7 @@ class Objective:
         return one < other if self.lower_is_better else one > other
 
     def shown(self, value: float, digits: int = 2) -> str:
-        """A value of the metric as people write it, an accuracy in percent with so many digits.
+        """Format a value of the metric; an accuracy in percent with `digits` digits.
 
         >>> Objective().shown(0.912), Objective.from_loss(F.mse_loss).shown(0.01234567)
         ('91.20%', '0.01235')

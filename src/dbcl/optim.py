@@ -1,4 +1,4 @@
-"""Server optimisers: what the server does with the average update of a round.
+"""Server optimisers: steps on the average update of a round.
 
 Each is a function that makes a `torch.optim.Optimizer` for the true weights; the gradient that the optimiser sees is
 minus the average update. Any of `torch.optim` will do: `functools.partial(torch.optim.AdamW, lr=0.01)`.
@@ -15,7 +15,7 @@ ServerOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
 
 def fedavg(lr: float = 1.0) -> ServerOptimizer:
-    """W + lr * average update: plain federated averaging.
+    """Federated averaging: W + lr * average update.
 
     >>> fedavg()([Parameter(torch.zeros(1))]).defaults["lr"]
     1.0

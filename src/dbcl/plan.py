@@ -36,7 +36,7 @@ COUNT = "count-v1"
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One tensor's two independent choices: its sketch (with the range of its ratio) and its veil."""
+    """Protection of one tensor: its sketch (with the range of its ratio) and its veil."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class TensorPlan:
 
     @property
     def unprotected(self) -> bool:
-        """Nothing hides this tensor: neither a sketch nor a veil."""
+        """Return whether the tensor has neither a sketch nor a veil."""
         return not self.sketched and self.veil == 0
 
     @property
@@ -66,12 +66,12 @@ class TensorPlan:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The smallest and the largest width that a round may draw."""
+        """Smallest and largest width that a round may draw."""
         low, high = self.ratio
         return (int(self.dim / high), int(self.dim / low)) if self.sketched else (self.dim, self.dim)
 
     def problems(self) -> Iterator[str]:
-        """Say what is wrong with these choices."""
+        """Return the problems with these choices."""
         if not (math.isfinite(self.veil) and self.veil >= 0):
             yield f"{self.name}: veil must be 0 or more, got {self.veil}"
         if self.scheme not in SCHEMES and self.scheme != BATCHNORM_STATS:
@@ -88,7 +88,7 @@ class TensorPlan:
                     yield f"{self.name}: width must be {bounds}, got {width}; {remedy}"
 
     def draw(self, seed: bytes, round: int, lanes: int = 1) -> tuple[RoundTensor, Sketch]:
-        """Settle the width of one round, and draw the sketch that has it, in the first lane."""
+        """Draw the width and the sketch of one round, in the first lane."""
         low, high = self.widths
         width = low
         if low < high:
@@ -98,7 +98,7 @@ class TensorPlan:
         return RoundTensor(self.name, self.shape, self.scheme, width, sketch.width, self.inputs), sketch
 
     def row(self) -> tuple[str, str, str, str, str]:
-        """This tensor as a row of the plan's table."""
+        """Return the tensor's row of the plan's table."""
         low, high = self.widths
         seen = f"{_span(low, high)} of {self.dim} numbers of each row" if self.sketched else "every number"
         if self.sketched and self.inputs:
@@ -110,7 +110,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class SketchPlan:
-    """For every tensor that leaves the server: how it is sketched and how it is veiled.
+    """Plan of the sketch and the veil of every tensor that leaves the server.
 
     >>> model = nn.Sequential(nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> print(SketchPlan.from_model(model, SketchConfig(veil=0)))
@@ -133,7 +133,9 @@ class SketchPlan:
     base: tuple[TensorPlan, ...] = ()
     """The frozen parameters that are sent once, with their veils."""
     lanes: int = 1
-    """Among so many complementary sketches the clients of a round are spread; one is the paper's shared sketch."""
+    """Number of complementary sketches among which the clients of a round are divided; one is the paper's shared
+    sketch.
+    """
 
     def __post_init__(self) -> None:
         problems = [problem for tensor in (*self.tensors, *self.base) for problem in tensor.problems()]
@@ -210,7 +212,7 @@ class SketchPlan:
     def adjust(
         self, pattern: str, *, sketch: str | None = None, ratio: Ratio | None = None, veil: float | None = None
     ) -> "SketchPlan":
-        """Give a plan in which the tensors that match a pattern have another sketch, ratio or veil.
+        """Return a plan in which the tensors that match a pattern have another sketch, ratio or veil.
 
         A tensor that is not covered cannot get a sketch here: `coverage` decides that, with all its checks.
 
@@ -246,12 +248,12 @@ class SketchPlan:
 
     @property
     def veils(self) -> dict[str, float]:
-        """The relative size of every tensor's veil, by name."""
+        """Relative size of every tensor's veil, by name."""
         return {tensor.name: tensor.veil for tensor in self.tensors}
 
     @property
     def least_veil(self) -> float:
-        """The smallest veil of any tensor that is sent; 0 where one has none."""
+        """Smallest veil of any tensor that is sent; 0 if one has none."""
         return float(min((tensor.veil for tensor in self.tensors), default=0.0))
 
     @property
@@ -261,7 +263,7 @@ class SketchPlan:
 
     @cached_property
     def digest(self) -> str:
-        """A name for this plan, to recognise it in a checkpoint."""
+        """Digest of the plan, to recognise it in a checkpoint."""
         parts = [dataclasses.astuple(tensor) for tensor in self.tensors]
         base = [dataclasses.astuple(tensor) for tensor in self.base]
         settled: list[object] = [parts, base] if base else [*parts]
@@ -269,7 +271,7 @@ class SketchPlan:
         return hashlib.sha256(json.dumps(settled).encode()).hexdigest()
 
     def draw(self, seed: bytes, round: int, frozen: tuple[tuple[str, str], ...] = ()) -> RoundPlan:
-        """Settle a round, in its first lane: draw the width of every covered tensor.
+        """Draw the plan of a round, in its first lane: the width and the sketch of every covered tensor.
 
         `frozen` are names and fingerprints. `RoundPlan.in_lane` gives the other lanes.
         """
@@ -280,7 +282,7 @@ class SketchPlan:
 
     @property
     def share_sketched(self) -> float:
-        """The share of the numbers that leave the server which is sketched.
+        """Share of the values that leave the server which is sketched.
 
         >>> SketchPlan.from_model(nn.Sequential(nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 2))).share_sketched
         0.948...
@@ -313,11 +315,11 @@ class SketchPlan:
         return lines
 
     def header(self) -> tuple[str, str, str, str, str]:
-        """The headings of `rows`."""
+        """Headings of `rows`."""
         return "tensor", "shape", "sketch", "a client sees", "veil"
 
     def rows(self) -> list[tuple[str, str, str, str, str]]:
-        """The plan as a table."""
+        """Rows of the plan's table."""
         return [tensor.row() for tensor in self.tensors]
 
     def __str__(self) -> str:

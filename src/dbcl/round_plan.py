@@ -13,16 +13,16 @@ from dbcl.model.layout import Layout
 from dbcl.sketch import LaneSketch, Sketch, draw
 
 CLEAR = "identity-v1"
-"""The scheme of a tensor that is not sketched."""
+"""Scheme of a tensor that is not sketched."""
 BATCHNORM_STATS = "statistics-v1"
-"""The scheme of a normalisation statistic: not sketched, and a client reports a value of its own and not a change."""
+"""Scheme of a normalisation statistic: not sketched, and a client reports a value and not a change."""
 UNSKETCHED = (CLEAR, BATCHNORM_STATS)
 MAX_LANES = 1024
 
 
 @dataclass(frozen=True)
 class RoundTensor:
-    """One tensor of a message: its name, its full shape, and the sketch it is sent through.
+    """Tensor of a message: its name, its full shape, and its sketch.
 
     `width` is what the sketch is drawn with and `columns` how many columns come out of it: as many, or fewer where a
     hashed sketch has empty buckets.
@@ -61,7 +61,7 @@ class RoundTensor:
 
     @property
     def sent_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor as it travels."""
+        """Shape of the tensor in messages."""
         return (self.layout.rows, self.columns) if self.sketched else self.shape
 
     def fields(self) -> list[object]:
@@ -92,7 +92,7 @@ class RoundPlan:
     seed: bytes
     tensors: tuple[RoundTensor, ...]
     frozen: tuple[tuple[str, str], ...] = ()
-    """The name and the fingerprint of every parameter that is not trained: a client must have the same."""
+    """Name and fingerprint of every parameter that is not trained; a client must have the same."""
     lane: int = 0
     """Number of the lane, of those of the round."""
     lanes: int = 1
@@ -104,7 +104,7 @@ class RoundPlan:
         return {tensor.name: tensor.draw(*where) for tensor in self.tensors if tensor.sketched}
 
     def in_lane(self, lane: int) -> "RoundPlan":
-        """The plan of another lane of the same round and the same buckets, for which nothing is drawn again.
+        """Return the plan of another lane of the same round and the same buckets, without drawing anything again.
 
         >>> tensors = (RoundTensor("fc.weight", (2, 6), "lanes-v1", 3, 3),)
         >>> RoundPlan(0, bytes(32), tensors, lanes=2).in_lane(1).sketches
@@ -117,7 +117,7 @@ class RoundPlan:
 
     @cached_property
     def digest(self) -> str:
-        """A name for this plan; an answer to another plan is refused by it."""
+        """Digest of the plan; an update to another plan is rejected by it."""
         settled: list[object] = [self.round, self.seed.hex(), [tensor.fields() for tensor in self.tensors]]
         settled += [self.frozen] if self.frozen else []
         settled += [{"lane": self.lane, "lanes": self.lanes}] if self.lanes > 1 else []
@@ -125,7 +125,7 @@ class RoundPlan:
 
 
 def mismatches(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor]) -> list[str]:
-    """Say where the names and shapes of tensors are not those expected.
+    """Return the differences between the expected names and shapes of tensors and the given ones.
 
     >>> import torch
     >>> mismatches({"a": (2,), "b": (3, 4)}, {"b": torch.zeros(4, 3), "c": torch.zeros(1)})

@@ -1,4 +1,4 @@
-"""The randomness that server and clients must agree on.
+"""Deterministic randomness, the same on the server and all clients.
 
 Every random number is a pure function of a seed and some labels. The words come from SHAKE-256, so they are the
 same on every machine, operating system, device and library version, which no generator of PyTorch promises.
@@ -28,7 +28,7 @@ def fresh() -> bytes:
 
 
 def derive(seed: bytes, *labels: Label) -> bytes:
-    """The seed that belongs to some labels; to whoever lacks `seed` it looks like a fresh one.
+    """Derive a seed from `seed` and labels; without `seed` it cannot be told from a fresh one.
 
     >>> derive(bytes(32), "veil", 3).hex()[:16]
     '03d46df1d27055e4'
@@ -37,7 +37,7 @@ def derive(seed: bytes, *labels: Label) -> bytes:
 
 
 def words(seed: bytes, *labels: Label, n: int) -> NDArray[np.uint64]:
-    """`n` uniform 64-bit words.
+    """Return `n` uniform 64-bit words.
 
     >>> words(bytes(32), "count-v1", 0, "fc1.weight", n=2)
     array([ 9664167622409975213, 10009747576958559294], dtype=uint64)
@@ -46,7 +46,7 @@ def words(seed: bytes, *labels: Label, n: int) -> NDArray[np.uint64]:
 
 
 def permutation(seed: bytes, *labels: Label, n: int) -> NDArray[np.int64]:
-    """A uniform permutation of 0..n-1, by sorting random words; equal words keep their order.
+    """Return a uniform permutation of 0..n-1, by sorting random words; equal words keep their order.
 
     >>> permutation(bytes(32), "order", n=5)
     array([0, 1, 4, 3, 2])
@@ -55,7 +55,7 @@ def permutation(seed: bytes, *labels: Label, n: int) -> NDArray[np.int64]:
 
 
 def normals(seed: bytes, *labels: Label, n: int) -> NDArray[np.float64]:
-    """`n` standard normal numbers (Box and Muller); secret as long as the seed is.
+    """Return `n` standard normal values (Box and Muller), as secret as the seed.
 
     >>> normals(bytes(32), "veil", n=2).round(3)
     array([0.538, 0.925])
@@ -72,7 +72,7 @@ def _box_muller(drawn: NDArray[np.uint64], n: int) -> NDArray[np.float64]:
 
 
 def normals_on(device: torch.device, drawn: NDArray[np.uint64], n: int) -> Tensor:
-    """The numbers that `normals` makes of words, made on a device: only the words are copied to it.
+    """Return the values that `normals` makes of words, computed on a device: only the words are copied to it.
 
     On a GPU the sine and the cosine may differ from the CPU's in the last digit.
 

@@ -32,7 +32,7 @@ WHAT, WHO, CLIENT, HIDE, PROMISE, SERVER, LONG = (
     "Server",
     "Duration and hardware",
 )
-"""Panels of `--help`."""
+"""Titles of the panels of `--help`."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class State(NamedTuple):
-    """Values that JSON can write, and tensors by name.
+    """State of an object: values that JSON can write, and tensors by name.
 
     >>> import torch
     >>> whole = join(server=State({"round": 3}, {"W": torch.zeros(2)}), veil=State({}, {}))
@@ -22,14 +22,14 @@ class State(NamedTuple):
     tensors: dict[str, Tensor]
 
     def part(self, name: str) -> "State":
-        """The state that `join` put under a name; a `KeyError` where there is none."""
+        """Return the state that `join` put under a name, or raise `KeyError`."""
         prefix = f"{name}."
         inside = {key.removeprefix(prefix): each for key, each in self.tensors.items() if key.startswith(prefix)}
         return State(self.values[name], inside)
 
 
 def join(**parts: State) -> State:
-    """One state of several, each under its name.
+    """Combine states into one, each under its name.
 
     >>> join(a=State({"x": 1}, {})).part("a").values
     {'x': 1}

@@ -140,7 +140,7 @@ def reported(
 
 
 def check_training(training: LocalTraining, privacy: PrivacyPlan) -> None:
-    """Raise `PlanError`, with all reasons, if clients would not keep their part of a guarantee for one example.
+    """Raise `ConfigError`, with all reasons, if clients would not keep their part of a guarantee for one example.
 
     >>> plan = PrivacyPlan(
     ...     epsilon=8, delta=1e-5, clip=0.1, rounds=4, clients=2, cohort=2, unit="example", examples=50, batch=5,

@@ -1,4 +1,4 @@
-"""The client's two lines in a Flower app: make the model of a message, and reply with its change."""
+"""Client side of a Flower app: make the model of a message, and reply with its change."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -127,7 +127,7 @@ def _refuse_unprotected(message: Message) -> None:
 
 
 def received(message: Message) -> Broadcast:
-    """The broadcast in a message."""
+    """Return the broadcast in a message."""
     data = message_bytes(message, "broadcast")
     if data is None:
         raise ProtocolError(

@@ -73,7 +73,7 @@ class LocalGrid(Grid):
         }
 
     def set_run(self, run: Any) -> None:
-        """Keep what Flower says of the run."""
+        """Keep Flower's description of the run."""
         self._run = run
 
     @property
@@ -84,11 +84,11 @@ class LocalGrid(Grid):
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """Make a message; Flower itself advises to use its constructor."""
+        """Make a message; Flower advises to use its constructor."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> list[int]:
-        """The nodes that are there."""
+        """Return the nodes that are present."""
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
@@ -99,11 +99,11 @@ class LocalGrid(Grid):
         return [message.metadata.message_id for message in sent]
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Give the answers that are there, each once."""
+        """Return the answers that have arrived, each once."""
         return [self._replies.pop(key) for key in list(message_ids) if key in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Deliver messages and give the answers that came in time, in the order of the messages."""
+        """Deliver messages and return the answers that came in time, in the order of the messages."""
         if timeout is None:
             return self.pull_messages(self.push_messages(messages))
         sent = [self._stamp(message) for message in messages]
@@ -226,7 +226,7 @@ class TimeoutGrid(Grid):
         return f"{may}; needed: {self.needed().rstrip(',')}"
 
     def settle(self) -> list[int]:
-        """Wait until there are nodes that may take part, and show these and no others from then on."""
+        """Wait until enough nodes may take part, and from then on show these and no others."""
         while not (nodes := self.get_node_ids()):
             time.sleep(0.2)
         self.allowed = lambda there: nodes

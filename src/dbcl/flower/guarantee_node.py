@@ -1,4 +1,4 @@
-"""A node under a guarantee: a mod that counts the node's own participations and refuses more than were planned."""
+"""Mod for a node under a guarantee: counts the node's own participations and rejects more than were planned."""
 
 import json
 from dataclasses import dataclass

@@ -28,7 +28,7 @@ from dbcl.state import State
 log = logging.getLogger("flwr.dbcl")
 
 HELLO = "hello"
-"""In a message to a node the nonce that it signs, in its answer the public key and the signature."""
+"""Name of a record: in a message to a node the nonce that it signs, in its answer the public key and the signature."""
 NONCE = 32
 """Bytes of a nonce."""
 IN_MEMORY, ON_DISK = b"in memory", b"on disk"
@@ -62,7 +62,7 @@ class KeyRegistry(Registry):
     keys: frozenset[bytes] | None = None
 
     def problem(self, name: str, public: bytes) -> str | None:
-        """Return why a client cannot be who it is said to be; None where it can."""
+        """Return the reason why a client's identity is not valid, or None."""
         if name != key_name(public):
             return f"{plain(name)!r} is not the name of its key"
         return None if self.keys is None or public in self.keys else "its key is not registered"
@@ -102,7 +102,7 @@ class NodeStore:
         return self._folder is not None
 
     def read(self, name: str) -> bytes | None:
-        """Return what was written under a name, or None."""
+        """Return the bytes that were written under a name, or None."""
         if self._folder is not None:
             path = self._folder / f"{name}.dbcl"
             return path.read_bytes() if path.exists() else None
@@ -150,7 +150,7 @@ def make_key(folder: str | Path) -> str:
 
 @contextlib.contextmanager
 def node_store(folder: str | Path | None, context: Context) -> Iterator[NodeStore]:
-    """Hold what a node keeps. A second message at the same time is refused where there is a folder.
+    """Open the storage of a node. A second message at the same time is rejected if it is a folder.
 
     Nodes with a `partition-id` may share a disk, as in a simulation: each has a folder of its own below `folder`.
     """
@@ -167,7 +167,7 @@ def node_store(folder: str | Path | None, context: Context) -> Iterator[NodeStor
 
 
 def introduction(store: NodeStore, message: Message, privacy: PrivacyPlan | None = None) -> Message | None:
-    """Return a node's answer to a server that asks for its key; None where the message asks for something else.
+    """Return a node's answer to a server that asks for its key; None if the message asks for something else.
 
     With a plan the node also states that it counts its own participations by this plan.
     """
@@ -182,7 +182,7 @@ def introduction(store: NodeStore, message: Message, privacy: PrivacyPlan | None
 
 
 def _hello(nonce: bytes, kept: bytes) -> tuple[bytes, ...]:
-    """Return what a node signs: also what it keeps from one process to the next."""
+    """Return the text that a node signs, which also says where its key is kept."""
     return b"hello", nonce, kept
 
 
@@ -212,7 +212,7 @@ class NodeNames:
         self._failed: dict[int, float] = {}  # of nodes that showed no key: when they were asked
 
     def of(self, node: int) -> str | None:
-        """Return the name of a node; None where it has not shown its key."""
+        """Return the name of a node; None if it has not shown its key."""
         return self._names.get(node) if self.by_key else node_name(node)
 
     def present(self, nodes: Iterable[int], grid: Grid, timeout: float) -> dict[str, int]:

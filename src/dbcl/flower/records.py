@@ -10,16 +10,16 @@ from torch import Tensor
 from dbcl.errors import ProtocolError, shown
 
 RECORD = "dbcl"
-"""The name of the record that holds the bytes of a message, as one value that Flower's logs mask."""
+"""Name of the record that holds the bytes of a message, as one value that Flower's logs mask."""
 
 SECURE = "secure"
-"""Beside a broadcast: the server wants to learn the sum alone."""
+"""Flag beside a broadcast: the server adds securely."""
 
 STEP = "step"
-"""The bytes of a message of secure aggregation, in both directions."""
+"""Key of the bytes of a message of secure aggregation, in both directions."""
 
 EXAMPLES = "num-examples"
-"""Flower's own name for how many examples an answer counts for."""
+"""Flower's own name of the number of examples of an answer."""
 
 
 def node_name(node: int) -> str:
@@ -38,7 +38,7 @@ def holds_only(message: Message, own: ArrayRecord) -> bool:
 
 
 def with_broadcast(message: Message, data: bytes, *, ttl: float, secure: bool = False) -> Message:
-    """A strategy's message anew: to the same node, with the same configuration, and a broadcast instead of arrays."""
+    """Return a copy of a strategy's message with a broadcast in place of arrays."""
     record = ConfigRecord({"broadcast": data, SECURE: True} if secure else {"broadcast": data})
     configs = {key: ConfigRecord(dict(value)) for key, value in message.content.config_records.items()}
     content = RecordDict({**configs, RECORD: record})
@@ -47,7 +47,7 @@ def with_broadcast(message: Message, data: bytes, *, ttl: float, secure: bool = 
 
 
 def update_of(message: Message) -> bytes:
-    """The bytes of an update in an answer, not yet checked; a `ProtocolError` where there are none."""
+    """Return the bytes of an update in an answer, not yet validated, or raise `ProtocolError`."""
     data = message_bytes(message, "update")
     if data is None:
         raise ProtocolError(
@@ -57,14 +57,14 @@ def update_of(message: Message) -> bytes:
 
 
 def message_bytes(message: Message, name: str) -> bytes | None:
-    """The bytes of a dbcl message in a Flower message, under a name; None where there are none."""
+    """Return the bytes of a dbcl message in a Flower message, under a name, or None."""
     record = message.content.get(RECORD)
     data = record.get(name) if isinstance(record, ConfigRecord) else None
     return data if isinstance(data, bytes) else None
 
 
 def to_record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    """Tensors as Flower's strategies take them; NumPy has no bfloat16, and half precision is too little to average in.
+    """Convert tensors for Flower's strategies; NumPy has no bfloat16, and half precision is too coarse to average in.
 
     >>> to_record({"w": torch.ones(2, dtype=torch.bfloat16)})["w"].numpy()
     array([1., 1.], dtype=float32)
@@ -74,7 +74,7 @@ def to_record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def from_record(record: ArrayRecord) -> dict[str, Tensor]:
-    """Flower's arrays as tensors of their own.
+    """Convert Flower's arrays to tensors with memory of their own.
 
     >>> from_record(to_record({"w": torch.zeros(2)}))
     {'w': tensor([0., 0.])}

@@ -1,4 +1,4 @@
-"""A node under secure aggregation: a mod that lets nothing leave but the five answers of the protocol."""
+"""Mod for a node under secure aggregation: lets nothing leave but the five answers of the protocol."""
 
 import contextlib
 from collections.abc import Iterator

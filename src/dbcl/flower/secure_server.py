@@ -1,4 +1,4 @@
-"""The server under secure aggregation: which nodes take part together, and the five exchanges of a round."""
+"""Server side of secure aggregation in Flower: the choice of the nodes of a round, and its five exchanges."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,7 +67,7 @@ class SecureExchange:
         return f"{', '.join(self._away)} {'is' if len(self._away) == 1 else 'are'}"
 
     def choose(self, there: Sequence[str]) -> list[str]:
-        """Return the nodes of a round, of those that are there: the next batch that can add up, or none."""
+        """Return the nodes of a round: the next batch of present nodes that can add up, or none."""
         if self.rounds.encoding.noisy:
             return self._in_turn(there)
         self._divide(there)
@@ -95,7 +95,7 @@ class SecureExchange:
         return order[:1] if tight else order
 
     def _in_turn(self, there: Sequence[str]) -> list[str]:
-        """Return whose turn it is with shares of noise, where groups may change: those with the fewest turns."""
+        """Return the nodes with the fewest turns, with shares of noise, where groups may change."""
         privacy, tracker = self.server.privacy, self.server.keeper.tracker
         assert privacy is not None
         assert tracker is not None
@@ -124,7 +124,7 @@ class SecureExchange:
         return self.rounds.play(list(first), begin, ask, partial=partial)
 
     def _divide(self, there: Sequence[str]) -> None:
-        """Put nodes that are in no batch into one, where there are enough of them."""
+        """Form a batch of the nodes that are in none, if there are enough of them."""
         known = {name for batch in self._batches for name in batch}
         new = [name for name in there if name not in known]
         privacy = self.server.privacy
@@ -143,7 +143,7 @@ class SecureExchange:
         return tracker is None or tracker.refusal(self.server.round, name) is None
 
     def _answers(self, replies: Iterable[Message]) -> dict[str, bytes]:
-        """Return what nodes have answered, by name, each with its first reply."""
+        """Return the nodes' answers by name, the first reply of each."""
         answers: dict[str, bytes] = {}
         for reply in replies:
             name = self.names.of(reply.metadata.src_node_id)
@@ -160,7 +160,7 @@ class SecureExchange:
         return answers
 
     def state(self) -> State:
-        """Return what a checkpoint keeps: the groups that have added up, and who is in which batch."""
+        """Return what a checkpoint keeps: the groups that have added up, and the batch of each node."""
         batches = State({"names": [list(batch) for batch in self._batches]}, {})
         return join(sums=self.rounds.state(), batches=batches)
 

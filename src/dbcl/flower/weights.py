@@ -10,15 +10,15 @@ from dbcl import seeds
 from dbcl.errors import ConfigError
 
 WORDS = 624
-"""So many words of 32 bits are the state of PyTorch's generator on the CPU, a Mersenne Twister."""
+"""Number of 32-bit words in the state of PyTorch's CPU generator, a Mersenne Twister."""
 
 HEADER = 24
-"""So many bytes lie before them in what `torch.get_rng_state` gives, which keeps each word in 8 bytes."""
+"""Number of bytes before these words in the result of `torch.get_rng_state`, which keeps each word in 8 bytes."""
 
 
 @contextlib.contextmanager
 def secret_weights(insecure_seed: int | None = None) -> Iterator[None]:
-    """Make the server's network in it: its initial weights then follow from a secret of 256 bits.
+    """Context in which a server's network gets initial weights from a secret of 256 bits.
 
     PyTorch's own seeds will not do: of `torch.manual_seed` the CPU's generator takes 32 bits, all of which can be
     tried, and who knows the first weights works out more of the updates. It does not help a network that draws its

@@ -23,7 +23,7 @@ LAYERS: tuple[type[nn.Module], ...] = (
     nn.RNNBase,
     nn.RNNCellBase,
 )
-"""PyTorch's layers that the words in `coverage` know. Their outputs come first, but for transposed convolutions."""
+"""PyTorch's layers that the words in `coverage` select. Their outputs come first, except in transposed convolutions."""
 
 
 ELSEWHERE = {
@@ -31,7 +31,7 @@ ELSEWHERE = {
     "torch_geometric.nn.dense.linear.Linear": 1,
     "torch_geometric.nn.dense.linear.HeteroLinear": 1,
 }
-"""Layers of other libraries that the words know, by the name of their class, and the axis of their weight's inputs."""
+"""Layers of other libraries that the words select, by their class, with the axis of their weight's inputs."""
 
 
 WORDS = COVERAGE_WORDS
@@ -42,7 +42,7 @@ WORDS = COVERAGE_WORDS
 
 
 MIN_INPUTS = 32
-"""Layers with fewer inputs are not covered by "auto": their sketch would lose too much of too little."""
+"""Number of inputs below which "auto" does not cover a layer: a sketch would cost it too much accuracy."""
 
 
 MIN_LARGE_SHARE = 0.01
@@ -50,7 +50,7 @@ MIN_LARGE_SHARE = 0.01
 
 
 def shared_memory(model: nn.Module) -> list[str]:
-    """A complaint for each trained parameter that lies in the memory of another: a step of one would move both.
+    """Return a complaint for each trained parameter that shares memory with another, whose step would move both.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> model[1].weight.data = model[0].weight.data
@@ -70,8 +70,9 @@ def shared_memory(model: nn.Module) -> list[str]:
 
 
 class Covered(NamedTuple):
-    """The names to sketch and the axes of their inputs, those of them that no pattern named, what is left out and why,
-    and all problems."""
+    """Result of a choice: names to sketch with the axes of their inputs, names that only words selected, omissions with
+    reasons, and problems.
+    """
 
     names: dict[str, tuple[int, ...]]
     by_word: set[str]
@@ -80,7 +81,7 @@ class Covered(NamedTuple):
 
 
 def covered_names(model: nn.Module, coverage: Coverage, layers: Layers | None = None) -> Covered:
-    """Choose what is sketched by `WORDS` and name patterns, in their order; "!pattern" takes away.
+    """Choose the weights to sketch by `WORDS` and name patterns, in their order; "!pattern" removes.
 
     What a word covers and cannot be sketched is left out; what a pattern names and cannot be sketched is a problem.
     `layers` are further layers for the words to know, as for `SketchPlan.from_model`.
@@ -159,7 +160,7 @@ def _large(model: nn.Module, layers: Sequence[list[str]]) -> list[list[str]]:
 
 
 def _harmed(model: nn.Module, name: str, inputs: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return why a sketch would cost a layer accuracy; None where it would not."""
+    """Return the reason why a sketch would cost a layer accuracy, or None."""
     parameters = list(model.parameters())
     frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
     if frozen > sum(parameter.numel() for parameter in parameters) / 2:
@@ -182,7 +183,7 @@ def nothing_left(left_out: dict[str, str]) -> str:
 
 
 def _layouts(model: nn.Module, layers: Layers) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """The weights of all layers that are known, each with the axes of its inputs; and what is wrong with `layers`."""
+    """Return the weights of all known layers, each with the axes of its inputs, and the problems with `layers`."""
     found, problems, used = dict[str, tuple[int, ...]](), list[str](), set[type | str]()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -205,7 +206,7 @@ def _layouts(model: nn.Module, layers: Layers) -> tuple[dict[str, tuple[int, ...
 
 
 def _own_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters of a module itself, those under its parametrizations too."""
+    """Return the parameters of a module itself, also those under its parametrizations."""
     own = list[tuple[str, Tensor]](module.named_parameters(recurse=False))
     if is_parametrized(module):
         own += module.get_submodule("parametrizations").named_parameters("parametrizations")
@@ -213,7 +214,7 @@ def _own_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _known_inputs(module: nn.Module, ndim: int) -> int | tuple[int, ...] | None:
-    """On which axes of their weights a kind of layer has its inputs; None where the kind is not known."""
+    """Return the axes of a layer's weights that are inputs; None for unknown layers."""
     if isinstance(module, TRANSPOSED_CONVOLUTIONS):
         return (0, *range(2, ndim))
     if isinstance(module, LAYERS):
@@ -223,7 +224,7 @@ def _known_inputs(module: nn.Module, ndim: int) -> int | tuple[int, ...] | None:
 
 
 def _names_of(model: nn.Module) -> dict[str, list[str]]:
-    """For every parameter, all its names in the model; tied parameters have several."""
+    """Return all names of every parameter of the model; tied parameters have several."""
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), []).append(name)

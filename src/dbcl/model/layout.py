@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """A weight's shape and the axes of it that hold inputs; all but the first where `inputs` is empty.
+    """Shape of a weight, and its axes that are inputs; all but the first if `inputs` is empty.
 
     A sketch acts on inputs, so W is seen as the matrix (outputs, inputs). A dense or convolutional weight has its
     output first; a transposed convolution has it second; stacked experts (experts, out, in) have their inputs last.
@@ -22,7 +22,7 @@ class Layout:
 
     @classmethod
     def from_axes(cls, shape: tuple[int, ...], inputs: int | tuple[int, ...]) -> "Layout":
-        """The layout of a weight whose inputs lie on some axes, which may count from the end.
+        """Return the layout of a weight whose inputs lie on some axes, which may count from the end.
 
         >>> Layout.from_axes((5, 3), 0), Layout.from_axes((5, 3), -1)
         (Layout(shape=(5, 3), inputs=(0,)), Layout(shape=(5, 3), inputs=()))
@@ -35,7 +35,7 @@ class Layout:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The axes of the outputs and then those of the inputs."""
+        """Axes of the outputs, then those of the inputs."""
         inputs = self.inputs or tuple(range(1, len(self.shape)))
         return (*(axis for axis in range(len(self.shape)) if axis not in inputs), *inputs)
 
@@ -51,13 +51,13 @@ class Layout:
         return math.prod(self.shape[axis] for axis in self.order[:outputs])
 
     def matrix(self, weight: Tensor) -> Tensor:  # shape -> (rows, dim)
-        """The weight as a matrix with one row an output."""
+        """Return the weight as a matrix with one row for each output."""
         if self.inputs:
             weight = weight.permute(self.order)
         return weight.reshape(self.rows, self.dim)
 
     def weight(self, matrix: Tensor) -> Tensor:  # (rows, dim) -> shape
-        """The weight that `matrix` gives this matrix of.
+        """Return the weight whose `matrix` this is.
 
         >>> import torch
         >>> layout, W = Layout((2, 3, 4), (1,)), torch.randn(2, 3, 4)

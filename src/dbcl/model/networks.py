@@ -1,4 +1,4 @@
-"""Networks by name: the paper's five with its initial weights, and heads for scattering features."""
+"""Built-in networks: the paper's five with its initial weights, and heads for scattering features."""
 
 import math
 from collections.abc import Callable

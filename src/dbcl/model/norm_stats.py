@@ -1,4 +1,4 @@
-"""Normalisation statistics: what a client measured itself, whatever values its layers started from.
+"""Normalisation statistics: a client's own measurements, independent of its layers' initial values.
 
 A layer in training keeps running averages, r <- (1 - m) r + m * (statistic of the batch), and does not use them. This
 is linear, so what k batches have put in follows from the start: own = (r - (1 - m)^k start) / (1 - (1 - m)^k). A change
@@ -22,7 +22,7 @@ def is_statistic(name: str) -> bool:
 
 
 def restart(model: nn.Module) -> None:
-    """Let every normalisation layer count its batches from 0.
+    """Restart the batch counts of all normalisation layers.
 
     >>> layer = nn.BatchNorm1d(2)
     >>> layer.num_batches_tracked += 5
@@ -76,7 +76,7 @@ def calibrate(model: nn.Module, inputs: Tree, *, batch_size: int = 100) -> None:
 
 
 def measured(module: nn.Module, name: str, start: Tensor) -> Tensor | None:
-    """A layer's own statistic since `restart`, from the value that it began with; None where it saw no batch.
+    """Return a layer's own statistic since `restart`, from its initial value; None if it saw no batch.
 
     A layer of one's own that does not count its batches gives its average as it is, if that has changed.
 

@@ -69,7 +69,7 @@ class _Replace(EffectiveWeight):
 def sketch_parameter(
     module: nn.Module, name: str, sketch: Sketch, compact: Tensor, inputs: tuple[int, ...] = ()
 ) -> nn.Module:
-    """Let `module` hold the compact weight V instead of its weight; returns the module, changed in place.
+    """Replace a module's weight by the compact weight V, in place; return the module.
 
     `inputs` are the axes of the weight that the sketch acts on: all but the first where it is empty.
 
@@ -100,7 +100,7 @@ _shared: dict[tuple[object, ...], type[nn.Module]] = {}
 
 
 def share_class(module: nn.Module) -> None:
-    """Let sketched layers of one kind have one class, so that `torch.compile` knows the layer of the round before.
+    """Give sketched layers of one kind one class, so that `torch.compile` recognises the layer of the last round.
 
     `parametrize` makes a class for every module, and `torch.compile` compiles anew for classes that it has not seen.
 
@@ -117,7 +117,7 @@ def share_class(module: nn.Module) -> None:
 
 
 def compact_parameter(module: nn.Module, name: str) -> Tensor:
-    """Give the compact weight V that `sketch_parameter` put into a module.
+    """Return the compact weight V that `sketch_parameter` put into a module.
 
     >>> from dbcl.sketch import CountSketch
     >>> layer = sketch_parameter(nn.Linear(6, 2), "weight", CountSketch(6, 3, seed=bytes(32)), torch.zeros(2, 3))
@@ -129,7 +129,7 @@ def compact_parameter(module: nn.Module, name: str) -> Tensor:
 
 
 def inner_name(plan_name: str) -> str:
-    """The name that a covered weight has inside a client's model; the plan and the messages use the plain name.
+    """Return the name of a covered weight inside a client's model; plan and messages use the plain name.
 
     >>> inner_name("encoder.0.weight")
     'encoder.0.parametrizations.weight.original'
@@ -139,7 +139,7 @@ def inner_name(plan_name: str) -> str:
 
 
 def plan_name(inner_name: str) -> str:
-    """The name in the plan of a parameter of a client's model, covered or not: undoes `inner_name`.
+    """Return the plan's name of a parameter of a client's model, covered or not: the inverse of `inner_name`.
 
     >>> plan_name("encoder.0.parametrizations.weight.original"), plan_name("encoder.0.bias")
     ('encoder.0.weight', 'encoder.0.bias')

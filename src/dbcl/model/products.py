@@ -1,4 +1,4 @@
-"""Finds the layers of a model by what they do: which of its weights go into matrix products, and over which axes."""
+"""Detection of a model's layers: its weights that go into matrix products, with the axes that are summed."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +16,7 @@ Operands = Iterator[tuple[Tensor, tuple[int, ...]]]
 
 
 def find_layers(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, tuple[int, ...]]:
-    """Run a model once, in evaluation mode, and give the `layers` for its plan: the weights that go into products.
+    """Run a model once in evaluation mode and return the `layers` for its plan: weights that go into products.
 
     Each comes with the axes that the product sums over, which are its inputs. PyTorch's own layers are not among them,
     since they are known, nor is a weight that is used in two ways. What only some inputs reach is not seen.
@@ -45,7 +45,7 @@ def find_layers(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, tuple
 
 
 class _Watch(TorchFunctionMode):
-    """Notes for every parameter that goes into a product the axes over which it is summed."""
+    """Records for every parameter that goes into a product the axes over which it is summed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -115,4 +115,4 @@ PRODUCTS: dict[Any, Callable[..., Operands]] = {
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _transposed),
     torch.einsum: _einsum,
 }
-"""The functions that sum over an axis of a weight, and which axes those are."""
+"""Functions that sum over an axis of a weight, each with a function that returns those axes."""

@@ -1,4 +1,4 @@
-"""Tensors of a model: which leave the server, which are not sent, and what is derived from them."""
+"""Tensors of a model: those that leave the server, those that are not sent, and those derived from others."""
 
 import hashlib
 import inspect
@@ -18,11 +18,11 @@ from torch.nn.utils.weight_norm import WeightNorm
 from dbcl._torch import forward_pre_hooks, inner_tensors
 
 STATISTICS = ("running_mean", "running_var")
-"""The buffers of normalisation layers, which are sent."""
+"""Buffers of normalisation layers, which are sent."""
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor of a model that a state dict holds, tied ones once.
+    """Return every tensor of a model's state dict, tied ones once.
 
     >>> list(named_tensors(nn.BatchNorm1d(3)))
     ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
@@ -33,7 +33,8 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def broadcast_names(model: nn.Module, buffers: Sequence[str] = ()) -> list[str]:
-    """The tensors of a model that leave the server: what is trained, normalisation statistics, and named buffers.
+    """Return the names of the tensors that leave the server: trained parameters, normalisation statistics, named
+    buffers.
 
     `buffers` are patterns. Everything else is not sent: frozen parameters, and buffers that are constants, such as
     a causal mask or a table of positions. A client has those of its own copy of the network.
@@ -71,7 +72,7 @@ def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def packed_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that a quantised layer of PyTorch keeps in its state and that are no parameters; by name and place.
+    """Return the weights that quantised layers of PyTorch keep in their state and not as parameters, by name and place.
 
     >>> packed_weights(nn.Linear(2, 1))
     {}
@@ -82,7 +83,7 @@ def packed_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are not trained, by name.
+    """Return the parameters that are not trained, by name.
 
     >>> layer = nn.Linear(2, 1)
     >>> _ = layer.weight.requires_grad_(False)
@@ -93,7 +94,7 @@ def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """A digest of a tensor's dtype, shape and bytes: equal on two machines where the tensors are equal.
+    """Return a digest of a tensor's dtype, shape and bytes, equal on all machines for equal tensors.
 
     >>> fingerprint(torch.zeros(2)) == fingerprint(torch.zeros(2)) != fingerprint(torch.ones(2))
     True
@@ -122,7 +123,7 @@ def plain_numbers(tensor: Tensor) -> bool:
 
 
 def cannot_be_sent(model: nn.Module) -> list[str]:
-    """A complaint for each trained parameter that is no plain tensor of floating-point numbers.
+    """Return a complaint for each trained parameter that is not a plain floating-point tensor.
 
     >>> layer = nn.Linear(2, 2, dtype=torch.complex64, bias=False)
     >>> cannot_be_sent(layer)
@@ -142,7 +143,7 @@ def cannot_be_sent(model: nn.Module) -> list[str]:
 
 
 def lost_in_a_copy(model: nn.Module) -> list[str]:
-    """A complaint for whatever in a model would still belong to the original in a copy of it, and so not be trained.
+    """Return a complaint for everything that a copy of a model would share with the original, and so not train.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> original = model[0].forward
@@ -175,7 +176,7 @@ def _holds(function: object, modules: set[nn.Module]) -> bool:
 
 
 def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds a tensor, and the tensor's name in it.
+    """Return the module that holds a tensor, and the tensor's name in it.
 
     >>> owner(nn.Sequential(nn.Linear(2, 2)), "0.weight")
     (Linear(in_features=2, out_features=2, bias=True), 'weight')
@@ -185,7 +186,7 @@ def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def without_values(model: nn.Module) -> list[str]:
-    """A complaint for each parameter that has no shape or no numbers yet, and for a compiled script, which hides them.
+    """Return a complaint for each parameter without shape or values, and for a compiled script, which hides them.
 
     >>> without_values(nn.LazyLinear(3, bias=False))
     ['weight: has no shape yet; run one batch through the model first']
@@ -202,7 +203,7 @@ def without_values(model: nn.Module) -> list[str]:
 
 
 def nothing_trained(model: nn.Module) -> list[str]:
-    """A complaint about a model without parameters, or without any that is trained.
+    """Return a complaint if a model has no parameters, or none that is trained.
 
     >>> nothing_trained(nn.ReLU())
     ['the model has nothing to train: no parameter that requires a gradient']
@@ -221,17 +222,17 @@ OLD_HOOKS: dict[type[Any], str] = {
 
 
 def old_hook(module: nn.Module) -> type | None:
-    """The kind of old-style hook that a module has."""
+    """Return the kind of a module's old-style hook, or None."""
     return next((kind for hook in forward_pre_hooks(module) for kind in OLD_HOOKS if isinstance(hook, kind)), None)
 
 
 POWER_STEPS = 15
-"""Steps of power iteration after a change of weights: as many as PyTorch takes for a new spectral norm."""
+"""Number of power iterations after a change of weights, as many as PyTorch takes for a new spectral norm."""
 
 
 @torch.no_grad()
 def recompute(model: nn.Module) -> None:
-    """Bring up to date what a model derives from its parameters: the weights of old-style hooks, and spectral norms.
+    """Recompute the values that a model derives from its parameters: weights of old-style hooks, and spectral norms.
 
     A spectral norm keeps an estimate of two singular vectors in buffers, and takes one step towards them in each
     training pass. Weights that came from elsewhere need more than one.
