@@ -378,6 +378,49 @@ def test_a_damaged_round_says_which(tmp_path: Path, damage: str) -> None:
         read(2)
 
 
+COHORTS = {"0": {"0": "ab", "1": "cd"}, "1": {"0": "ab"}}
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({}, "cohorts.json has no round 1"),
+        ({"0": {"0": "ab"}}, "cohorts.json has no round 1"),
+        (COHORTS, "in cohorts.json client 3 takes no part in round 1"),
+        *((other, "cohorts.json cannot be read") for other in (None, 7, "x", [], [1], {"x": {}}, {"1": [0, 1]})),
+        *(
+            (other, "cohorts.json cannot be read")
+            for other in ({"1": {"a": "ab"}}, {"1": {"3": 7}}, {"1": {"3": None}})
+        ),
+    ],
+)
+def test_cohorts_that_are_damaged_are_an_audit_error(tmp_path: Path, written: Any, message: str) -> None:
+    (tmp_path / "truth").mkdir()
+    (tmp_path / "truth" / "cohorts.json").write_text(json.dumps(written))
+    with pytest.raises(AuditError, match=message):
+        Truth(tmp_path).lane_of(1, 3)
+    if written is not COHORTS:
+        with pytest.raises(AuditError, match=message):
+            Truth(tmp_path).cohort(1)
+
+
+@pytest.mark.parametrize(
+    ("kept", "lacking"), [((), "0, 1, 2"), (("0", "2"), "1"), (("0", "1"), "2"), (("0", "1", "2", "3"), None)]
+)
+def test_a_recorder_goes_on_only_where_all_rounds_were_noted(
+    tmp_path: Path, kept: tuple[str, ...], lacking: str | None
+) -> None:
+    run = Recording(tmp_path).play(3)
+    path = tmp_path / "truth" / "cohorts.json"
+    noted = json.loads(path.read_text())
+    path.write_text(json.dumps({round: noted.get(round, {}) for round in kept}))
+    if lacking is None:  # a round that a crash has noted is played again
+        run.record()
+        return
+    with pytest.raises(AuditError, match=f"cohorts.json has not all 3 rounds: it lacks {lacking};"):
+        run.record()
+
+
 def test_only_a_client_that_saw_three_rounds_estimates(tmp_path: Path) -> None:
     run = Recording(tmp_path).play(2)
     with pytest.raises(AuditError, match="server: updates are estimated from a client's seat"):
@@ -468,7 +511,19 @@ def test_train_records_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
         "def make():\n"
         "    return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.ReLU(), nn.Linear(8, 10))\n"
     )
-    fresh = ["train", "--clients", "20", "--fraction", "0.5", "--model", "small_net_to_record:make", "--seed", "1"]
+    fresh = [
+        "train",
+        "--preset",
+        "blind",
+        "--clients",
+        "20",
+        "--fraction",
+        "0.5",
+        "--model",
+        "small_net_to_record:make",
+        "--seed",
+        "1",
+    ]
     invoke(*fresh, "--rounds", "6", "--transcripts", "0,server", "--out", "whole")
     invoke(*fresh, "--rounds", "4", "--transcripts", "0,server", "--out", "parts")
     folder = Path("parts/transcripts")

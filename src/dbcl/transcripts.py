@@ -161,13 +161,22 @@ class Truth:
 
     def cohort(self, round: int) -> list[int]:
         """Return the clients that took part in a round, and did not only see its broadcast."""
-        return list(map(int, _cohorts(self.folder)[str(round)]))
+        return list(map(int, self._plans(round)))
 
     def lane_of(self, round: int, client: int) -> tuple[str, list[int]]:
         """Return the digest of the plan that a client answered in a round, and all clients that answered it."""
-        plans = _cohorts(self.folder)[str(round)]
-        own = plans[str(client)]
+        plans = self._plans(round)
+        own = plans.get(str(client))
+        if own is None:
+            raise AuditError(f"{self.folder}: in cohorts.json client {client} takes no part in round {round}")
         return own, [int(each) for each, plan in plans.items() if plan == own]
+
+    def _plans(self, round: int) -> dict[str, str]:
+        """Return the clients that took part in a round, with the digest of the plan that each answered."""
+        plans = _cohorts(self.folder).get(str(round))
+        if plans is None:
+            raise AuditError(f"{self.folder}: cohorts.json has no round {round}")
+        return plans
 
 
 class Recorder:
@@ -207,6 +216,13 @@ class Recorder:
                 if round >= server.round and not shown:
                     _path(place, round).unlink()
         read = _cohorts(self.truth) if server.round else {}
+        lost = [round for round in range(server.round) if str(round) not in read]
+        if lost:
+            said = ", ".join(map(str, lost[:5])) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+            raise AuditError(
+                f"{self.truth}: cohorts.json has not all {server.round} rounds: it lacks {said}; restore it, or begin "
+                "a new run"
+            )
         self.cohorts = {key: value for key, value in read.items() if int(key) < server.round}
         self.before = self._weights()
         self._save(self.truth, server.round, self.before)
@@ -313,11 +329,18 @@ def _cohorts(truth: Path) -> dict[str, dict[str, str]]:
     """Return for each round the clients that took part, with the digest of the plan that each answered."""
     try:
         read: dict[str, dict[str, str]] = json.loads((truth / "cohorts.json").read_text())
-        if not all(isinstance(plans, dict) and all(map(str.isdecimal, plans)) for plans in read.values()):
+        if not all(map(str.isdecimal, read)) or not all(map(_are_plans, read.values())):
             raise ValueError("it has another form, as earlier versions wrote it")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise AuditError(f"{truth}: cohorts.json cannot be read ({error})") from None
     return read
+
+
+def _are_plans(plans: object) -> bool:
+    """Whether these are digests of plans by the number of a client."""
+    if not isinstance(plans, dict) or not all(map(str.isdecimal, plans)):
+        return False
+    return all(isinstance(digest, str) for digest in plans.values())
 
 
 def _path(folder: Path, round: int) -> Path:
