@@ -26,7 +26,7 @@ from dbcl.objective import CLASSIFICATION, Objective, name_of
 from dbcl.simulation.config import CROSS_ENTROPY, RunConfig, in_python
 from dbcl.simulation.features import Progress, no_progress, on_features
 from dbcl.simulation.training import local_training
-from dbcl.user_code import imported, made, needed, short
+from dbcl.user_code import imported, made, needed, out_of_memory, short
 
 Flags = NDArray[np.bool_]
 CODE = ("model", "data", "features", "loss", "metric", "optimizer", "lr_schedule")
@@ -281,6 +281,8 @@ def pooled(sets: Sequence[Examples]) -> Examples:
         try:
             return TensorExamples(*join(tensors))
         except (RuntimeError, ValueError) as error:
+            if out_of_memory(error):
+                raise
             raise DataError(f"the clients' examples differ in shape or kind: {error}") from error
     lazy = [each for each in sets if isinstance(each, DatasetExamples)]
     if len(lazy) < len(sets):
