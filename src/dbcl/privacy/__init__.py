@@ -1,4 +1,4 @@
-"""Secret noise and clipping, and what each of them promises."""
+"""Noise mechanisms, clipping and privacy accounting."""
 
 from dbcl.privacy.accounting import PrivacyPlan, Spent
 from dbcl.privacy.clipping import UpdateNoise, clip_factor, norm

@@ -132,7 +132,7 @@ class PrivacyPlan(PrivacyConfig):
         return [problem for problem, fine in checks.items() if not fine]
 
     def _misfits(self) -> list[str]:
-        """Return what the participation rule demands and the clients cannot keep."""
+        """Return the demands of the participation rule that the clients cannot keep."""
         problems = []
         if self.shared and self.fewest not in (0, self.cohort) and self.strategy.memory:
             problems.append(
@@ -241,7 +241,7 @@ class PrivacyPlan(PrivacyConfig):
 
     @cached_property
     def _added(self) -> Mechanism:
-        """The mechanism; with `noise_on_updates` that of plain addition."""
+        """Mechanism of the noise on the weights; with `noise_on_updates` that of plain addition."""
         return replace(self.mechanism, workload=Workload()) if self.noise_on_updates else self.mechanism
 
     def relative(self, rms: float) -> float:
@@ -315,7 +315,7 @@ class PrivacyPlan(PrivacyConfig):
 
     @property
     def promise(self) -> str:
-        """The guarantee and its conditions as a sentence.
+        """Guarantee and its conditions as a sentence.
 
         >>> PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100).promise
         '(epsilon 8, delta 1e-05) differential privacy (mu 1.666) for one client, against clients and the public, ...'
@@ -338,7 +338,7 @@ class PrivacyPlan(PrivacyConfig):
 
     @property
     def against(self) -> str:
-        """The adversaries against whom the guarantee holds.
+        """Adversaries against whom the guarantee holds.
 
         >>> PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100).against
         'against clients and the public, with a trusted server'

@@ -1,4 +1,4 @@
-"""The length of an update, shortening it to a bound, and a client's own noise on it.
+"""Norm and clipping of updates, and a client's own noise.
 
 R has orthonormal columns, so an update of V and the update of W that it is lifted to have the same length.
 """
@@ -14,7 +14,7 @@ from dbcl.errors import ConfigError
 
 
 def norm(tensors: Mapping[str, Tensor]) -> float:
-    """The Euclidean length of all tensors together, to the last digit the same in whatever order they come.
+    """Return the Euclidean norm of all tensors together, to the last digit the same in any order.
 
     >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     5.0
@@ -58,7 +58,7 @@ class UpdateNoise:
             )
 
     def __call__(self, tensors: Mapping[str, Tensor], *, round: int) -> dict[str, Tensor]:
-        """Clip and noise the tensors of one update."""
+        """Clip the tensors of one update and add noise."""
         factor = clip_factor(norm(tensors), self.clip)
         key = seeds.fresh()
         if self.insecure_seed is not None:

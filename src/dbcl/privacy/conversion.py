@@ -1,4 +1,4 @@
-"""From a Gaussian mechanism to (epsilon, delta) and back, exactly (Balle and Wang 2018, theorem 8).
+"""Conversion of a Gaussian mechanism to (epsilon, delta) and back, exactly (Balle and Wang 2018, theorem 8).
 
 A mechanism whose sensitivity is mu times its noise is (epsilon, delta)-differentially private for
 delta(epsilon) = Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu) and for no smaller delta.
@@ -12,7 +12,7 @@ import torch
 from dbcl.errors import ConfigError
 
 MAX_MU = 1e6
-"""Largest mu that is searched: a guarantee with it says nothing."""
+"""Largest mu that is searched; a guarantee with it is vacuous."""
 
 
 def log_delta_of(mu: float, epsilon: float) -> float:
@@ -57,7 +57,7 @@ def mu_of(epsilon: float, delta: float) -> float:
 
 
 def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """Return where a condition begins to hold, which fails at `low` and holds at `high`."""
+    """Return the smallest value at which a condition holds that fails at `low` and holds at `high`."""
     while True:
         middle = (low + high) / 2
         if not low < middle < high:

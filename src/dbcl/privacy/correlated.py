@@ -1,4 +1,4 @@
-"""The veil with a guarantee: noise of a fixed size that is correlated over rounds."""
+"""Noise mechanism with a guarantee: noise of a fixed size that is correlated over rounds."""
 
 import math
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from dbcl.privacy.noise import NoiseMechanism
 from dbcl.state import State
 
 SCHEME = "correlated-v2"
-"""The label of the stream that z comes from. correlated-v1 had 32 bits of radius, and so a shorter tail."""
+"""Label of the stream that z comes from. correlated-v1 had 32 bits of radius, and so a shorter tail."""
 
 
 class _Begun(NamedTuple):
-    """A round whose noise may have been shown."""
+    """Round whose noise may have been shown."""
 
     round: int
     key: bytes
@@ -70,7 +70,7 @@ class CorrelatedNoise(NoiseMechanism):
 
     @classmethod
     def from_plan(cls, plan: PrivacyPlan) -> "CorrelatedNoise":
-        """The veil that keeps a plan's guarantee."""
+        """Return the noise mechanism that keeps a plan's guarantee."""
         return cls(plan.mechanism, plan.sigma, plan.promise)
 
     def guarantee(self) -> str:
@@ -191,7 +191,7 @@ class CorrelatedNoise(NoiseMechanism):
 
 
 def _moved(memory: Memory, device: torch.device) -> Memory:
-    """The same memory on the device where the weights are now."""
+    """Return the memory on the device of the weights."""
     past, velocity, total = memory
     return Memory(
         tuple(each.to(device) for each in past),

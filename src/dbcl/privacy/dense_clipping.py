@@ -140,7 +140,7 @@ def _save(
 
 
 def _gradients_of_outputs(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the loss of each example by itself and its gradient in the outputs; None where it cannot be batched."""
+    """Return the loss of each example by itself and its gradient in the outputs; None if it cannot be batched."""
 
     def of_one(output: Tensor, target: Tensor) -> Tensor:
         return loss(output.unsqueeze(0), target.unsqueeze(0))

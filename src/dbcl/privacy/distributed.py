@@ -1,4 +1,4 @@
-"""Noise shares of clients that trust nobody: how large each must be, and what the rounding of shares costs.
+"""Noise shares of clients that do not trust the server: their scale, and the privacy cost of rounding them.
 
 Each of n clients adds integers to its own update before masking: q_i + rint(nu_i), where q_i is its rounded vector (for
 one example as the privacy unit the sum of its clipped gradients) and nu_i = s C^-1 z_i over the rounds. Secure
@@ -162,7 +162,7 @@ class NoiseShares:
 
     @cached_property
     def growth(self) -> float:
-        """The standard deviation of a share in the last round, relative to that of z: the norm of a row of C^-1."""
+        """Standard deviation of a share in the last round, relative to that of z: the norm of a row of C^-1."""
         strategy = self.mechanism.strategy
         return float(np.linalg.norm(quotient(strategy.denominator, strategy.numerator, self.mechanism.rounds)))
 
@@ -207,7 +207,7 @@ class NoiseStream:
         self._memory = Memory()
         self._received = bytes(32)
         self.round = 0
-        """The round whose noise is drawn next."""
+        """Round whose noise is drawn next."""
 
     def draw(self, round: int, broadcast: bytes) -> NDArray[np.int64]:
         """Return the noise of a round, given a digest of its broadcast; rounds before the next one are an error."""
@@ -233,7 +233,7 @@ class NoiseStream:
         return self._memory.total
 
     def state(self) -> State:
-        """Return what must be on disk before the noise of a round leaves, the key included."""
+        """Return the state that must be on disk before the noise of a round leaves, the key included."""
         past = {f"past{age}": each for age, each in enumerate(self._memory.past)}
         values = {"round": self.round, "received": self._received.hex(), "key": self._key.hex()}
         return State(values, past)

@@ -26,7 +26,7 @@ from dbcl.privacy.dense_clipping import Gradients, clip_factors, dense_layers, d
 CHUNK = 64
 """Number of examples whose gradients are in memory at a time."""
 DENSE_CHUNK = 1024
-"""The same for stacks of dense layers, of which no gradient of an example is written out."""
+"""Number of examples at a time for stacks of dense layers, where no gradient of an example is written out."""
 NO_GRADIENT = (
     "the gradient of a single example cannot be computed for this model, so there is no guarantee for one example"
 )
@@ -154,7 +154,7 @@ def check_alone(model: nn.Module, examples: Examples, loss: Loss) -> None:
 
 
 def _gradient(model: nn.Module, loss: Loss) -> Callable[..., tuple[Gradients, Tensor]]:
-    """The gradient and the loss of an example, for a copy of the model: what a pass leaves in it reaches no other."""
+    """Return the gradient and the loss of an example, on a copy of the model, whose state reaches no other example."""
     own: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     return torch.func.grad_and_value(partial(_loss_of_one, copied(model, own), loss))
 

@@ -1,4 +1,4 @@
-"""Noise that is correlated over rounds: the matrix mechanism of DP-FTRL, and how much one client can move it.
+"""Correlated noise over rounds: the matrix mechanism of DP-FTRL and its sensitivity.
 
 The server's weights are a linear function of the rounds' average updates g_0, g_1, ...: W_(t+1) - W_0 = (A g)_t,
 where A is the lower triangular matrix of its optimiser. What is shown is W_(t+1) + N_(t+1) with
@@ -30,7 +30,7 @@ from dbcl.errors import ConfigError
 Vector = NDArray[np.float64]
 
 SEARCHED = 20_000
-"""So many partial patterns are looked at, at most, where a closed form does not hold."""
+"""Number of partial patterns that are searched at most, if no closed form holds."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Workload:
 
     @classmethod
     def from_optimizer(cls, optimizer: Optimizer) -> "Workload":
-        """The workload of a server's optimiser; one that is not linear in the updates is refused.
+        """Return the workload of a server's optimiser; one that is not linear in the updates is an error.
 
         >>> from dbcl import optim
         >>> Workload.from_optimizer(optim.momentum(0.5, lr=2.0)([torch.nn.Parameter(torch.zeros(1))]))
@@ -80,7 +80,7 @@ class Workload:
 
     @property
     def inverse(self) -> tuple[float, ...]:
-        """The polynomial (1 - S)(1 - momentum S): lr A^-1; 1 where the noise comes before the optimiser.
+        """Polynomial (1 - S)(1 - momentum S): lr A^-1; 1 if the noise comes before the optimiser.
 
         >>> Workload(momentum=0.5).inverse
         (1.0, -1.5, 0.5)
@@ -90,13 +90,13 @@ class Workload:
         return (1.0, -1.0) if self.momentum == 0 else (1.0, -1.0 - self.momentum, self.momentum)
 
     def coefficients(self, n: int) -> Vector:
-        """The first column of A, n x n: lr (1 + momentum + ... + momentum^j)."""
+        """Return the first column of A, n x n: lr (1 + momentum + ... + momentum^j)."""
         return self.lr * quotient((1.0,), self.inverse, n)
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """The matrix C as a quotient of two polynomials in the shift that start with 1: C = numerator / denominator.
+    """Matrix C as a quotient of two polynomials in the shift that start with 1: C = numerator / denominator.
 
     `independent`, `banded` and `white` make the ones that are of use.
 
@@ -125,12 +125,12 @@ class Strategy:
         return max(len(self.numerator), len(self.denominator)) - 1
 
     def coefficients(self, n: int) -> Vector:
-        """The first column of C, n x n."""
+        """Return the first column of C, n x n."""
         return quotient(self.numerator, self.denominator, n)
 
 
 def independent() -> Strategy:
-    """C = I: noise of its own on every average update, which then adds up in W. This is DP-FedAvg.
+    """Return C = I: independent noise on every average update, which then adds up in W. This is DP-FedAvg.
 
     >>> independent().coefficients(3)
     array([1., 0., 0.])
@@ -139,7 +139,7 @@ def independent() -> Strategy:
 
 
 def banded(bands: int, momentum: float = 0.0) -> Strategy:
-    """The square root of the workload, cut off after some diagonals.
+    """Return the square root of the workload, cut off after some diagonals.
 
     Of the prefix sum it is c_0 = 1, c_j = c_(j-1) (2j - 1) / (2j) for j < bands; with momentum it is the product of
     that series and the same one in momentum * S, which saves 7 % of the noise at 0.5 and 15 % at 0.9. With as many
@@ -156,7 +156,7 @@ def banded(bands: int, momentum: float = 0.0) -> Strategy:
 
 
 def white(workload: Workload) -> Strategy:
-    """C = A / lr: noise of its own on every W_t. As soon as clients return it is the worst of all: for comparison.
+    """Return C = A / lr: independent noise on every W_t. Once clients return it is the worst of all: for comparison.
 
     >>> white(Workload(momentum=0.5)).coefficients(3)
     array([1.  , 1.5 , 1.75])
@@ -165,7 +165,7 @@ def white(workload: Workload) -> Strategy:
 
 
 def sensitivity(coefficients: Sequence[float] | Vector, *, rounds: int, separation: int, participations: int) -> float:
-    """max |C x| over one client's contributions x, each of length 1 at most: the largest sum of columns of C.
+    """Return max |C x| over one client's contributions x, each of norm 1 at most: the largest sum of columns of C.
 
     C is `rounds` x `rounds` with these diagonals, none negative. A client takes part `participations` times at most,
     and between two times lie `separation` rounds or more (1: in every round).
@@ -203,7 +203,7 @@ def sensitivity(coefficients: Sequence[float] | Vector, *, rounds: int, separati
 
 
 def _worst(c: Vector, bands: int, separation: int, participations: int) -> float:
-    """The square of the sensitivity, by trying all patterns; those alike in what they may still meet count as one."""
+    """Return the squared sensitivity by searching all patterns; those with equal remaining choices count as one."""
     n = len(c)
 
     def product(i: int, j: int) -> float:
@@ -237,7 +237,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Mechanism:
-    """A workload, a strategy, and how often a client may take part: `rounds` updates are covered.
+    """Workload, strategy and participation rule of a mechanism over `rounds` updates.
 
     >>> mechanism = Mechanism(Workload(), banded(10), rounds=150, separation=10, participations=15)
     >>> round(mechanism.sensitivity, 3), round(mechanism.growth, 3), round(mechanism.sensitivity * mechanism.growth, 1)
@@ -264,18 +264,18 @@ class Mechanism:
 
     @cached_property
     def growths(self) -> Vector:
-        """The standard deviations of N_1, ..., N_n for white z of size 1: the lengths of the rows of A C^-1."""
+        """Return the standard deviations of N_1, ..., N_n for white z of size 1: the norms of the rows of A C^-1."""
         numerator = np.convolve(self.strategy.numerator, self.workload.inverse)
         column = self.workload.lr * quotient(self.strategy.denominator, numerator, self.rounds)
         return np.sqrt(np.cumsum(column**2))
 
     @cached_property
     def growth(self) -> float:
-        """The root mean square of `growths`."""
+        """Return the root mean square of `growths`."""
         return float(np.sqrt(np.mean(self.growths**2)))
 
     def mu(self, *, sigma: float, clip: float, per_round: int) -> float:
-        """The mechanism's mu: sensitivity * clip / (per_round * sigma), with noise sigma on z.
+        """Return the mechanism's mu: sensitivity * clip / (per_round * sigma), with noise sigma on z.
 
         It is as hard to tell whether a client took part as to tell a normal number from one with mean mu.
 
@@ -286,7 +286,7 @@ class Mechanism:
         return self.sensitivity * clip / (per_round * sigma)
 
     def step(self, memory: Memory, z: Tensor) -> Memory:
-        """The memory after one more z; its `total` is the noise N. Nothing in the memory before is written to.
+        """Return the memory after one more z; its `total` is the noise N. The memory before it is not changed.
 
         >>> mechanism = Mechanism(Workload(), banded(2), rounds=3, separation=2, participations=2)
         >>> one = mechanism.step(Memory(), torch.tensor([1.0]))
@@ -310,11 +310,11 @@ class Mechanism:
 
 
 BLOCK = 4096
-"""Coefficients that `quotient` computes at once."""
+"""Number of coefficients that `quotient` computes at once."""
 
 
 def quotient(numerator: Sequence[float] | Vector, denominator: Sequence[float] | Vector, n: int) -> Vector:
-    """The first n coefficients of the power series numerator / denominator; the denominator starts with 1.
+    """Return the first n coefficients of the power series numerator / denominator; the denominator starts with 1.
 
     >>> quotient((1.0,), (1.0, -0.5), 4)
     array([1.   , 0.5  , 0.25 , 0.125])

@@ -1,4 +1,4 @@
-"""The veil: secret noise that the server adds to W before anything leaves it.
+"""Veil: secret noise that the server adds to W before anything leaves it.
 
 Clients see sketches of W + N_t, and the server keeps W. The noise lives in the space of W and is sketched together with
 W, so that everything that one round sends, through whatever sketches, shows the same noise: with a noise of its own in
@@ -18,7 +18,7 @@ from dbcl.model.tensors import named_tensors, owner, plain_numbers
 from dbcl.state import State
 
 SCHEME = "veil-v2"
-"""The label of the white veil's stream. veil-v1 (dbcl 0.1) was drawn in the space of V, after the sketch."""
+"""Label of the stream of independent noise. veil-v1 (dbcl 0.1) was drawn in the space of V, after the sketch."""
 
 
 class NoiseMechanism(ABC):
@@ -36,28 +36,28 @@ class NoiseMechanism(ABC):
 
     @abstractmethod
     def begin(self, round: int, key: bytes, model: nn.Module) -> None:
-        """Settle the noise of a round: it follows from `key`, and may be measured against the model's weights."""
+        """Begin a round, whose noise follows from `key` and may be relative to the model's weights."""
 
     @abstractmethod
     def noise(self, round: int, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """N_t of one tensor in the space of W, in float64, where the tensor lies; None where it has no veil."""
+        """Return N_t of one tensor in the space of W, in float64, on the tensor's device; None if it has no veil."""
 
     @abstractmethod
     def guarantee(self) -> str:
         """Describe the guarantee in a sentence; "none" if there is none."""
 
     def prepare(self, key: bytes, shapes: Mapping[str, tuple[int, ...]]) -> None:  # noqa: B027
-        """A later round will begin with this key: whatever can be drawn without its weights may be drawn now."""
+        """Precompute the noise of a later round with this key, as far as it does not depend on the weights."""
 
     def end(self, round: int) -> None:  # noqa: B027  most kinds keep nothing
-        """The round is closed, and its noise will not be asked for again."""
+        """Close the round, whose noise will not be asked for again."""
 
     def state(self) -> State:
         """Return the state that must be kept from round to round, beside the round's key."""
         return State({}, {})
 
     def load_state(self, state: State) -> None:  # noqa: B027
-        """Go back to what `state` gave."""
+        """Restore what `state` returned."""
 
 
 class IndependentNoise(NoiseMechanism):
@@ -136,7 +136,7 @@ def veil_sizes(model: nn.Module, rhos: Mapping[str, float]) -> dict[str, float]:
 
 
 def _lengths(tensors: Iterable[Tensor]) -> dict[int, float]:
-    """The length of every tensor, by its id; a GPU is asked once for all of them."""
+    """Return the norm of every tensor by its id, with one synchronisation of a GPU for all of them."""
     own = {id(tensor): tensor.detach() for tensor in tensors if plain_numbers(tensor)}
     if not own:
         return {}

@@ -151,7 +151,7 @@ class ParticipationTracker:
 
     @property
     def rule(self) -> dict[str, int]:
-        """The limits, as `state` keeps them."""
+        """Limits as `state` keeps them."""
         names = ("rounds", "separation", "participations", "clients")
         return {name: getattr(self, name) for name in names}
 

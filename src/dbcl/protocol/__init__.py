@@ -1,4 +1,4 @@
-"""Messages, their bytes, the server, the client's verbs, and checkpoints."""
+"""Protocol: messages and their bytes, the server, the client's functions, and checkpoints."""
 
 from dbcl.protocol.aggregation import Aggregate
 from dbcl.protocol.base import load_base

@@ -1,4 +1,4 @@
-"""Many updates as one: an `Aggregate` is all that the server's step needs, whoever made it.
+"""Aggregation: many updates as one `Aggregate`, which is all that the server's step needs.
 
 `average` makes it of updates that the server holds one by one. A Flower strategy makes it of new weights. A protocol in
 which the server learns only a sum makes it without any single update.
@@ -16,7 +16,7 @@ from dbcl.errors import ProtocolError
 
 @dataclass(frozen=True, eq=False)
 class Aggregate:
-    """A weighted sum of updates, the sum of their weights, and how many there are.
+    """Weighted sum of updates, with the sum of their weights and their number.
 
     The sum is over changes of V, in the sketched space of the round, or over changes of W where it is `lifted`; of
     normalisation statistics it is over values, and one that no client reported is missing. What unit the weights have
@@ -37,14 +37,14 @@ class Aggregate:
             raise ProtocolError(f"an aggregate is of 1 update or more, got {self.count} with weight {self.weight}")
 
     def mean(self) -> dict[str, Tensor]:
-        """The weighted mean of the updates: sum / weight."""
+        """Return the weighted mean of the updates: sum / weight."""
         if self.weight == 1.0:
             return dict(self.sum)
         return {name: total / self.weight for name, total in self.sum.items()}
 
 
 class Weighted(NamedTuple):
-    """The tensors of an update, the weight that it counts with, and a factor that shortens it."""
+    """Tensors of an update, its weight, and the factor that scales it."""
 
     tensors: Mapping[str, Tensor]
     weight: float
@@ -52,7 +52,7 @@ class Weighted(NamedTuple):
 
 
 def average(updates: Sequence[Weighted], like: Mapping[str, Tensor], statistics: Collection[str] = ()) -> Aggregate:
-    """Add updates up, each with its share of the whole weight, in the dtype and on the device of `like`.
+    """Add updates, each with its share of the whole weight, in the dtype and on the device of `like`.
 
     The shares are below 1, so that the sum stays in the range of a half-precision dtype as well. Of the `statistics`,
     which are values and not changes, nothing is clipped, and the mean is over the updates that have them.
@@ -71,7 +71,7 @@ def summed(
     statistics: Collection[str] = (),
     whole: float | None = None,
 ) -> dict[str, Tensor]:
-    """The sums of `average`; `whole` is the weight that shares are of, where these are only some of the updates.
+    """Return the sums of `average`; `whole` is the total weight, if these are only some of the updates.
 
     >>> import torch
     >>> summed([Weighted({"b": torch.tensor([4.0])}, 1)], {"b": torch.zeros(1)}, whole=2.0)
@@ -91,7 +91,7 @@ def summed(
 def stacked_sums(
     stack: Mapping[str, Tensor], shares: Sequence[Sequence[float]], like: Mapping[str, Tensor]
 ) -> list[dict[str, Tensor]]:
-    """Weighted sums over the client axis of stacked tensors, one for each row of shares, where the tensors lie.
+    """Return weighted sums over the client axis of stacked tensors, one for each row of shares, on their device.
 
     >>> import torch
     >>> stacked_sums({"b": torch.tensor([[1.0], [5.0]])}, [[0.25, 0.75]], {"b": torch.zeros(1)})
@@ -109,7 +109,7 @@ def stacked_sums(
 
 
 def replacement(new: Mapping[str, Tensor], old: Mapping[str, Tensor], count: int) -> Aggregate:
-    """The aggregate that turns the weights `old` into `new`, for whoever makes new weights of `count` updates.
+    """Return the aggregate that turns the weights `old` into `new`, which somebody made of `count` updates.
 
     >>> import torch
     >>> replacement({"b": torch.tensor([3.0])}, {"b": torch.tensor([1.0])}, count=2).mean()
@@ -124,7 +124,7 @@ def replacement(new: Mapping[str, Tensor], old: Mapping[str, Tensor], count: int
 
 
 def mean_metrics(reported: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
-    """The mean of clients' metrics by their weights; one that only some clients report is the mean over those.
+    """Return the weighted mean of clients' metrics; one that only some report is the mean over those.
 
     >>> mean_metrics([({"loss": 1.0}, 1), ({"loss": 4.0, "accuracy": 0.5}, 3)])
     {'loss': 3.25, 'accuracy': 0.5}

@@ -16,11 +16,11 @@ from dbcl.protocol.messages import Base
 from dbcl.round_plan import mismatches
 
 SCHEME = "base-v1"
-"""The label of the noise on frozen parameters."""
+"""Label of the noise on frozen parameters."""
 
 
 def veiled_base(frozen: Mapping[str, Tensor], base: Sequence[TensorPlan], key: bytes) -> dict[str, Tensor]:
-    """W + N of every frozen tensor that is sent, with N = veil * rms(W) * standard normal: a function of key and W.
+    """Return W + N of every frozen tensor that is sent, with N = veil * rms(W) * standard normal, from key and W.
 
     Nothing in it changes from round to round, so that nothing averages out. A tensor of zeros counts as large as all
     of them together.
@@ -50,7 +50,7 @@ def fingerprints(model: nn.Module, base: Base | None) -> tuple[tuple[str, str], 
 
 
 def load_base(module: nn.Module, base: Base) -> nn.Module:
-    """Put the server's frozen parameters into a client's own module, once; returns the module, changed in place.
+    """Load the server's frozen parameters into a client's module, in place; return the module.
 
     >>> import dbcl
     >>> def adapted():

@@ -41,7 +41,7 @@ def save(folder: Path, round: int, state: State) -> Path:
 
 
 def prune(folder: Path) -> None:
-    """Delete all checkpoints but the two newest, also those that a process left which died before it did so.
+    """Delete all checkpoints but the two newest, also those of a process that died before it did so.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as name:
@@ -86,7 +86,7 @@ def _guarded(values: Any) -> bool:
 
 
 def newest(folder: Path) -> int | None:
-    """The round of the newest checkpoint of a folder, whole or not; None where there is none.
+    """Return the round of the newest checkpoint of a folder, whole or not, or None.
 
     >>> newest(Path("nowhere")) is None
     True
@@ -107,5 +107,5 @@ def _round(path: Path) -> int:
 
 
 def _all(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, newest first."""
+    """Return the checkpoints of a folder, newest first."""
     return sorted((path for path in folder.glob("round-*.dbcl") if _NAME.fullmatch(path.name)), reverse=True)

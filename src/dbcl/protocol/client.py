@@ -1,4 +1,4 @@
-"""A client's two verbs: put a broadcast into a model, and answer with the change."""
+"""Client side of a round: put a broadcast into a model, and make an update of the change."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from dbcl.protocol.requirements import BroadcastRequirements
 
 
 def blinded(module: nn.Module, broadcast: Broadcast, *, require: BroadcastRequirements | None = None) -> nn.Module:
-    """Make a client's model: a copy of `module` with the compact weights in it. W is nowhere in it.
+    """Make a client's model: a copy of `module` with the compact weights. W is nowhere in it.
 
     Train it with any loop and any optimiser. Plain SGD and momentum take the learning rate that the plain model would
     take; optimisers that normalise the gradient, such as Adam, take sqrt(ratio) times it. A broadcast that hides less
@@ -44,7 +44,7 @@ def make_update(
     metrics: Mapping[str, SupportsFloat] | None = None,
     noise: UpdateNoise | None = None,
 ) -> Update:
-    """Make the answer: how every tensor has changed since the broadcast, in the dtype that it was sent in.
+    """Make an update: the change of every tensor since the broadcast, in the dtype in which it was sent.
 
     `local` may be wrapped (DataParallel, DistributedDataParallel, `torch.compile`), and metrics may be numbers of
     Python, NumPy or PyTorch; one that is not finite is left out.
@@ -78,7 +78,7 @@ def make_update(
 def clipped_update(
     local: nn.Module, broadcast: Broadcast, batches: Sequence[Batch], loss: Loss, *, clip: float, rate: float = 1.0
 ) -> Update:
-    """Make the answer of a client that protects each of its examples: the sum of their clipped gradients, in float64.
+    """Make the update of a client that protects each of its examples: the sum of their clipped gradients, in float64.
 
     The sum is multiplied by minus the learning rate, so that it is the change of a step of SGD. It is not a mean: the
     server divides by the planned number of examples. For a guarantee against everyone it goes into a
@@ -109,7 +109,7 @@ def clipped_update(
 
 
 def as_number(value: SupportsFloat) -> float:
-    """A metric as a plain number, also where it is a tensor that autograd follows.
+    """Return a metric as a Python number, also from a tensor with a gradient.
 
     >>> import torch
     >>> as_number(torch.ones((), requires_grad=True))

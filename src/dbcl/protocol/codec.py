@@ -1,4 +1,4 @@
-"""Messages as bytes and back: `docs/protocol.md` describes the format.
+"""Encoding of messages as bytes and decoding; `docs/protocol.md` describes the format.
 
     DBCL | version (1 byte) | kind (1 byte) | header length (4) | header: JSON | tensors: safetensors | SHA-256 (32)
 
@@ -93,7 +93,7 @@ def _body_size(shapes: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> 
 
 
 def decode(data: bytes) -> Broadcast | Update | Base:
-    """Read a message of any kind; bytes that are none raise `ProtocolError`.
+    """Read a message of any kind, or raise `ProtocolError`.
 
     >>> decode(encode(Base({"w": torch.zeros(2)}))).tensors
     {'w': tensor([0., 0.])}
@@ -150,7 +150,7 @@ def decode_base(data: bytes) -> Base:
 
 
 def decode_update(data: bytes, *, lazy: bool = False) -> Update:
-    """Read an update. A `lazy` one reads each tensor whenever it is asked for: it takes no memory beside the bytes.
+    """Read an update. A `lazy` one reads each tensor on access, and takes no memory beside the bytes.
 
     >>> decode_update(b"not a message")
     Traceback (most recent call last):
@@ -196,7 +196,7 @@ def _header_text(header: Mapping[str, Any]) -> bytes:
 
 
 def pack(kind: int, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """Write one container: a header of plain JSON and named tensors; nothing that `unpack` would refuse for its size.
+    """Write one container: a header of plain JSON and named tensors, within the limits of `unpack`.
 
     >>> unpack(CHECKPOINT, pack(CHECKPOINT, {"round": 3}, {"w": torch.zeros(2)}))
     ({'round': 3}, {'w': tensor([0., 0.])})
@@ -217,13 +217,13 @@ def _limits(kind: int) -> Limits:
 
 
 def unpack(kind: int, data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read one container of a kind; every kind of damage is a `ProtocolError` that names it."""
+    """Read one container of a kind, or raise `ProtocolError` with the kind of damage."""
     header, body = _checked(kind, data)
     return header, _tensors(KINDS[kind], bytes(body))
 
 
 def _checked(kind: int, data: bytes) -> tuple[dict[str, Any], memoryview]:
-    """Return the header and the bytes of the tensors, whose structure is sound."""
+    """Return the header and the bytes of the tensors, after checking their structure."""
     what = KINDS[kind]
     if data[:4] != MAGIC:
         raise ProtocolError(f"{what}: does not begin with DBCL, so it is no dbcl message")
@@ -247,7 +247,7 @@ def _checked(kind: int, data: bytes) -> tuple[dict[str, Any], memoryview]:
 
 
 class _LazyTensors(Mapping[str, Tensor]):
-    """Tensors in the bytes of a message, each read whenever it is asked for."""
+    """Tensors in the bytes of a message, each read on access."""
 
     def __init__(self, body: memoryview) -> None:
         length = int.from_bytes(body[:8], "little")
@@ -281,14 +281,14 @@ def _tensors(what: str, body: bytes) -> dict[str, Tensor]:
 
 
 def _require_floats(what: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse what a weight cannot be: PyTorch would turn truth values and complex numbers into some."""
+    """Raise `ProtocolError` for dtypes that a weight cannot have: PyTorch would convert booleans and complex values."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise ProtocolError(f"{what}: {plain(name, 100)} is {tensor.dtype}, and weights are floating-point numbers")
 
 
 class Fields:
-    """Takes the fields out of a header, each with its check, and complains about any that are left."""
+    """Reader of a header's fields, each with its check; fields that are not read are an error."""
 
     def __init__(self, what: str, header: dict[str, Any]) -> None:
         self._what, self._left = what, dict(header)
@@ -337,7 +337,7 @@ def _is_hex(text: str) -> bool:
 
 
 def _is_lane(value: Any) -> bool:
-    """The lane and how many there are, two or more."""
+    """Return whether a value is a lane and the number of lanes, two or more."""
     if not (isinstance(value, list) and len(value) == 2 and all(map(is_count, value))):
         return False
     lane, lanes = value
@@ -373,7 +373,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _is_inputs(value: Any, ndim: int) -> bool:
-    """Some of the axes in their order, and not those that a part without this field has."""
+    """Return whether a value is a list of some axes in order, other than the default ones."""
     return (
         isinstance(value, list)
         and 0 < len(value) < ndim

@@ -1,4 +1,4 @@
-"""Looks at the structure of bytes from a stranger before any parser is given them, so that parsing stays cheap.
+"""Inspection of the structure of untrusted bytes before any parser reads them, so that parsing stays cheap.
 
 What a parser does with a few bytes can cost thousands of times their length: a list of empty lists, a million names, a
 tensor of no rows and 2^63 columns. Here everything is counted first.
@@ -15,7 +15,7 @@ from dbcl.errors import ProtocolError, plain, shown
 MAX_NAME = 500
 MAX_AXES = 16
 MAX_NUMBERS = 1 << 40
-"""The product of a tensor's sizes, zeros aside."""
+"""Largest product of a tensor's sizes, zeros aside."""
 
 _ITEMSIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -41,7 +41,7 @@ class Limits:
     tensors: int = 20_000
 
     def check(self, what: str, data: bytes) -> None:
-        """Refuse a header that is too long or has too many values, before it is parsed."""
+        """Raise an error for a header that is too long or has too many values, before it is parsed."""
         if len(data) > self.header:
             raise ProtocolError(f"{what}: a header of {len(data)} bytes does not fit")
         if data.count(b",") + data.count(b"[") + data.count(b"{") > self.items:
@@ -49,15 +49,15 @@ class Limits:
 
 
 MESSAGE = Limits()
-"""Of what strangers send."""
+"""Limits of messages from untrusted senders."""
 OWN = Limits(header=256 << 20, items=16_000_000, tensors=500_000)
-"""Of checkpoints, which hold the memory of optimisers and the metrics of all rounds, and are one's own."""
+"""Limits of checkpoints, which are trusted and hold the state of optimisers and the metrics of all rounds."""
 
 
 def read_json(
     what: str, data: bytes, *, limits: Limits = MESSAGE, spelling: Callable[[dict[str, Any]], bytes] | None = None
 ) -> dict[str, Any]:
-    """Read a JSON object within limits, none of whose names stands twice, with one `spelling` only.
+    """Read a JSON object within limits, without duplicate names, and in one `spelling` only.
 
     >>> read_json("update", b'{"round":3}')
     {'round': 3}
@@ -80,7 +80,7 @@ def read_json(
 
 
 def check_tensors(what: str, body: memoryview, limits: Limits = MESSAGE) -> None:
-    """Refuse bytes that are not named tensors in the safetensors format, one after the other without a gap.
+    """Raise an error for bytes that are not tensors in the safetensors format, one after the other without a gap.
 
     >>> import safetensors.torch, torch
     >>> check_tensors("update", memoryview(safetensors.torch.save({"w": torch.zeros(2, 3)})))

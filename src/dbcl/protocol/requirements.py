@@ -42,7 +42,7 @@ class BroadcastRequirements:
             raise ConfigError(f"the ratios must be 1 or more and rise, got {self.min_ratio} and {self.max_ratio}")
 
     def check(self, module: nn.Module, broadcast: Broadcast) -> None:
-        """Refuse a broadcast that does not have what the policy requires, with all that is missing."""
+        """Raise `ProtocolError`, with all that is missing, if a broadcast does not meet the requirements."""
         problems = []
         if broadcast.veil < self.veil:
             problems.append(f"the veil is {broadcast.veil:g}, and {self.veil:g} is required")

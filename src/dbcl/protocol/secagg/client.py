@@ -1,4 +1,4 @@
-"""A client's side of one round of secure aggregation: five steps, each of which can be taken once.
+"""Client side of one round of secure aggregation: five steps, each of which can be taken once.
 
 Everything that a server could do with a second answer is refused: keys, shares, the masked update, the signature and
 the shares that take masks off are given out once in a round, and only for the roster that the client has agreed to.
@@ -41,7 +41,7 @@ STEPS = ("advertise", "share", "mask", "agree", "reveal", "nothing more")
 
 @dataclass
 class ClientRound:
-    """One client in one round: make a new one for every round, and for every round that begins anew.
+    """Client in one round, made anew for every round and for every repeated round.
 
     `broadcast` and `plan` are the digests of what the client itself received: clients that were sent something else
     have other masks, which do not cancel. `config` is what it insists on. `registry` holds the others' identities;
@@ -66,7 +66,7 @@ class ClientRound:
     encoding: Encoding | None = None
     """Encoding of the update as integers; `WeightedMean` if None."""
     rounding: np.random.Generator | None = None
-    """Fixes how values are rounded, for experiments that are to be repeated."""
+    """Generator of the rounding, fixed for experiments that are to be repeated."""
     _step: int = 0
     _share_keys: KeyPair = field(default_factory=KeyPair, repr=False)
     _mask_keys: KeyPair = field(default_factory=KeyPair, repr=False)
@@ -88,11 +88,11 @@ class ClientRound:
 
     @property
     def roster_names(self) -> tuple[str, ...]:
-        """The clients of the roster that the client has agreed to; none before."""
+        """Clients of the roster that the client has agreed to; none before."""
         return () if self._roster is None else self._roster.names
 
     def advertise(self) -> Advert:
-        """Two new keys, signed: the first step."""
+        """Sign two new keys: the first step."""
         self._take("advertise")
         keys = self._share_keys.public, self._mask_keys.public
         signature = self.identity.sign(*advertised(self.round, self.broadcast, self.name, *keys))
@@ -122,7 +122,7 @@ class ClientRound:
         return Shares(self.round, roster.binding, commitment, signature, sealed, digests)
 
     def mask(self, delivery: Delivery, values: Vector, examples: int) -> Masked:
-        """The rounded update under the masks of all who sent shares, and one of its own: the third step.
+        """Mask the rounded update with all who sent shares, and with a mask of its own: the third step.
 
         A share that cannot be opened, or is not the one that its owner has told the server of, is as good as none.
         """
@@ -161,7 +161,7 @@ class ClientRound:
         return Masked(self.round, roster.binding, packed(words & np.uint32((1 << bits) - 1), bits))
 
     def _check_joined(self, roster: Roster, delivery: Delivery) -> None:
-        """Refuse a delivery in which one of the sharers has not signed the roster of this attempt."""
+        """Raise `ProtocolError` if one of the sharers has not signed the roster of this attempt."""
         for member in roster.members:
             signature = delivery.signatures.get(member.name)
             if signature is not None and not SigningKey.signed_by(member.identity, signature, *joined(roster.binding)):
@@ -227,12 +227,12 @@ class ClientRound:
         return self._roster
 
     def _channel(self, other: str, sender: str, receiver: str) -> bytes:
-        """The key for the shares that one of two clients makes for the other."""
+        """Return the key for the shares that one of two clients makes for the other."""
         assert self._roster is not None
         return derive(self._secrets[other][0], b"shares", self._roster.binding, sender.encode(), receiver.encode())
 
     def _problems(self, roster: Roster) -> list[str]:
-        """Everything for which a roster is refused."""
+        """Return the reasons to reject a roster."""
         count, config, members = len(roster.members), self.config, roster.members
         problems = []
         if not config.min_cohort <= count <= MAX_GROUP:
@@ -270,7 +270,8 @@ class ClientRound:
         return problems
 
     def state(self) -> State:
-        """Return all that another process needs for the next step, the secrets included; not the generator of rounding.
+        """Return the state that another process needs for the next step, secrets included; not the generator of
+        rounding.
 
         What is written after a step says that it is taken, so whoever reads it takes the next one.
 
@@ -306,7 +307,7 @@ class ClientRound:
         registry: Registry | None = None,
         encoding: Encoding | None = None,
     ) -> "ClientRound":
-        """Return the round that `state` was taken of."""
+        """Return the round of a `state`."""
         values, tensors = state
         try:
             share_seed, mask_seed, own_mask = (bytes.fromhex(seed) for seed in values["seeds"])

@@ -51,7 +51,7 @@ class Total:
 
 
 class Encoding(ABC):
-    """One way to add up updates as integers."""
+    """Encoding of updates as integers that can be added."""
 
     noisy = False
     """True if the sum carries the noise of a guarantee."""
@@ -60,7 +60,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def vector(self, update: Update | bytes, broadcast: Broadcast) -> tuple[Vector, int]:
-        """Return what a client must keep of its update for this round, and its number of examples.
+        """Return the vector of a client's update for this round, and its number of examples.
 
         Raises:
             ProtocolError: The update does not answer the broadcast, or the round may not be answered.
@@ -88,11 +88,11 @@ class Encoding(ABC):
         return OneSumARound() if self.noisy else StandingGroup()
 
     def binding(self, plan: bytes) -> bytes:
-        """Return the digest of all that clients must agree on, given that of their round plan."""
+        """Return the digest of everything that clients must agree on, given that of their round plan."""
         return plan
 
     def state(self) -> State:
-        """Return what a client must keep between rounds."""
+        """Return the state that a client must keep between rounds."""
         return State({}, {})
 
     def load_state(self, state: State) -> None:  # noqa: B027  most keep nothing
@@ -171,11 +171,11 @@ class NoisySum(Encoding):
             participations=plan.participations if plan.unit == "client" else plan.rounds,
             clients=1,
         )
-        """The client's own count of its turns, whatever the server says."""
+        """Client's own count of its turns, independent of the server."""
 
     @classmethod
     def of_client(cls, plan: PrivacyPlan, key: bytes | None = None) -> "NoisySum":
-        """Return the encoding of one client, with noise from a secret key, a fresh one where it is None."""
+        """Return the encoding of one client, with noise from a secret key, by default a fresh one."""
         return cls(plan, NoiseStream(plan.shares, key or seeds.fresh()))
 
     @property

@@ -1,4 +1,4 @@
-"""Groups whose sums were revealed: a further sum is over one of them again, or over clients that were in none.
+"""History of revealed sums: a further sum is over one of their groups again, or over clients that were in none.
 
 A client's updates of two rounds are much alike near the end of training, so sums over different groups can be combined:
 the sum over a group less the sum over the same group without one client is that client's update (So et al. 2021). Four
@@ -38,7 +38,7 @@ class SumHistory:
         return self._groups.get(client)
 
     def check_isolation(self, names: Iterable[str]) -> None:
-        """Raise `ProtocolError` where the sum over these clients could be combined with earlier ones."""
+        """Raise `ProtocolError` if the sum over these clients could be combined with earlier ones."""
         group = tuple(sorted(names))
         for client in group:
             before = self._groups.get(client)
@@ -97,7 +97,7 @@ class GroupRule(ABC):
 
     @abstractmethod
     def state(self) -> State:
-        """Return what must be on disk before anything leaves."""
+        """Return the state that must be on disk before anything leaves."""
 
     @abstractmethod
     def load_state(self, state: State) -> None:
@@ -105,7 +105,8 @@ class GroupRule(ABC):
 
 
 class StandingGroup(GroupRule):
-    """The first group whose list a client signs stays its own: sums without noise must be equal or disjoint.
+    """Rule for sums without noise, which must be equal or disjoint: the first group whose list a client signs stays its
+    own.
 
     Before that, it is in no roster with clients beside those of the last one for which it sent a masked vector, which
     may be in a sum that others have signed.
@@ -146,7 +147,7 @@ class StandingGroup(GroupRule):
 
 
 class OneSumARound(GroupRule):
-    """One sum in a round, over whatever group: the rule of clients that add shares of noise.
+    """Rule for sums with shares of noise: one sum in a round, over any group.
 
     Two sums over different groups in one round would show the difference of these groups with the noise of a few
     clients. So a client masks its vector of a round for one roster, and signs one list of survivors; two lists of one

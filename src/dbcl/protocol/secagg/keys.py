@@ -1,4 +1,4 @@
-"""Keys: who a client is, what it agrees on with each other client, and what all of it is bound to.
+"""Keys of clients: signatures, key agreement between two clients, and encryption bound to a purpose.
 
 Every primitive is that of `cryptography`: Ed25519 (RFC 8032), X25519 (RFC 7748), HKDF with SHA-256 (RFC 5869) and
 ChaCha20-Poly1305 (RFC 8439). What is said with a key begins with what it is said for, so that nothing that was signed
@@ -25,7 +25,7 @@ SEED, KEY, DIGEST, SIGNATURE = 16, 32, 32, 64
 
 
 def digest(*parts: bytes) -> bytes:
-    """SHA-256 over parts, each with its length before it, so that no two lists of parts are alike.
+    """Return SHA-256 over parts, each with its length before it, so that no two lists of parts are alike.
 
     >>> digest(b"ab", b"c") == digest(b"a", b"bc")
     False
@@ -34,7 +34,7 @@ def digest(*parts: bytes) -> bytes:
 
 
 def derive(secret: bytes, *info: bytes) -> bytes:
-    """A key of 32 bytes from a secret, for what `info` says and nothing else.
+    """Derive a key of 32 bytes from a secret, for the purpose `info` only.
 
     >>> derive(bytes(32), b"mask") == derive(bytes(32), b"share")
     False
@@ -56,7 +56,7 @@ class SigningKey:
         self.public = self._key.public_key().public_bytes_raw()
 
     def sign(self, *parts: bytes) -> bytes:
-        """A signature over the parts."""
+        """Sign the parts."""
         return self._key.sign(digest(*parts))
 
     @staticmethod
@@ -71,7 +71,7 @@ class SigningKey:
 
 @dataclass(frozen=True)
 class Registry:
-    """The public keys of all clients, known to each of them from elsewhere: what a server cannot invent.
+    """Public keys of all clients, which each of them knows independently of the server.
 
     >>> alice = SigningKey(bytes(32))
     >>> Registry({"alice": alice.public}).problem("alice", SigningKey().public)
@@ -89,7 +89,7 @@ class Registry:
 
 
 class KeyPair:
-    """An X25519 key that is made of 16 secret bytes, so that they can be shared out and the key made again.
+    """X25519 key made from 16 secret bytes, so that they can be shared and the key restored.
 
     >>> one, two = KeyPair(bytes(16)), KeyPair(bytes(range(16)))
     >>> one.agree(two.public) == two.agree(one.public)
@@ -102,7 +102,7 @@ class KeyPair:
         self.public = self._key.public_key().public_bytes_raw()
 
     def agree(self, other: bytes) -> bytes:
-        """The secret that only the two owners have."""
+        """Return the secret that only the two owners have."""
         try:
             return self._key.exchange(X25519PublicKey.from_public_bytes(other))
         except ValueError as error:  # a point of small order, with which everybody would have the same secret

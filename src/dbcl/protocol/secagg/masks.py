@@ -1,4 +1,4 @@
-"""Masks: words that only who has the key can make, added to a vector so that it looks random.
+"""Masks: pseudo-random words from a key, added to a vector to hide it.
 
 The stream is ChaCha20's (RFC 8439), one key for one mask, so the nonce is zero.
 """
@@ -12,11 +12,11 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from dbcl.protocol.secagg.quantizer import Words
 
 PIECE = 1 << 15
-"""Words that are made and added at a time: they stay in the cache."""
+"""Number of words that are made and added at a time: they stay in the cache."""
 
 
 def add_masks(words: Words, plus: Iterable[bytes] = (), minus: Iterable[bytes] = ()) -> None:
-    """Add the masks of some keys to words in place, and take away those of others, modulo 2^32.
+    """Add the masks of some keys to words in place, and subtract those of others, modulo 2^32.
 
     >>> words = np.zeros(3, dtype=np.uint32)
     >>> add_masks(words, plus=[bytes(32)])

@@ -1,4 +1,4 @@
-"""The nine messages of secure aggregation, and how they are written: in the container of all messages of dbcl.
+"""Messages of secure aggregation, nine kinds, in the container of all messages of dbcl.
 
 A round goes: `Advert` up, `Roster` down, `Shares` up, `Delivery` down, `Masked` up, `Survivors` down, `Agreement` up,
 `Agreed` down, `Reveal` up. `docs/secure-aggregation.md` tells what each is for.
@@ -19,13 +19,13 @@ from dbcl.protocol.inspection import is_count, is_name
 from dbcl.protocol.secagg.keys import DIGEST, KEY, SEED, SIGNATURE, digest
 
 MAX_GROUP = 128
-"""Most clients that mask their updates with each other."""
+"""Largest number of clients that mask their updates with each other."""
 SEALED = 2 * SEED + 16
-"""Bytes of two shares, encrypted: with the tag that shows whether somebody changed them."""
+"""Bytes of two encrypted shares, with the authentication tag."""
 
 
 class Member(NamedTuple):
-    """A client in a roster: who it is, its two keys of the round, and its word that they are its own."""
+    """Client in a roster: its name, its two keys of the round, and its signature of them."""
 
     name: str
     identity: bytes
@@ -36,7 +36,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Advert:
-    """A client's keys of one round, signed for the broadcast that it received."""
+    """Client's keys of one round, signed for the broadcast that it received."""
 
     round: int
     broadcast: bytes
@@ -48,7 +48,7 @@ class Advert:
 
     @property
     def member(self) -> Member:
-        """The same as it stands in a roster."""
+        """Return the entry of a roster."""
         return Member(self.name, self.identity, self.share_key, self.mask_key, self.signature)
 
 
@@ -83,7 +83,7 @@ class Roster:
 
 @dataclass(frozen=True)
 class Shares:
-    """A client's shares of its two secrets, sealed for each other client, and what it commits itself to.
+    """Client's shares of its two secrets, sealed for each other client, and its commitments.
 
     `commitment` is to the secret of its own mask, `digests` to the two shares of every client, its own included: so a
     wrong share shows, and who is to blame for it. `signature` is over the binding of the roster: it shows the others
@@ -100,7 +100,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Delivery:
-    """The sealed shares for one client by their makers, with the digests of the shares and the makers' signatures."""
+    """Sealed shares for one client by their makers, with the digests of the shares and the makers' signatures."""
 
     round: int
     binding: bytes
@@ -111,7 +111,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Masked:
-    """A client's rounded update and its weight, under all masks: packed words of the quantizer."""
+    """Client's rounded update and its weight, under all masks: packed words of the quantizer."""
 
     round: int
     binding: bytes
@@ -135,7 +135,7 @@ class Survivors:
 
 @dataclass(frozen=True)
 class Agreement:
-    """A client's signature under the list of survivors: it gives one in a round."""
+    """Client's signature under the list of survivors, of which it gives one in a round."""
 
     round: int
     binding: bytes
@@ -144,7 +144,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Agreed:
-    """The signatures of clients that were shown the same list."""
+    """Signatures of clients that were shown the same list."""
 
     round: int
     binding: bytes
@@ -153,7 +153,7 @@ class Agreed:
 
 @dataclass(frozen=True)
 class Reveal:
-    """A client's share of one secret of each other client: for a survivor its own mask's, else its key's."""
+    """Client's share of one secret of each other client: of a survivor's own mask, or of a dropped client's key."""
 
     round: int
     binding: bytes
@@ -166,7 +166,7 @@ _NUMBERS = {name: number for number, name in KINDS.items()}
 
 
 def names_digest(names: tuple[str, ...]) -> bytes:
-    """A digest of a list of names.
+    """Return a digest of a list of names.
 
     >>> names_digest(("ann", "bob")) == names_digest(("annbob",))
     False
@@ -175,7 +175,7 @@ def names_digest(names: tuple[str, ...]) -> bytes:
 
 
 def encode_message(message: Message) -> bytes:
-    """A message of secure aggregation as bytes.
+    """Write a message of secure aggregation as bytes.
 
     >>> agreement = Agreement(3, bytes(32), bytes(64))
     >>> decode_message(Agreement, encode_message(agreement)) == agreement
@@ -188,7 +188,7 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(kind: type[M], data: bytes) -> M:
-    """Read a message of one kind; whatever is wrong with the bytes is a `ProtocolError`.
+    """Read a message of one kind, or raise `ProtocolError`.
 
     >>> decode_message(Agreement, b"nothing")
     Traceback (most recent call last):

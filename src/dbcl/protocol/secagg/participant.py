@@ -1,4 +1,4 @@
-"""A client under secure aggregation, round after round: what it answers, and what it never answers twice."""
+"""Client under secure aggregation over all rounds: its answers, and its memory of those it must not repeat."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from dbcl.state import State, join
 
 
 class SecureClient:
-    """A client that answers a server's five messages: the broadcast with `begin`, all others with `answer`.
+    """Client that answers a server's five messages: the broadcast with `begin`, all others with `answer`.
 
     It keeps the keys of one round, and remembers for the whole run, whatever a server asks:
 
@@ -64,7 +64,7 @@ class SecureClient:
         self._examples = 0
 
     def check(self, broadcast: Broadcast) -> None:
-        """Raise `ProtocolError` where this client must not answer a broadcast; ask before the training."""
+        """Raise `ProtocolError` if this client must not answer a broadcast; call it before the training."""
         if self._last is None:
             return
         round, digest = self._last
@@ -128,7 +128,7 @@ class SecureClient:
         self.rule.check_roster(roster.round, roster.names)
 
     def state(self) -> State:
-        """Return all that another process needs to answer the next message, the secrets included.
+        """Return the state that another process needs to answer the next message, secrets included.
 
         >>> client = SecureClient("ann", SigningKey(), SecAggConfig(clip=4.0))
         >>> again = SecureClient("ann", SigningKey(), SecAggConfig(clip=4.0))

@@ -22,7 +22,7 @@ from dbcl.privacy.distributed import longest_rounded
 
 Words = NDArray[np.uint32]
 LEVELS = (1 << 15) - 1
-"""The clip becomes this integer: values have 16 bits with their sign."""
+"""Integer that stands for the clip: values have 16 bits with their sign."""
 MAX_CLIENTS = 1 << 10
 _TRIES = 200
 
@@ -52,7 +52,7 @@ class Quantizer:
 
     @property
     def largest(self) -> int:
-        """The largest absolute value of a sum of honest clients, in steps."""
+        """Largest absolute value of a sum of honest clients, in steps."""
         return self.clients * LEVELS
 
     @property
@@ -86,7 +86,7 @@ class Quantizer:
 
     @property
     def mask(self) -> np.uint32:
-        """A word with the quantizer's bits set."""
+        """Word with the quantizer's bits set."""
         return np.uint32((1 << self.bits) - 1)
 
     def steps(self, total: Words) -> NDArray[np.int64]:
@@ -101,7 +101,7 @@ class Quantizer:
         return folded(total, self.bits, self.largest)
 
     def values(self, total: Words) -> NDArray[np.float64]:
-        """Decode a sum as the values that it stands for.
+        """Decode a sum as values.
 
         >>> quantizer = Quantizer(clip=1.0, clients=2)
         >>> quantizer.values(quantizer.quantized(np.array([1.0, 0.0])) + quantizer.quantized(np.array([0.0, -1.0])))
@@ -153,7 +153,7 @@ def rounded_at_random(
 
 
 def packed(words: Words, bits: int) -> bytes:
-    """Words of so many bits one after the other, without gaps, the lowest bit first.
+    """Pack words of `bits` bits without gaps, the lowest bit first.
 
     >>> len(packed(np.arange(8, dtype=np.uint32), 21))
     21
@@ -170,7 +170,7 @@ def packed(words: Words, bits: int) -> bytes:
 
 
 def unpacked(data: bytes, bits: int, count: int) -> Words:
-    """The words that `packed` wrote; refuses bytes of another length.
+    """Return the words that `packed` wrote; bytes of another length are an error.
 
     >>> unpacked(packed(np.arange(5, dtype=np.uint32), 21), 21, 5)
     array([0, 1, 2, 3, 4], dtype=uint32)

@@ -1,4 +1,4 @@
-"""Secure aggregation on the server, round after round, over any transport.
+"""Server side of secure aggregation over all rounds, on any transport.
 
 The server asks through a function that carries bytes to clients and brings back their answers: `SecureRounds.play`.
 Clients answer with `SecureClient`. Lanes are groups, since updates of different lanes cannot be added before they are
@@ -50,9 +50,11 @@ from dbcl.state import State, join
 log = logging.getLogger(__name__)
 
 GROUP = 64
-"""Clients in a group: more are divided, and the groups' sums are added. With shares of noise there is one group."""
+"""Largest number of clients in a group: more are divided, and the groups' sums are added. With shares of noise there is
+one group.
+"""
 Ask = Callable[[Mapping[str, bytes]], Mapping[str, bytes]]
-"""Carries a message to each client, and brings back the answers of those that gave one."""
+"""Transport: carries a message to each client, and returns the answers that arrive."""
 
 
 class SecureRounds:
@@ -77,7 +79,7 @@ class SecureRounds:
         persist: Callable[[], None] = lambda: None,
     ) -> None:
         problems = []
-        if not server.steady_lanes and server.plan.lanes > 1:
+        if not server.sequence.steady_lanes and server.plan.lanes > 1:
             problems.append("its lanes change from round to round: make it with steady_lanes=True")
         if (problem := unbounded(server.statistics)) is not None:
             problems.append(problem)
@@ -101,7 +103,7 @@ class SecureRounds:
         self.server, self.config, self.registry, self.persist = server, config, registry, persist
         self.history = SumHistory()
         self._formed: dict[str, tuple[str, ...]] = {}
-        """Of clients that were asked for a masked update before their group has added up, that group."""
+        """Group of each client that was asked for a masked update before its group has added up."""
         self.sent_up = self.sent_down = 0
         """Bytes of the last round, without the broadcasts."""
         self.totals: list[tuple[RoundPlan, Total]] = []
@@ -151,7 +153,7 @@ class SecureRounds:
         return self.close(totals, refused)
 
     def ready(self, clients: Iterable[str]) -> list[str]:
-        """Of clients that are there, return those that can add up: complete groups, and enough new clients of a lane.
+        """Return the present clients that can add up: complete groups, and enough new clients of a lane.
 
         >>> import torch, dbcl
         >>> server = dbcl.Server(torch.nn.Linear(4, 2), dbcl.SketchConfig(coverage="all", lanes=1))
@@ -169,7 +171,7 @@ class SecureRounds:
         return [client for client in sent if client in chosen]
 
     def grouped(self, sent: Mapping[str, Broadcast], *, partial: bool = True) -> "tuple[list[Group], dict[str, str]]":
-        """Divide the clients of each lane into groups; return also who is in none, and why."""
+        """Divide the clients of each lane into groups; return also the clients in none, each with the reason."""
         lanes: dict[str, list[str]] = {}
         for client, broadcast in sent.items():
             lanes.setdefault(broadcast.plan.digest, []).append(client)
@@ -293,7 +295,7 @@ def groups(clients: Sequence[str], *, largest: int = GROUP) -> list[tuple[str, .
 
 @dataclass(eq=False)
 class Group:
-    """A group in a round: its clients, the plan of its lane, and the server's side of the protocol.
+    """Group in a round: its clients, the plan of its lane, and the server's side of the protocol.
 
     `whole` says that it adds up with all its clients or not at all.
     """
@@ -323,7 +325,7 @@ class Group:
         return dict.fromkeys(survivors.survivors, encode_message(survivors))
 
     def settle(self, members: Sequence[str], history: SumHistory | None) -> None:
-        """Decide that the sum over these clients is revealed, or raise `ProtocolError`."""
+        """Fix the clients of the sum, or raise `ProtocolError` if it may not be revealed."""
         self._require_enough(members)
         if history is not None:
             history.add(members)
@@ -384,7 +386,7 @@ def traffic(names: Sequence[str], length: int, config: SecAggConfig, encoding: E
 
 
 def unbounded(statistics: Iterable[str]) -> str | None:
-    """Return why running statistics of these names cannot be added up securely; None where there are none.
+    """Return the reason why running statistics of these names cannot be added securely, or None.
 
     >>> unbounded([]) is None
     True

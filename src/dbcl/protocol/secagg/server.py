@@ -1,4 +1,4 @@
-"""The server's side of one group in one round: what it relays, and how it comes to the sum and to nothing else.
+"""Server side of one group in one round: relays the messages and computes the sum.
 
 Whatever a client sends that cannot be used is as good as no answer: the client is left out from then on, with a reason.
 Where too few are left, that is a `ProtocolError`, and the round can begin anew with new keys.
@@ -38,7 +38,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass
 class GroupRound:
-    """The server of one group: `roster`, `deliver`, `survivors`, `agreed` and `total` are called in this order, once.
+    """Server of one group: `roster`, `deliver`, `survivors`, `agreed` and `total` are called in this order, once.
 
     `broadcast` and `plan` are the digests of what the group was sent, `length` the number of values in an update. With
     a `registry` it leaves out whom honest clients would refuse; they refuse a whole roster for one such member.
@@ -121,7 +121,7 @@ class GroupRound:
         return self._roster
 
     def deliver(self, answers: Mapping[str, Shares | bytes]) -> dict[str, Delivery]:
-        """For each client that sent its shares, those that others made for it."""
+        """Return for each client that sent its shares those that others made for it."""
         roster = self._given()
 
         def check(name: str, shares: Shares) -> None:
@@ -147,7 +147,7 @@ class GroupRound:
         return deliveries
 
     def survivors(self, answers: Mapping[str, Masked | bytes]) -> Survivors:
-        """Add up the masked updates, and say whose they are."""
+        """Add the masked updates; return the list of their clients."""
         roster = self._given()
         bits, length = self._encoding.bits(len(roster.members)), roster.length + self._encoding.more_words
         total = np.zeros(length, dtype=np.uint32)
@@ -162,7 +162,7 @@ class GroupRound:
         return self._survivors
 
     def agreed(self, answers: Mapping[str, Agreement | bytes]) -> Agreed:
-        """The signatures under the list of survivors."""
+        """Return the signatures under the list of survivors."""
         roster, survivors = self._given(), self._survivors
         assert survivors is not None
         identities = {member.name: member.identity for member in roster.members}
@@ -176,7 +176,7 @@ class GroupRound:
         return Agreed(self.round, roster.binding, {name: each.signature for name, each in signed.items()})
 
     def total(self, answers: Mapping[str, Reveal | bytes]) -> Total:
-        """Put the secrets together that take the masks off the sum."""
+        """Reconstruct the secrets and take the masks off the sum."""
         roster, survivors = self._given(), self._survivors
         assert survivors is not None
         assert self._sum is not None
@@ -201,7 +201,7 @@ class GroupRound:
         return self._encoding.total(words, len(roster.members), survivors.survivors)
 
     def _secrets(self, roster: Roster, survivors: Survivors, reveals: Mapping[str, Reveal]) -> dict[str, bytes]:
-        """The secret of each client that takes its masks off the sum; all who cannot be put together are named."""
+        """Return the secret of each client that takes its masks off the sum; clients whose secret is lost are named."""
         number = {name: place for place, name in enumerate(roster.names, start=1)}
         shares = {
             owner: {number[who]: each.shares[owner] for who, each in reveals.items() if owner in each.shares}
@@ -229,7 +229,7 @@ class GroupRound:
         return secrets
 
     def _check_shares(self, name: str, reveal: Reveal) -> None:
-        """Refuse a client with a share that is not the one it was given: nothing else it says is used."""
+        """Leave out a client that returns a share other than the one it was given."""
         assert self._survivors is not None
         for owner in self._survivors.sharers:
             if owner in reveal.shares:
@@ -239,7 +239,7 @@ class GroupRound:
                     raise ProtocolError(f"gave another share of {owner} than it was given")
 
     def _without_doubles(self, adverts: dict[str, Advert]) -> dict[str, Advert]:
-        """Leave out all who have a key in common: one of them has copied it, and clients refuse a roster with both."""
+        """Leave out all clients that have a key in common: one has copied it, and clients reject a roster with both."""
         owners: dict[bytes, list[str]] = {}
         for name, advert in adverts.items():
             for key in (advert.identity, advert.share_key, advert.mask_key):
@@ -267,7 +267,7 @@ class GroupRound:
     def _of(
         self, names: Mapping[str, object] | tuple[str, ...], answers: Mapping[str, M | bytes]
     ) -> dict[str, M | bytes]:
-        """The answers of those who were asked; who was and does not answer is out from now on."""
+        """Return the answers of the clients that were asked; a client that does not answer is left out from then on."""
         for name in names:
             if name not in answers and name not in self.refused:
                 self.refused[name] = "did not answer"

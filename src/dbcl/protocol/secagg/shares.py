@@ -1,4 +1,4 @@
-"""Sharing 16 secret bytes among clients, so that a number of them together have it and fewer have nothing.
+"""Secret sharing of 16 bytes among clients, with a threshold.
 
 Shamir's scheme is PyCryptodome's, which gives a wrong secret without a word when a share is wrong or too few are given.
 So a secret is used only where it fits what its owner has committed itself to. Its field is used directly to put many
@@ -16,7 +16,7 @@ from dbcl.protocol.secagg.keys import SEED
 
 
 def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """Shares for the clients 1 to `count`, in order, of which any `threshold` give the secret.
+    """Return shares for the clients 1 to `count`, in order, of which any `threshold` give the secret.
 
     >>> shares = split(bytes(16), threshold=2, count=3)
     >>> combined([{1: shares[0], 3: shares[2]}], 2) == [bytes(16)]
@@ -28,7 +28,7 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
 
 
 def combined(many: Sequence[Mapping[int, bytes]], threshold: int) -> list[bytes]:
-    """The secrets of several owners, each from its shares by their client's number, of which there are enough.
+    """Return the secrets of several owners, each from enough shares by their client's number.
 
     It is `Shamir.combine` for many: what the shares are multiplied by is the same for all secrets that the same clients
     hold, and one multiplication does for all of them. A wrong share gives a wrong secret: compare each with something.

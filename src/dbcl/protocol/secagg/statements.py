@@ -5,17 +5,17 @@ from dbcl.protocol.secagg.messages import Roster, names_digest
 
 
 def advertised(round: int, broadcast: bytes, name: str, share_key: bytes, mask_key: bytes) -> tuple[bytes, ...]:
-    """Return what a client signs when it gives out its keys."""
+    """Return the statement that a client signs for its keys."""
     return b"keys", round.to_bytes(8, "big"), broadcast, name.encode(), share_key, mask_key
 
 
 def joined(binding: bytes) -> tuple[bytes, ...]:
-    """Return what a client signs when it shares its secrets among the members of a roster."""
+    """Return the statement that a client signs for its shares among the members of a roster."""
     return b"roster", binding
 
 
 def pairwise(roster: Roster, sharers: tuple[str, ...], one: str, other: str) -> tuple[bytes, ...]:
-    """Return what the mask of two clients is derived for: the same for both, another for any other list of sharers."""
+    """Return the label of two clients' mask: the same for both, another for any other list of sharers."""
     low, high = sorted((one, other))
     return b"pair mask", roster.binding, names_digest(sharers), low.encode(), high.encode()
 

@@ -1,4 +1,4 @@
-"""Updates as vectors: validated, clipped to the public bound and flattened; and sums as tensors again."""
+"""Conversion of updates to vectors, validated and clipped to the public bound, and of sums to tensors."""
 
 import hashlib
 from collections.abc import Mapping
