@@ -16,7 +16,7 @@ from dbcl.files import file_in_the_way, user_path
 
 
 class Tracker(Protocol):
-    """Told of a run's beginning, of each round, and of its end; `Run.play` takes any object with these three methods.
+    """Interface of a tracker; `Run.play` takes any object with these three methods.
 
     `end` may come without `begin`, where another tracker could not begin.
 
@@ -37,17 +37,17 @@ class Tracker(Protocol):
     """
 
     def begin(self, folder: Path, settings: Mapping[str, Any], round: int) -> None:
-        """The run in `folder` plays from `round` on; a run that goes on begins again."""
+        """Begin or go on with the run in `folder`, which plays from `round` on."""
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """A round is over."""
+        """Take the metrics of a round."""
 
     def end(self) -> None:
-        """No more rounds follow, or an error ended them."""
+        """End the run, after its last round or an error."""
 
 
 class TensorBoard:
-    """Writes event files: into `folder` under the run's name, or into the run's own folder.
+    """Tracker that writes event files: into `folder` under the run's name, or into the run's own folder.
 
     >>> check_place("tensorboard:logs")
     """
@@ -60,7 +60,7 @@ class TensorBoard:
         self.writer: Any = None
 
     def begin(self, folder: Path, settings: Mapping[str, Any], round: int) -> None:
-        """Open the event file; what a crash had written after `round` is hidden."""
+        """Open the event file; events after `round`, from before a crash, are hidden."""
         place = self.folder / folder.name if self.folder else folder / "tensorboard"
         writer = _needs("torch.utils.tensorboard").SummaryWriter
         self.writer = writer(str(place), purge_step=round + 1 if round else None)
@@ -68,18 +68,18 @@ class TensorBoard:
         self.writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", round)
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """One point on each curve."""
+        """Write a point of each curve."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, round)
 
     def end(self) -> None:
-        """Write what is left and close the file."""
+        """Flush and close the file."""
         if self.writer is not None:
             self.writer.close()
 
 
 class ProgressBar:
-    """Draws a bar on a terminal or in a notebook, with the metric of the last round as `shown` writes it.
+    """Tracker that draws a bar on a terminal or in a notebook, with the metric of the last round as `shown` formats it.
 
     >>> import io
     >>> bar = ProgressBar("{:.0%}".format, Console(file=io.StringIO()))
@@ -108,13 +108,13 @@ class ProgressBar:
         self.progress.start()
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """A round further; the first value is the metric."""
+        """Advance by a round; the first value is the metric."""
         assert self.progress is not None
         name, value = next(iter(values.items()))
         self.progress.update(self.task, completed=round, description=f"{name} {self.shown(value)}")
 
     def end(self) -> None:
-        """Leave the bar where it is."""
+        """Stop the bar."""
         if self.progress is not None:
             self.progress.stop()
             self.progress = None

@@ -1,4 +1,4 @@
-"""All that one party saw in a run, and nothing else: the only input of an attack.
+"""Transcripts: all that one party saw in a run, and nothing else, as the only input of an attack.
 
 A transcript is a folder with `setting.json`, which holds what everybody knows, and one safetensors file for each round
 whose broadcast the party received, whether its update was used, lost or refused, or it was asked to evaluate only. The
@@ -58,7 +58,7 @@ class Setting:
         return LocalTraining(**numbers)  # type: ignore[arg-type]
 
     def template(self) -> nn.Module:
-        """A network of the right shape with weights of its own."""
+        """Make a network of the right shape, with weights of its own."""
         if ":" in self.model or len(self.shape) != 3:  # a transcript never imports code by itself
             raise AuditError(f"the network {self.model!r} is code of its own: give Transcript a template that makes it")
         channels, height, width = self.shape
@@ -67,7 +67,7 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class RoundRecord:
-    """One round as a party saw it.
+    """Round as a party saw it.
 
     `updates` are by sender: a client's own under its number, the server's by client, or their sum under "sum", or with
     several lanes the sum of each lane under "sum 0", "sum 1" and so on. `broadcasts` are those of the lanes that it
@@ -81,11 +81,11 @@ class RoundRecord:
 
     @property
     def broadcast(self) -> Broadcast:
-        """The broadcast of the round; for the server, which knows them all, that of the first lane."""
+        """Broadcast of the round; for the server, which knows them all, that of the first lane."""
         return self.broadcasts[0]
 
     def answered(self, sender: str) -> Broadcast:
-        """The broadcast that a sender's update answers."""
+        """Return the broadcast that a sender's update answers."""
         plan = self.updates[sender].plan
         return next(broadcast for broadcast in self.broadcasts if broadcast.plan.digest == plan)
 
@@ -118,12 +118,12 @@ class Transcript:
             raise NotAttackableError(f"{folder.name} holds no rounds: nothing was sent to it")
 
     def template(self) -> nn.Module:
-        """A network of the right shape with weights of its own: by `template`, or as the setting names it."""
+        """Make a network of the right shape, with weights of its own: by `template`, or as the setting names it."""
         return self.setting.template() if self._template is None else self._template()
 
     @property
     def client(self) -> str | None:
-        """The number of the client that this is the transcript of; None for the server's."""
+        """Number of the transcript's client; None for the server."""
         return self.party.removeprefix("client-") if self.party.startswith("client-") else None
 
     def __len__(self) -> int:
@@ -228,7 +228,7 @@ class Recorder:
         self._save(self.truth, server.round, self.before)
 
     def __call__(self, broadcasts: Mapping[int, Broadcast], messages: Mapping[int, Update | bytes]) -> None:
-        """Take note of a round that was just closed, or without messages, of one that is open and was only shown.
+        """Record a round that was just closed, or without messages, one that is open and was only shown.
 
         `broadcasts` may hold clients that are not in `messages`: they saw the round, and no update of theirs was used.
         """
@@ -268,7 +268,7 @@ class Recorder:
 
 
 def sums(messages: Sequence[Update | bytes]) -> dict[str, Update]:
-    """The average of the updates of each lane by examples, which is all that secure aggregation would show.
+    """Return the average of the updates of each lane by examples, which is all that secure aggregation shows.
 
     >>> one = Update(0, "ab", {"bias": torch.ones(2)}, examples=1)
     >>> sums([one, Update(0, "ab", {"bias": torch.zeros(2)}, examples=3)])["sum"].tensors["bias"]
@@ -292,7 +292,7 @@ def _mean(updates: Sequence[Update]) -> Update:
 
 
 def check_parties(parties: Sequence[str], clients: int) -> None:
-    """Refuse parties that a run of so many clients does not have.
+    """Raise `AuditError` for parties that a run of this many clients does not have.
 
     >>> check_parties(["0", "server"], clients=2)
     """

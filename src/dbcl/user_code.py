@@ -1,4 +1,4 @@
-"""Import functions, classes and data of the user's own by `module:name`."""
+"""Import of user code by `module:name`."""
 
 import contextlib
 import functools
@@ -16,11 +16,11 @@ from torch import nn
 from dbcl.errors import ConfigError
 
 SHORT = 300
-"""So many characters of somebody else's error are shown."""
+"""Number of characters of a foreign error message that are shown."""
 
 
 def imported(name: str, what: str) -> Callable[..., Any]:
-    """A function or class of the user's own by `module:name`, looked for beside the caller too; `what` is for errors.
+    """Import a user's function or class by `module:name`, also from beside the caller; `what` is for errors.
 
     >>> imported("torch.nn.functional:mse_loss", "loss").__name__
     'mse_loss'
@@ -52,7 +52,7 @@ def made(name: str, what: str) -> Any:
 
 @contextlib.contextmanager
 def _own_folder() -> Iterator[None]:
-    """Let a file beside the caller be found, as `python -m` would."""
+    """Make files beside the caller importable, as `python -m` does."""
     here = os.getcwd()
     sys.path.append(here)  # last, so that no file there stands in for an installed package
     try:
@@ -65,7 +65,7 @@ def _own_folder() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Whatever code that is not ours raises becomes one sentence, with the place where it was raised."""
+    """Report an error of user code in one sentence, with the place where it was raised."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -97,7 +97,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def needed(factory: Callable[..., object]) -> list[str]:
-    """The arguments without which a factory cannot be called; none where Python cannot tell.
+    """Return the arguments that a factory requires; none if Python cannot tell.
 
     >>> needed(nn.Linear)
     ['in_features', 'out_features']

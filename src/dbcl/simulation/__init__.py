@@ -1,4 +1,4 @@
-"""A training run: its settings, how they become a model, a server and an engine, its folder and its pictures."""
+"""Training runs: settings, their model, server and engine, and the folder of a run."""
 
 from dbcl.simulation.config import RunConfig
 from dbcl.simulation.metrics import RoundMetrics, read_metrics

@@ -1,4 +1,4 @@
-"""Makes what the settings of a run describe: plan, server, clients and engine."""
+"""Construction of plan, server, clients and engine from the settings of a run."""
 
 import logging
 import math
@@ -176,7 +176,7 @@ def weight_scale(model: nn.Module, privacy: PrivacyPlan) -> float:
 def sketch_config(
     config: RunConfig, model: nn.Module, layers: Layers | None = None, *, examples: int = 0
 ) -> SketchConfig:
-    """Return what a client sees of a model.
+    """Return the sketch and veil configuration of a model.
 
     With a guarantee the noise has a fixed size; the veil then states that size relative to the initial weights.
 
@@ -195,7 +195,7 @@ def sketch_config(
 
 
 def build_plan(config: RunConfig, model: nn.Module, layers: Layers | None = None, *, examples: int = 0) -> SketchPlan:
-    """Plan what a client sees of a model; the arguments are those of `sketch_config`.
+    """Plan the sketches and the veil of a model; the arguments are those of `sketch_config`.
 
     >>> from dbcl.simulation.task import task_of
     >>> config = RunConfig.from_options(veil=0.0)
@@ -310,7 +310,7 @@ def build_engine(config: RunConfig, task: Task, server: TrainingServer, *, seed:
 
 
 def public_setting(config: RunConfig, task: Task, plan: SketchPlan) -> Setting:
-    """Return what every party of a run knows before its first round."""
+    """Return the setting that every party of a run knows before its first round."""
     return Setting(
         model=config.model,
         shape=task.pictures.shape if task.pictures else (),

@@ -17,11 +17,11 @@ from dbcl.simulation.task import Task
 from dbcl.user_code import short
 
 IGNORED = -100
-"""The class that PyTorch's cross entropy leaves out."""
+"""Class that PyTorch's cross entropy leaves out."""
 
 
 def check_task(task: Task, config: RunConfig, model: nn.Module, held_out: Examples) -> None:
-    """Refuse, before a run begins, what would end it in its first round; `held_out` are on the model's device.
+    """Raise `ConfigError` for a task whose first round would fail; `held_out` is on the model's device.
 
     >>> from dbcl.simulation.task import task_of
     >>> config = RunConfig(clients=2, min_updates=3)
@@ -84,7 +84,7 @@ def _check_classes(who: str, examples: Examples, outputs: int) -> None:
 
 
 def _check_optimizer(make: OptimizerFactory, model: nn.Module, lr: float) -> None:
-    """Let an optimiser take one step with gradients of 0, on small parameters with as many axes as the model's."""
+    """Check an optimiser by one step with gradients of 0, on small parameters with as many axes as the model's."""
     stand_ins = [nn.Parameter(torch.zeros([2] * each.ndim)) for each in model.parameters() if each.requires_grad]
     for each in stand_ins:
         each.grad = torch.zeros_like(each)

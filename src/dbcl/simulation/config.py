@@ -1,4 +1,4 @@
-"""The settings of a run: data only. `dbcl.simulation.build` makes what they describe."""
+"""Settings of a run: data only. `dbcl.simulation.build` makes the objects that they describe."""
 
 import dataclasses
 import math
@@ -59,7 +59,7 @@ def names_code(text: str | None) -> bool:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides a training run. `dbcl train --help` explains each setting.
+    """Settings of a training run. `dbcl train --help` explains each of them.
 
     The settings of one concern are in one object: `sketch`, `secagg` and `privacy`. The last two are None where they
     are off. `from_options` takes all settings by their flat names, as the command line and TOML files have them.
@@ -321,7 +321,7 @@ class RunConfig:
 
     @property
     def feature_map(self) -> str | None:
-        """The features that the network takes: `features`, or those that its name stands for.
+        """Features that the network takes: `features`, or those that its name implies.
 
         >>> RunConfig(model="scatter-linear").feature_map, RunConfig().feature_map
         ('scattering', None)
@@ -384,13 +384,13 @@ def _privacy(own: PrivacyConfig | None, given: dict[str, Any]) -> PrivacyConfig 
 
 KINDS: dict[str, type] = {"sketch": SketchConfig, "secagg": SecAggConfig, "privacy": PrivacyConfig}
 NESTED = {name: list(described_fields(kind)) for name, kind in KINDS.items()}
-"""The described fields of each nested configuration, by its name in `RunConfig`."""
+"""Described fields of each nested configuration, by its name in `RunConfig`."""
 HOMES = {option_name(each): name for name, fields in NESTED.items() for each in fields} | dict.fromkeys(NESTED, "")
-"""The nested configuration that holds each flat setting."""
+"""Nested configuration that holds each flat setting."""
 OPTIONS: dict[str, dataclasses.Field[Any]] = {}
 """All settings by their flat names, in the order of `--help`."""
 HINTS: dict[str, Any] = {}
-"""The type of each setting by its flat name."""
+"""Type of each setting by its flat name."""
 for _field in dataclasses.fields(RunConfig):
     _kind = KINDS.get(_field.name, RunConfig)
     for _each in described_fields(_kind) if _kind is not RunConfig else [_field]:

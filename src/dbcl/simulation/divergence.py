@@ -1,4 +1,4 @@
-"""The error for a run whose training diverged, with the settings to lower."""
+"""Error for a run whose training diverged, with the settings to lower."""
 
 from dbcl.errors import ConfigError, DivergedError
 from dbcl.protocol.guarantee import MOMENTUM

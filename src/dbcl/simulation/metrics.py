@@ -1,4 +1,4 @@
-"""The metrics of a run's rounds, and the file that holds a line for each."""
+"""Metrics of a run's rounds, and their file."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from dbcl.settings import fits
 
 @dataclass(frozen=True)
 class RoundMetrics:
-    """One line of metrics.jsonl, where the score stands under the name of its metric.
+    """Metrics of one round: a line of metrics.jsonl, with the score under the name of its metric.
 
     Score and loss are those of W on held-out examples, measured by the server; of the moving average of W where the
     configuration sets `ema_decay`. With a guarantee it is the released mean of noisy models, and what clients measure
@@ -32,7 +32,7 @@ class RoundMetrics:
     metric: str = "accuracy"
 
     def line(self) -> dict[str, Any]:
-        """The metrics as metrics.jsonl has them.
+        """Return the metrics as metrics.jsonl has them.
 
         >>> list(RoundMetrics(1, 0.5, 1.0, 1.2, 10, 10, 3, [], 0, 0.1).line())[:3]
         ['round', 'accuracy', 'loss']
@@ -44,7 +44,7 @@ class RoundMetrics:
 
     @classmethod
     def of_line(cls, line: Mapping[str, Any]) -> "RoundMetrics":
-        """Undo `line`.
+        """Read a line that `line` wrote.
 
         >>> metrics = RoundMetrics(1, 0.5, 0.5, 1.2, 10, 10, 3, [], 0, 0.1, metric="loss")
         >>> RoundMetrics.of_line(metrics.line()) == metrics
@@ -72,7 +72,7 @@ class RoundMetrics:
 
 
 def as_text(history: Iterable[RoundMetrics]) -> str:
-    """The lines of metrics.jsonl.
+    """Return the text of metrics.jsonl.
 
     >>> as_text([])
     ''
@@ -81,7 +81,7 @@ def as_text(history: Iterable[RoundMetrics]) -> str:
 
 
 def read_metrics(folder: Path) -> list[RoundMetrics]:
-    """Read metrics.jsonl up to the first line that is damaged, as the last one is after a crash."""
+    """Read metrics.jsonl up to the first damaged line, such as the last one after a crash."""
     history = []
     for line in (folder / "metrics.jsonl").read_text("utf-8", errors="replace").splitlines():
         try:

@@ -1,4 +1,4 @@
-"""Pictures of a run."""
+"""Figures of a run."""
 
 import io
 import math
@@ -12,7 +12,7 @@ SERVER, CLIENTS, THIRD = "#0b6e99", "#d08a2c", "#7d4f9e"
 
 
 def curves(history: Sequence[Mapping[str, Any]], title: str, objective: Objective = CLASSIFICATION) -> bytes:
-    """The metric and the loss of W by round, and the clients' loss through sketch and veil beside it, as a PNG.
+    """Draw the metric and the loss of W by round, beside the clients' loss through sketch and veil, as a PNG.
 
     Where the clients' loss is in no round, as with a guarantee, the picture says that it is not shown.
 
@@ -53,7 +53,7 @@ def curves(history: Sequence[Mapping[str, Any]], title: str, objective: Objectiv
 def noise_by_epsilon(
     epsilons: Sequence[float], relative: Mapping[str, Sequence[float]], chosen: tuple[float, float], title: str
 ) -> bytes:
-    """Epsilon against the noise relative to the weights, a curve for each kind of noise, as a PNG.
+    """Draw epsilon against the noise relative to the weights, a curve for each kind of noise, as a PNG.
 
     `chosen` is the point of the plan in question, epsilon and noise.
 

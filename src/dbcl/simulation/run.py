@@ -1,4 +1,4 @@
-"""A training run: a folder with its configuration, its metrics, its checkpoints and its picture."""
+"""Training run: a folder with its configuration, its metrics, its checkpoints and its figure."""
 
 import contextlib
 import hashlib
@@ -40,13 +40,13 @@ log = logging.getLogger(__name__)
 
 
 SAMPLE = 32
-"""Examples of a dataset that are read to recognise it when a run goes on; of tensors in memory all are."""
+"""Number of examples that are read to recognise a dataset when a run goes on; of tensors in memory all are."""
 RESUMABLE = ("rounds", "target", "patience", "track")
-"""The settings that may change when a run goes on."""
+"""Settings that may change when a run goes on."""
 
 
 class Run:
-    """One run and its folder. `start` makes a new one, `resume` goes on with one; `play` plays its rounds.
+    """Run in a folder. `start` makes a new one, `resume` goes on with one; `play` plays its rounds.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp()) / "run"
@@ -74,7 +74,7 @@ class Run:
 
     @classmethod
     def start(cls, config: RunConfig, folder: Path, data_dir: str | None = None, *, task: Task | None = None) -> "Run":
-        """Make a new run, of a task that is given or that the settings name; the folder must not hold one already."""
+        """Make a new run of a given task, or of the one that the settings name; the folder must not hold a run."""
         refuse_old(folder)
         run = cls(config, folder, data_dir, seed=new_seed(config), task=task)
         if config.transcripts:
@@ -151,7 +151,7 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """The trained network: W, or its moving average where the settings ask for one."""
+        """Trained network: W, or its moving average if the settings ask for one."""
         return self.server.released
 
     @property
@@ -175,12 +175,12 @@ class Run:
 
     @property
     def best(self) -> RoundMetrics:
-        """The round with the best score, the first of several."""
+        """Metrics of the round with the best score, the first of several."""
         sign = -1 if self.task.objective.lower_is_better else 1
         return max(self.history, key=lambda metrics: -math.inf if math.isnan(metrics.score) else sign * metrics.score)
 
     def play(self, *trackers: Tracker) -> Iterator[RoundMetrics]:
-        """Play the rounds that are left, each written to the folder before it is given out; then write the results.
+        """Play the remaining rounds, each written to the folder before it is yielded; then write the results.
 
         The `trackers`, and those that the settings name, are told of every round.
         """
@@ -189,7 +189,7 @@ class Run:
             yield from self._play([*self.trackers, *trackers])
 
     def _check_place(self) -> None:
-        """Refuse to play where somebody else has gone on since this run was made or resumed."""
+        """Raise `ConfigError` if another process has played this run since it was made or resumed."""
         there = checkpoint.newest(self.folder / "checkpoints")
         if there != self.server.round:
             raise ConfigError(
@@ -283,16 +283,16 @@ class Run:
         return f"<Run of {self.title}: {self.server.round} of {self.config.rounds} rounds{reached}>"
 
     def _repr_png_(self) -> bytes | None:
-        """The run's curves, which a notebook shows in its place."""
+        """Return the run's curves for a notebook."""
         return self.picture() if self.history else None
 
     def picture(self) -> bytes:
-        """The run's curves as a PNG."""
+        """Return the run's curves as a PNG."""
         return curves([metrics.line() for metrics in self.history], self.title, self.task.objective)
 
 
 def data_digest(sets: Sequence[Examples], *, exact: bool) -> str | None:
-    """Return a digest of sets of examples; None where reading them twice gives different values.
+    """Return a digest of sets of examples; None if reading them twice gives different values.
 
     Datasets may augment at random, and reading one may take long: unless `exact`, only some of its examples are read.
 
@@ -327,7 +327,7 @@ def _own_values(held: Any) -> tuple[bytes, Any]:
 
 
 def read_config(folder: Path) -> RunConfig:
-    """The settings of a run by its folder.
+    """Return the settings of a run by its folder.
 
     >>> read_config(Path("nowhere"))
     Traceback (most recent call last):
@@ -345,7 +345,7 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def refuse_old(folder: Path) -> None:
-    """Refuse a folder that holds anything: a new run must not take old files for its own.
+    """Raise `ConfigError` for a folder that holds anything: a new run must not take old files for its own.
 
     >>> refuse_old(Path("nowhere"))
     """
@@ -357,7 +357,7 @@ def refuse_old(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _beginning(folder: Path) -> Iterator[None]:
-    """Hold a new folder while a run begins in it; where it does not begin, nothing that was made stays."""
+    """Lock a new folder while a run begins in it; if it does not begin, remove everything that was made."""
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     ours = False
     try:
@@ -393,7 +393,7 @@ def message_bytes(model: nn.Module, plan: SketchPlan, wire: str | None = None) -
 
 
 def transcript_bytes(run: Run) -> int:
-    """About how much the transcripts of a run's remaining rounds will take on the disk; 0 where nothing is recorded.
+    """Estimate the bytes of the transcripts of a run's remaining rounds; 0 if nothing is recorded.
 
     A client's take a message each way in the rounds of its own, the server's a broadcast of each lane, all updates (or
     their sum in each lane) and the weights, and the truth the weights of every round.

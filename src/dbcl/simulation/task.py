@@ -30,12 +30,12 @@ from dbcl.user_code import imported, made, needed, out_of_memory, short
 
 Flags = NDArray[np.bool_]
 CODE = ("model", "data", "features", "loss", "metric", "optimizer", "lr_schedule")
-"""The settings that may name code of one's own, as module:name."""
+"""Settings that may name user code, as module:name."""
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """The network, the examples and what is learned from them.
+    """Task of a run: the network, the examples and the objective.
 
     `make_model` makes the network from a number, which decides its initial weights. `train` holds all training
     examples, and `division` the rows of each client where the data come divided. `pictures` are the same examples as
@@ -65,7 +65,7 @@ class Task:
         return replace(training, batch_size=min(training.batch_size, len(self.train)))  # engines make room for a batch
 
     def adapt(self, config: RunConfig) -> RunConfig:
-        """The settings with the number of clients that the data have, where they come divided."""
+        """Return the settings with the number of clients that the data have, if they come divided."""
         if self.division is None:
             return config
         fraction = 1.0 if config.fraction is None else config.fraction
@@ -163,7 +163,7 @@ def _task_on_inputs(config: RunConfig, data_dir: str | None, allow_code: bool) -
 
 
 def code_of(config: RunConfig) -> dict[str, str]:
-    """The settings that name code of somebody's.
+    """Return the settings that name user code.
 
     >>> code_of(RunConfig(model="mypackage.nets:make"))
     {'model': 'mypackage.nets:make'}
@@ -189,7 +189,7 @@ def _schedule(name: str) -> Schedule | None:
 
 
 def _one_number(function: Callable[..., Any], what: str, name: str | None) -> Callable[..., float]:
-    """A function of the user's own that must give one number."""
+    """Wrap a user's function that must return one number."""
 
     @wraps(function)
     def called(*arguments: Any) -> float:
@@ -205,7 +205,7 @@ def _one_number(function: Callable[..., Any], what: str, name: str | None) -> Ca
 
 
 def of_pictures(config: RunConfig, dataset: Dataset, objective: Objective = CLASSIFICATION) -> Task:
-    """The task of a configuration's network on a dataset of pictures.
+    """Return the task of a configuration's network on a dataset of images.
 
     >>> of_pictures(RunConfig(model="mnist-cnn"), data.load("digits")).pictures.shape
     (1, 28, 28)
@@ -238,7 +238,7 @@ def given(
     optimizer: OptimizerFactory | None = None,
     schedule: Schedule | None = None,
 ) -> Task:
-    """The task of examples that are given: `train` a list with an item for each client, or one set for all to share.
+    """Return a task of given examples: `train` is a list with an item for each client, or one set to divide.
 
     The first of the `properties` is what an audit looks for: its name, and for each training example whether it has it.
 
@@ -267,7 +267,7 @@ def given(
 
 
 def pooled(sets: Sequence[Examples]) -> Examples:
-    """The examples of several sets as one, in their order.
+    """Return the examples of several sets as one, in their order.
 
     >>> import torch
     >>> first, second = (examples_of((torch.zeros(n, 4), torch.zeros(n))) for n in (3, 2))
@@ -320,7 +320,7 @@ def _flags(name: str, values: Any, examples: int) -> Flags:
 
 
 def _pictures(train: Examples, held_out: Examples, objective: Objective) -> tuple[Dataset | None, str]:
-    """The examples as attacks on pictures take them, or why they are none."""
+    """Return the examples as attacks on images take them, or the reason why they are no images."""
     if not objective.classifies:
         return None, "the loss is not the cross entropy of classes"
     if not (isinstance(train, TensorExamples) and isinstance(held_out, TensorExamples)):

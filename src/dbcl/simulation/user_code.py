@@ -1,4 +1,4 @@
-"""Errors of code that is not ours: one sentence with the function and the line, instead of a traceback through dbcl."""
+"""Errors of user code: one sentence with the function and the line, in place of a traceback through dbcl."""
 
 import contextlib
 import traceback
@@ -48,7 +48,7 @@ def _blame(error: BaseException, code: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def enough_memory() -> Iterator[None]:
-    """Raise `OutOfMemoryError`, with the remedy, where there is no more memory.
+    """Raise `OutOfMemoryError`, with the remedy, if there is no more memory.
 
     >>> with enough_memory():
     ...     raise MemoryError
@@ -65,6 +65,6 @@ def enough_memory() -> Iterator[None]:
 
 
 def memory_remedy(error: BaseException) -> str:
-    """Write that there is no more memory, what takes less of it, and the words of the error."""
+    """Return a message that there is no more memory, with remedies and the message of the error."""
     remedy = '`engine="local"` trains one client at a time, and a smaller model or `batch_size` takes less'
     return f"out of memory; {remedy}" + (f" ({said})" if (said := short(error)) else "")

@@ -1,4 +1,4 @@
-"""Random linear maps that are made from a seed."""
+"""Random linear maps from a seed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +22,7 @@ SCHEMES: dict[str, Callable[..., Sketch]] = {
 def draw(
     scheme: str, dim: int, width: int, *, seed: bytes, round: int, name: str, lane: int = 0, lanes: int = 1
 ) -> Sketch:
-    """Draw the sketch that a scheme's name stands for: the same call gives the same map on every machine.
+    """Draw the sketch of a scheme: the same call returns the same map on every machine.
 
     Of all schemes only "lanes-v1" draws another map for another lane.
 

@@ -1,4 +1,4 @@
-"""Sketches that add up inputs in buckets, as index tables on a device."""
+"""Sketches that add inputs in buckets, as index tables on a device."""
 
 import copy
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from dbcl.sketch.operator import Sketch, linear_map
 
 
 class Tables:
-    """The maps of a bucket sketch on one device and in one dtype, made of gathers in both directions.
+    """Maps of a bucket sketch on one device and in one dtype, made of gathers in both directions.
 
     Layer k holds the k-th member of every bucket that has one. Since the buckets are numbered from the largest to the
     smallest, layer k fills the first columns, and a sketch is a few gathers that are added up, without padding.
@@ -37,14 +37,14 @@ class Tables:
         self.even = torch.stack(self.project_weights) if even else self.gain.new_empty(0)  # (layers, width)
 
     def reweighed(self, unit: Tensor) -> "Tables":
-        """The tables of a sketch with the same buckets and other coefficients."""
+        """Return the tables of a sketch with the same buckets and other coefficients."""
         twin = copy.copy(self)
         twin._weigh(unit)
         return twin
 
     @classmethod
     def of_clients(cls, lanes: "Sequence[Tables]", lane_of: Tensor) -> "Tables":
-        """The tables of several clients at once, each in its own of several lanes, which share their buckets.
+        """Return the tables of several clients at once, each in one of several lanes, which share their buckets.
 
         The weights get a leading client axis, (clients, 1, ...), so that all maps are those of tensors that have one.
         """
@@ -57,12 +57,12 @@ class Tables:
         return merged
 
     def tensors(self) -> list[Tensor]:
-        """All tables in a fixed order."""
+        """Return all tables in a fixed order."""
         fixed = [self.bucket, self.lift_weight, self.expand_weight, self.gain, self.even]
         return fixed + self.layers + self.apply_weights + self.project_weights
 
     def clone(self) -> "Tables":
-        """A copy in memory of its own."""
+        """Return a copy in memory of its own."""
         twin = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, list):
@@ -72,7 +72,7 @@ class Tables:
         return twin
 
     def copy_(self, other: "Tables") -> bool:
-        """Copy the values of other tables, if all shapes are equal; gives whether they are."""
+        """Copy the values of other tables if all shapes are equal; return whether they are."""
         mine, theirs = self.tensors(), other.tensors()
         if [table.shape for table in mine] != [table.shape for table in theirs]:
             return False
@@ -81,19 +81,19 @@ class Tables:
         return True
 
     def apply(self, x: Tensor) -> Tensor:
-        """x R."""
+        """Return x R."""
         return self._gather(x, self.apply_weights)
 
     def lift(self, y: Tensor) -> Tensor:
-        """y R^T."""
+        """Return y R^T."""
         return y.index_select(-1, self.bucket).mul_(self.lift_weight)
 
     def project(self, x: Tensor) -> Tensor:
-        """x R D."""
+        """Return x R D."""
         return self._gather(x, self.project_weights)
 
     def project_into(self, out: Tensor, x: Tensor, clients: Tensor | None = None) -> None:
-        """`project` of rows into existing memory, each the row of one of the clients that the tables are of.
+        """Write `project` of rows into existing memory, each with the tables of its client.
 
         Not for autograd or `torch.func`.
         """
@@ -105,7 +105,7 @@ class Tables:
             out[..., : len(layer)].addcmul_(x.index_select(-1, layer), weight)
 
     def expand(self, y: Tensor) -> Tensor:
-        """y D R^T."""
+        """Return y D R^T."""
         return y.index_select(-1, self.bucket).mul_(self.expand_weight)
 
     def _gather(self, x: Tensor, weights: list[Tensor]) -> Tensor:
@@ -125,14 +125,14 @@ def _of_clients(lanes: list[Tensor], lane_of: Tensor) -> Tensor:
 
 
 class BucketSketch(Sketch):
-    """A sketch in which every input goes to at most one bucket, with a sign or another coefficient.
+    """Sketch in which every input goes to at most one bucket, with a sign or another coefficient.
 
     Column j of R holds the coefficients of bucket j divided by the square root of its size; their squares are 1 on
     average over a bucket.
     """
 
     def _fill(self, buckets: NDArray[np.int64], coefficients: NDArray[np.float64], gain_per_member: float) -> None:
-        """Take the bucket of each input (-1: none) and its coefficient; empty buckets are left out."""
+        """Set the bucket of each input (-1: none) and its coefficient; empty buckets are left out."""
         inside = buckets >= 0
         sizes = np.bincount(buckets[inside])
         order = np.argsort(-sizes, kind="stable")[: np.count_nonzero(sizes)]
@@ -152,7 +152,7 @@ class BucketSketch(Sketch):
         self._tables: dict[tuple[torch.device, torch.dtype], Tables] = {}
 
     def tables(self, like: Tensor) -> Tables:
-        """The index tables for tensors of this device and dtype; made once."""
+        """Return the index tables for tensors of this device and dtype; made once."""
         key = like.device, like.dtype
         tables = self._tables.get(key)
         if tables is None:

@@ -1,4 +1,4 @@
-"""The count sketch: every input lands in one bucket, with a random sign."""
+"""Count sketch: every input goes to one bucket, with a random sign."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""No sketch: the undefended baseline."""
+"""Identity sketch: the unprotected baseline."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from dbcl.sketch.operator import Sketch
 
 
 class Identity(Sketch):
-    """R = I and D = I: the weight itself is sent.
+    """Identity sketch, R = I and D = I: the weight itself is sent.
 
     >>> import torch
     >>> Identity(3).apply(torch.arange(3.0))

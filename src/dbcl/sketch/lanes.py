@@ -1,4 +1,4 @@
-"""One lane of a count sketch: the lanes of a round share their buckets and complement each other."""
+"""Lanes of a count sketch, which share their buckets and complement each other."""
 
 import copy
 import math
@@ -15,7 +15,7 @@ from dbcl.sketch.operator import check_width
 
 
 class LaneSketch(BucketSketch):
-    """A balanced count sketch in which lane k takes the k-th vector of an orthogonal basis of every bucket.
+    """Balanced count sketch in which lane k takes the k-th vector of an orthogonal basis of every bucket.
 
     Buckets and signs are drawn once for all lanes. Lane 0 adds the members of a bucket up, as `CountSketch` does; with
     two members lane 1 takes their difference. Where all buckets have as many members as there are lanes, the lanes
@@ -52,7 +52,7 @@ class LaneSketch(BucketSketch):
         self._fill(buckets, self._coefficients(width), gain_per_member=1.0)
 
     def _coefficients(self, width: int) -> NDArray[np.float64]:
-        """Of every input, in this lane."""
+        """Return the coefficient of every input in this lane."""
         buckets, places, signs = self._drawn
         small, larger = len(buckets) // width, buckets < len(buckets) % width
         vectors = [np.append(basis_vector(small, self.lane), 0.0), basis_vector(small + 1, self.lane)]
@@ -60,7 +60,7 @@ class LaneSketch(BucketSketch):
         return coefficients
 
     def in_lane(self, lane: int) -> "LaneSketch":
-        """The sketch of another lane: what was drawn is the same, so nothing is drawn again.
+        """Return the sketch of another lane with the same random draws.
 
         >>> first = LaneSketch(75, 37, seed=bytes(32))
         >>> first.in_lane(1).fingerprint() == LaneSketch(75, 37, seed=bytes(32), lane=1).fingerprint()
@@ -93,7 +93,8 @@ class LaneSketch(BucketSketch):
 
 
 def basis_vector(size: int, lane: int) -> NDArray[np.float64]:
-    """One vector of an orthogonal basis of `size` numbers, as long as a vector of ones; the lanes go round in it.
+    """Return a vector of an orthogonal basis of `size` values, with the norm of a vector of ones; lanes beyond `size`
+    repeat.
 
     A row of Sylvester's Hadamard matrix where the size is a power of two, so that all members count alike; else a row
     of the cosine transform.

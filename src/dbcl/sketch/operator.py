@@ -16,7 +16,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class Sketch(ABC):
-    """A random linear map R from `dim` inputs to `width` outputs, with R^T R = I, and a diagonal gain D.
+    """Random linear map R from `dim` inputs to `width` outputs, with R^T R = I, and a diagonal gain D.
 
     The paper's sketching matrix is S = R D^(1/2). A sketched layer computes z = (x R) D V^T with V = W R, which is
     x S S^T W^T. A sketch never changes after it was drawn, so copies share it.
@@ -37,7 +37,7 @@ class Sketch(ABC):
         return linear_map(x, self._apply, self._lift)
 
     def lift(self, y: Tensor) -> Tensor:  # (..., width) -> (..., dim)
-        """Bring the last axis back: y R^T, the adjoint of `apply` and its pseudo-inverse."""
+        """Return the last axis to full size: y R^T, the adjoint of `apply` and its pseudo-inverse."""
         self._check(y, self.width)
         return linear_map(y, self._lift, self._apply)
 
@@ -51,7 +51,7 @@ class Sketch(ABC):
 
     @abstractmethod
     def gain(self, like: Tensor) -> Tensor:  # (width,)
-        """D, the squared lengths of the columns of S, with the dtype and device of `like`."""
+        """Diagonal of D, the squared norms of the columns of S, with the dtype and device of `like`."""
 
     @abstractmethod
     def _apply(self, x: Tensor) -> Tensor: ...
@@ -60,11 +60,11 @@ class Sketch(ABC):
     def _lift(self, y: Tensor) -> Tensor: ...
 
     def dense(self, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Tensor:  # (dim, width)
-        """R as a matrix; for tests and inspection."""
+        """Return R as a matrix; for tests and inspection."""
         return self.apply(torch.eye(self.dim, dtype=dtype, device=device))
 
     def fingerprint(self) -> str:
-        """A hash of the map: equal for equal maps, on every machine."""
+        """Return a hash of the map: equal for equal maps, on every machine."""
         head = f"{self.scheme} {self.dim} {self.width} ".encode()
         return hashlib.sha256(head + self._table()).hexdigest()
 
@@ -86,7 +86,7 @@ class Sketch(ABC):
 
 
 def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
-    """Apply a linear map and tell autograd its adjoint; derivatives of any order work.
+    """Apply a linear map with a given adjoint for autograd; derivatives of any order work.
 
     Left to itself, autograd would turn a gather into a scatter, which is slow and, on a GPU, not deterministic.
 
@@ -118,6 +118,6 @@ _apply_linear_map = direct_apply(_LinearMap)
 
 
 def check_width(dim: int, width: int) -> None:
-    """Refuse a width that would compress nothing or leave nothing."""
+    """Raise `SketchError` for a width that would compress nothing or leave nothing."""
     if not 1 <= width < dim:
         raise SketchError(f"width must be between 1 and {dim - 1} (one less than its {dim} inputs), got {width}")

@@ -1,4 +1,4 @@
-"""Uniform sampling: keep `width` of the inputs, the same ones for every client."""
+"""Uniform sampling sketch: keeps `width` of the inputs, the same ones for every client."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from dbcl.sketch.operator import check_width
 
 
 class UniformSampling(BucketSketch):
-    """Keep `width` inputs chosen at random without replacement; the gain is dim / width.
+    """Uniform sampling of `width` inputs without replacement; the gain is dim / width.
 
     A layer sketched so is dropout on its input with a mask that all clients share in a round.
 

@@ -1,4 +1,4 @@
-"""Contract suites for people who write a sketch, a veil or an engine of their own; they need pytest.
+"""Contract suites for custom sketches, noise mechanisms and engines; they need pytest.
 
 A test class inherits a suite, supplies the one method that makes the new thing, and gets every test:
 

@@ -1,4 +1,4 @@
-"""The contract of per-example clipping: an engine's tests inherit it through `EngineContract`.
+"""Contract of per-example clipping, which engines inherit through `EngineContract`.
 
 A guarantee for one example is a statement about the code that trains a client. So every engine is held to it with
 models of all kinds, on whichever of its paths it takes for them.

@@ -36,7 +36,7 @@ def examples() -> Examples:
 
 
 def clients() -> list[Examples]:
-    """The examples of four clients."""
+    """Return the examples of four clients."""
     return [examples().subset(shard) for shard in SHARDS]
 
 
@@ -89,7 +89,7 @@ class EngineContract(ExampleClipContract):
     )
     @pytest.mark.parametrize("veil", [0.0, 0.2])
     def test_three_rounds_are_the_sum_of_their_clients(self, training: LocalTraining, veil: float) -> None:
-        """The engine against a loop written out here with the five verbs."""
+        """Compare the engine with a loop over clients, written out with the five verbs."""
         reports = self.assert_as_written_out(training, rounds=3, veil=veil)
         assert [report.accepted for report in reports] == [4, 4, 4]
 
@@ -113,7 +113,7 @@ class EngineContract(ExampleClipContract):
     def assert_as_written_out(
         self, training: LocalTraining, *, rounds: int, fraction: float = 1.0, **settings: Any
     ) -> list[dbcl.RoundReport]:
-        """Compare the engine's weights and reports with those of a loop over clients; gives the reports."""
+        """Compare the engine's weights and reports with those of a loop over clients; return the reports."""
         engine = self.start(training, fraction, **settings)
         torch.manual_seed(1)
         server = dbcl.Server(net(), insecure_seed=0, **nested({"coverage": "hidden", **settings}))
@@ -208,7 +208,7 @@ class EngineContract(ExampleClipContract):
             )
 
     def test_any_inputs_any_loss_and_any_optimiser(self) -> None:
-        """A regression on dictionaries, with Adam, against a loop written out here."""
+        """Compare a regression on dictionaries, with Adam, with a loop that is written out."""
         generator = torch.Generator().manual_seed(3)
         x = torch.randn(40, 6, generator=generator, dtype=torch.float64)
         sets = [({"left": part, "right": part.flip(1)}, part[:, :CLASSES]) for part in (x[:10], x[10:20])]

@@ -32,7 +32,7 @@ class Recurrent(nn.Module):
 
 
 class TwoInputs(nn.Module):
-    """Takes its inputs by name."""
+    """Model that takes its inputs by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class TwoInputs(nn.Module):
 
 
 class Listed(nn.Module):
-    """Calls its layers in another order than it names them, and leaves one out."""
+    """Model that calls its layers in another order than it names them, and leaves one out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Centred(nn.Module):
 
 
 class Averaging(nn.Module):
-    """Keeps a running mean in a buffer that it replaces in every pass."""
+    """Model with a running mean in a buffer that it replaces in every pass."""
 
     mean: Tensor
 
@@ -88,7 +88,7 @@ class Averaging(nn.Module):
 
 
 class Counting(Averaging):
-    """Counts its passes in training, in an attribute."""
+    """Model that counts its passes in training, in an attribute."""
 
     passes = 0
 
@@ -99,7 +99,7 @@ class Counting(Averaging):
 
 
 class Remembering(Averaging):
-    """Keeps a value of its last inputs in an attribute."""
+    """Model that keeps a value of its last inputs in an attribute."""
 
     level = 0.0
 
@@ -111,7 +111,7 @@ class Remembering(Averaging):
 
 
 class KeptInList(Averaging):
-    """Reads a weight from a list, where `torch.func` does not replace it."""
+    """Model that reads a weight from a list, where `torch.func` does not replace it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def normalised() -> nn.Sequential:
 
 
 class Scaled(nn.Module):
-    """Has a parameter without axes."""
+    """Model with a parameter without axes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Any]]] = {
     "single number": (Scaled, rows),
     "dictionary": (TwoInputs, lambda x: {"left": x, "right": x.flip(1)}),
 }
-"""By name: makes a model, and makes its inputs of (examples, FEATURES) values."""
+"""Models by name: a function that makes the model, and one that makes its inputs of (examples, FEATURES) values."""
 
 
 MIXING: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Any]]] = {
@@ -217,7 +217,7 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Any]]] = {
         words,
     ),
 }
-"""The same for models whose examples act on one another, or whose forward pass changes them."""
+"""Models, in the same form, whose examples act on one another, or whose forward pass changes them."""
 
 PLAIN = ("embedding", "reused module", "tied weights", "weight norm")
 """Kinds with no hidden layer that can be sketched."""

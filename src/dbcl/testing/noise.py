@@ -12,7 +12,7 @@ KEYS = [bytes([number]) * 32 for number in range(4)]
 
 
 def layer() -> nn.Linear:
-    """The model that is veiled; always the same weights."""
+    """Return the model that is veiled; always the same weights."""
     made = nn.Linear(30, 20)
     with torch.no_grad():
         made.weight.copy_(torch.linspace(-1, 1, 600).reshape(20, 30))
@@ -23,10 +23,10 @@ def layer() -> nn.Linear:
 class NoiseMechanismContract(ABC):
     @abstractmethod
     def veil(self) -> NoiseMechanism:
-        """A new veil, before its first round, for a model with a `weight` of 20 x 30 and a `bias` of 20."""
+        """Make a noise mechanism, before its first round, for a model with a `weight` of 20 x 30 and a `bias` of 20."""
 
     def play(self, veil: NoiseMechanism, first: int, last: int) -> list[Tensor]:
-        """The noise on the weight in every round from `first` to before `last`."""
+        """Return the noise on the weight in every round from `first` to before `last`."""
         noises = []
         for round in range(first, last):
             veil.begin(round, KEYS[round], layer())

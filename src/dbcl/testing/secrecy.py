@@ -1,4 +1,4 @@
-"""Walks everything that a client can reach and looks for what it must never hold."""
+"""Search of everything that a client can reach for values that it must never hold."""
 
 import gc
 import types
@@ -14,7 +14,7 @@ SKIPPED = (types.ModuleType, type, types.BuiltinFunctionType, types.FrameType)
 
 
 def reachable(root: object) -> Iterable[object]:
-    """Every object that can be reached from one, by whatever way Python keeps references."""
+    """Return every object that can be reached from one, by any kind of reference."""
     seen: dict[int, object] = {}
     stack = [root]
     while stack:
@@ -39,7 +39,7 @@ def reachable(root: object) -> Iterable[object]:
 
 
 def leaks(root: object, secrets: dict[str, Tensor]) -> list[str]:
-    """Say where a secret matrix shows: some of its rows as bytes, in any dtype, or all of it in disguise.
+    """Return the places where a secret matrix shows: some of its rows as bytes, in any dtype, or all of it in disguise.
 
     A tensor is looked at with the whole storage behind it, so that a view of a larger one hides nothing. A disguise is
     any tensor with as many numbers whose direction is nearly that of the secret (cosine above 0.9; the effective weight
@@ -71,7 +71,7 @@ def leaks(root: object, secrets: dict[str, Tensor]) -> list[str]:
 
 
 def rows(secret: Tensor) -> Tensor:
-    """Four rows of a secret, spread over it; a place that holds the whole secret holds them."""
+    """Return four rows of a secret, spread over it; a place that holds the whole secret holds them."""
     matrix = secret.detach().reshape(len(secret), -1)
     return matrix[torch.linspace(0, len(matrix) - 1, min(4, len(matrix))).long()]
 

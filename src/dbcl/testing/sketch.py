@@ -91,7 +91,7 @@ class SketchContract(ABC):
 
     @staticmethod
     def outer(sketch: Sketch) -> Tensor:
-        """S S^T."""
+        """Return S S^T."""
         R = sketch.dense()
         return (R * sketch.gain(R)) @ R.T
 
