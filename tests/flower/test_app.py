@@ -50,6 +50,30 @@ def test_server_and_clients_train_together_and_go_on(tmp_path: Path, monkeypatch
     assert evaluate(model, (digits.x_test, digits.y_test)).score == pytest.approx(again[-1]["accuracy"])
 
 
+def test_a_round_that_is_measured_again_has_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(APP))
+    from dbcl_app import client_app, server_app
+
+    def rounds(count: int) -> list[float]:
+        config = {**CONFIG, "rounds": count, "checkpoint": str(tmp_path)}
+        context = Context(run_id=0, node_id=1, node_config={}, state=RecordDict(), run_config=config)
+        server_app.app(LocalGrid(client_app.app, nodes=3, run_config=config), context)
+        return [line["round"] for line in metrics(tmp_path)]
+
+    def stopped(*lines: str) -> None:
+        """Write what a server leaves that is stopped after it has measured a round and before it keeps that."""
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write("".join(lines))
+
+    assert rounds(0) == [0]
+    assert rounds(0) == [0]  # the first round was not played, so its starting weights are measured again
+    assert rounds(2) == [0, 1, 2]
+    stopped(*(tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)[-1:], '{"round": 3, "accu')
+    assert rounds(3) == [0, 1, 2, 3]
+    stopped('{"round": 4, "accuracy": 0.5, "loss": 1.0}\n')
+    assert rounds(4) == [0, 1, 2, 3, 4]
+
+
 def test_the_app_begins_with_weights_that_nobody_knows_unless_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

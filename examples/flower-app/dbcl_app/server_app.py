@@ -1,5 +1,6 @@
 """What runs on the server: Flower's own FedAvg inside dbcl's wrapper."""
 
+import contextlib
 import json
 import logging
 from pathlib import Path
@@ -17,6 +18,17 @@ app = ServerApp()
 log = logging.getLogger("flwr")  # its lines are those of `flwr log`
 
 
+def write_metrics(path: Path, line: dict[str, float]) -> None:
+    """Write the line of a round after those before it; a run that was stopped within a round measures it again."""
+    earlier: dict[float, dict[str, float]] = {}
+    for text in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # half a line, from when the app was stopped
+            read = json.loads(text)
+            earlier[read["round"]] = read
+    kept = [each for number, each in earlier.items() if number < line["round"]]
+    write_atomic(path, "".join(json.dumps(each) + "\n" for each in [*kept, line]).encode())
+
+
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Play the rounds, or those that are left, and keep the model."""
@@ -32,8 +44,7 @@ def main(grid: Grid, context: Context) -> None:
         model.load_state_dict(arrays.to_torch_state_dict())
         loss, accuracy = measure(model, x, y)
         if folder is not None:
-            with open(folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"round": number, "accuracy": accuracy, "loss": loss}) + "\n")
+            write_metrics(folder / "metrics.jsonl", {"round": number, "accuracy": accuracy, "loss": loss})
         return MetricRecord({"accuracy": accuracy, "loss": loss})
 
     nodes = int(config["min-nodes"])
