@@ -50,14 +50,9 @@ def true_change(truth: Truth, view: TensorObservations, index: int) -> Tensor:
     `index` counts the seen rounds. With momentum on the server it is what the round's updates add, without what older
     updates still move.
 
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
-    >>> from dbcl.simulation import preset, task_of
-    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.estimators.observations import tensor_observations
-    >>> config = preset("paper", model="dlg-lenet")
-    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> played = example_batches("paper", model="dlg-lenet")
     >>> true_change(played.truth, tensor_observations(played.attacker)["1.bias"], index=0).shape
     torch.Size([1, 10])
     """
@@ -71,14 +66,9 @@ def true_change(truth: Truth, view: TensorObservations, index: int) -> Tensor:
 def score(truth: Truth, view: TensorObservations, changes: Iterable[Tensor]) -> Scores:
     """Compare an estimator's changes of one tensor with what really happened.
 
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
-    >>> from dbcl.simulation import preset, task_of
-    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.estimators.observations import tensor_observations
-    >>> config = preset("paper", model="dlg-lenet")
-    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> played = example_batches("paper", model="dlg-lenet")
     >>> view = tensor_observations(played.attacker)["1.bias"]
     >>> [round(cosine, 3) for cosine in score(played.truth, view, [true_change(played.truth, view, 0)]).cosines]
     [1.0]
@@ -97,14 +87,9 @@ def score(truth: Truth, view: TensorObservations, changes: Iterable[Tensor]) -> 
 def predicted_cosine(truth: Truth, view: TensorObservations, veil: float) -> float:
     """The isotropic formula 1 / (1 + 4 kappa^2)^(1/4), with the true size of the others' updates.
 
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
-    >>> from dbcl.simulation import preset, task_of
-    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
+    >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.estimators.observations import tensor_observations
-    >>> config = preset("paper", model="dlg-lenet")
-    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> played = example_batches("paper", model="dlg-lenet")
     >>> round(predicted_cosine(played.truth, tensor_observations(played.attacker)["1.bias"], veil=0.0), 3)
     1.0
     """

@@ -153,19 +153,19 @@ class White(CorrelatedNoise):
 
 
 def half_the_noise(server: Server, plan: PrivacyPlan) -> None:
-    server.noise = CorrelatedNoise(plan.mechanism, plan.sigma / 2)
+    server.sequence.noise = CorrelatedNoise(plan.mechanism, plan.sigma / 2)
 
 
 def replayed(server: Server, plan: PrivacyPlan) -> None:
-    server.noise = Replayed(plan.mechanism, plan.sigma)
+    server.sequence.noise = Replayed(plan.mechanism, plan.sigma)
 
 
 def late(server: Server, plan: PrivacyPlan) -> None:
-    server.noise = Late(plan.mechanism, plan.sigma)
+    server.sequence.noise = Late(plan.mechanism, plan.sigma)
 
 
 def white_noise(server: Server, plan: PrivacyPlan) -> None:
-    server.noise = White(plan.mechanism, plan.sigma)
+    server.sequence.noise = White(plan.mechanism, plan.sigma)
 
 
 def no_clip(server: Server, plan: PrivacyPlan) -> None:

@@ -85,7 +85,7 @@ def test_an_audit_measures_epsilon_with_fresh_secrets(tmp_path: Path, monkeypatc
     told, steps = [], []
     found = audit(
         run_of(tmp_path / "run"),
-        budget=replace(QUICK, canary_rounds=6, drift_examples=50, null_examples=50),
+        effort=replace(QUICK, canary_rounds=6, drift_examples=50, null_examples=50),
         tell=told.append,
         progress=lambda done, total: steps.append((done, total)),
     )
@@ -108,8 +108,8 @@ def test_an_audit_measures_epsilon_with_fresh_secrets(tmp_path: Path, monkeypatc
     assert steps[0][0] == 0
     assert steps[-1][0] == steps[-1][1]
     assert found.not_attacked == {
-        "updates, images, labels and properties": "the guarantee bounds what they can tell of one client, from every "
-        "seat but the server's",
+        "updates, images, labels and properties": "the guarantee bounds how well every adversary but the "
+        "server can infer one client",
         "members, as the run is": "no client takes part three times in the simulated rounds",
     }
     assert members == []
@@ -137,7 +137,7 @@ def test_the_command_measures_one_example_and_keeps_limits(tmp_path: Path) -> No
     assert "told canaries as well as an epsilon of" in said
     assert "8.00 is stated for these 4 rounds, at delta 1e-05" in said
     assert (
-        "not attacked: updates, images, labels, properties and membership: the guarantee bounds what they can" in said
+        "not attacked: updates, images, labels, properties and membership: the guarantee bounds how well" in said
     )
     assert "the promise is a theorem" in said
     broken = invoke("client.epsilon=0.01,auc=0.9")

@@ -78,7 +78,7 @@ def test_a_veil_hides_most_from_the_smoother(tmp_path: Path) -> None:
     made = estimates(simulated.attacker, ["option I", "smoother"])
     values = cosines(update_findings(simulated.attacker, simulated.truth, made, quiet))
     assert max(abs(values[name]) for name in made) < 0.5
-    assert list(values)[-1] == "tensors unsketched, veiled"
+    assert list(values)[-1] == "unsketched, veiled tensors"
 
 
 def test_no_attack_of_a_rehearsal_opens_the_truth(tmp_path: Path) -> None:

@@ -210,13 +210,8 @@ def divide_classes(labels: Tensor, target: int, fake: int, clients: int, *, held
 def estimated_models(transcript: Transcript) -> Iterator[nn.Module]:
     """The model of each round as a smoother knows it from all rounds together: W, without the sketch.
 
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
-    >>> from dbcl.simulation import preset, task_of
-    >>> config = preset("paper", model="dlg-lenet")
-    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> from dbcl_audit.examples import example_batches
+    >>> played = example_batches("paper", model="dlg-lenet")
     >>> len(list(estimated_models(played.attacker)))
     3
     """

@@ -106,14 +106,9 @@ def image_findings(
     `found` holds the attacker's estimates. With `inverting` the server also tries these settings, such as those of
     Inverting Gradients. A dense first layer is solved in `solver_steps` for each weight of the total variation.
 
-    >>> import tempfile
-    >>> from pathlib import Path
+    >>> from dbcl_audit.examples import example_batches
     >>> from dbcl import data
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
-    >>> from dbcl.simulation import preset, task_of
-    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> config = preset("paper", model="dlg-lenet")
-    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> played = example_batches("paper", model="dlg-lenet")
     >>> settings = Matching(steps=1, restarts=1)
     >>> findings = image_findings(played, data.load("digits"), {}, [0], settings, tell=str)
     >>> sorted({(finding.attack, finding.adversary) for finding in findings})

@@ -55,14 +55,9 @@ def label_chance(labels: Tensor) -> float:
 def label_finding(simulated: SimulatedRun, dataset: Dataset, rounds: Sequence[int]) -> Finding:
     """The victim's labels in rehearsed rounds of one example each, with no attack on the rest of the network at all.
 
-    >>> import tempfile
-    >>> from pathlib import Path
+    >>> from dbcl_audit.examples import example_batches
     >>> from dbcl import data
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
-    >>> from dbcl.simulation import preset, task_of
-    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> config = preset("paper", model="dlg-lenet")
-    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> played = example_batches("paper", model="dlg-lenet")
     >>> label_finding(played, data.load("digits"), range(2)).value
     1.0
     """

@@ -81,16 +81,10 @@ def round_scores(trajectory: Trajectory, examples: Examples, null: Examples) -> 
         examples: candidates.
         null: examples known not to be in any other client's data.
 
-    >>> import tempfile
-    >>> from pathlib import Path
+    >>> from dbcl_audit.examples import example_run
     >>> from dbcl_audit.attacks.trajectory import Knowledge
-    >>> from dbcl_audit.simulated_run import simulate_run, shards_of
-    >>> from dbcl.simulation import preset, task_of
-    >>> config = preset("veil", model="mnist-mlp")
-    >>> task = task_of(config)
-    >>> shards = shards_of(config, task, clients=2)
-    >>> played = simulate_run(config, task, shards, Path(tempfile.mkdtemp()), rounds=3)
-    >>> own, members = (shards.examples.subset(rows) for rows in (shards.own[:100], shards.members()))
+    >>> played = example_run("veil", model="mnist-mlp")
+    >>> own, members = (played.shards.examples.subset(rows) for rows in (played.shards.own[:100], played.shards.members()))
     >>> trajectory = Trajectory(played.recorded.attacker, Knowledge(own, examples=50))
     >>> [len(lanes) for lanes in round_scores(trajectory, members, own)]
     [1, 1]
@@ -186,16 +180,10 @@ def member_findings(
     Where all clients take part in every round the attacker is told in which lane each of the others is, the worst case;
     each client's examples are then looked for in its lanes. Where some are absent it knows neither.
 
-    >>> import tempfile
-    >>> from pathlib import Path
+    >>> from dbcl_audit.examples import example_run
     >>> from dbcl_audit.attacks.trajectory import Knowledge
-    >>> from dbcl_audit.simulated_run import simulate_run, shards_of
-    >>> from dbcl.simulation import preset, task_of
-    >>> config = preset("veil", model="mnist-mlp")
-    >>> task = task_of(config)
-    >>> shards = shards_of(config, task, clients=2)
-    >>> played = simulate_run(config, task, shards, Path(tempfile.mkdtemp()), rounds=3)
-    >>> trajectory = Trajectory(played.recorded.attacker, Knowledge(shards.examples.subset(shards.own), examples=50))
+    >>> played = example_run("veil", model="mnist-mlp")
+    >>> trajectory = Trajectory(played.recorded.attacker, Knowledge(played.shards.examples.subset(played.shards.own), examples=50))
     >>> sorted({finding.attack for finding in member_findings(played, trajectory, null=100)})
     ['likelihood ratio and losses over all rounds', 'likelihood ratio over all rounds', 'losses over all rounds']
     """

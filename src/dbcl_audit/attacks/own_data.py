@@ -70,13 +70,10 @@ def own_batches(
 ) -> OwnBatches:
     """Compute gradients of `batches` batches of each kind at the model of each broadcast.
 
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
+    >>> from dbcl_audit.examples import example_batches
     >>> from dbcl.simulation import preset, task_of
-    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
     >>> config = preset("paper", model="dlg-lenet")
-    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> played = example_batches("paper", model="dlg-lenet")
     >>> examples = OwnExamples(task_of(config), np.arange(4000) % 2 == 0, np.arange(100))
     >>> sent = [played.attacker[round].broadcast for round in (0, 1)]
     >>> own_batches(played.attacker.template(), sent, examples, batches=1, size=4, seed=0).rounds

@@ -44,14 +44,11 @@ def property_findings(
     attacker makes so many `batches` of each kind in each round, at the models that the victim received, as far as the
     attacker has them (victim.py); for the filters it takes the gradients of so many `examples` of each kind.
 
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
+    >>> from dbcl_audit.examples import example_batches
     >>> from dbcl.simulation import preset, task_of
     >>> config, holds = preset("paper", model="dlg-lenet"), np.arange(4000) % 2 == 0
     >>> task = task_of(config)
-    >>> script = draw_batches(np.arange(100), (16, 2, 1), seed=0)
-    >>> played = simulate_batches(config, task, script, Path(tempfile.mkdtemp()))
+    >>> played = example_batches("paper", rounds=16, model="dlg-lenet")
     >>> own = np.arange(100, 200)
     >>> found = property_findings(played, task, holds, own, {}, batches=1, examples=4, seed=0, tell=str)
     >>> [finding.attack for finding in found if finding.adversary == "server"]

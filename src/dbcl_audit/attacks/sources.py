@@ -40,14 +40,8 @@ def sources(simulated: SimulatedRun, found: Mapping[str, Changes], tested: Seque
     Where clients collude, it is they who are rehearsed, and the server is left out. Buffers, such as running means,
     have no gradient and are left out.
 
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> import numpy as np
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
-    >>> from dbcl.simulation import preset, task_of
-    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> config = preset("paper", model="dlg-lenet")
-    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> from dbcl_audit.examples import example_batches
+    >>> played = example_batches("paper", model="dlg-lenet")
     >>> [(source.name, source.adversary) for source in sources(played, {}, tested=[0, 1])]
     [('the update itself', 'server'), ('unsketched tensors only', 'client')]
     """

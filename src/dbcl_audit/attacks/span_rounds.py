@@ -30,13 +30,8 @@ def sent_changes(recorded: SimulatedRun, victim: int, rounds: int = ROUNDS) -> t
 
     Empty if the network has no dense first layer with a bias.
 
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> from dbcl_audit.simulated_run import simulate_run, shards_of
-    >>> from dbcl.simulation import preset, task_of
-    >>> config = preset("plain")
-    >>> shards = shards_of(config, task_of(config), clients=2)
-    >>> played = simulate_run(config, task_of(config), shards, Path(tempfile.mkdtemp()), rounds=3)
+    >>> from dbcl_audit.examples import example_run
+    >>> played = example_run("plain")
     >>> changes, clients = sent_changes(played.recorded, victim=1)
     >>> len(changes), clients
     (3, (1,))
@@ -57,13 +52,8 @@ def sent_changes(recorded: SimulatedRun, victim: int, rounds: int = ROUNDS) -> t
 def rewound_changes(transcript: Transcript, rounds: int = ROUNDS) -> list[FirstLayer]:
     """Estimate the others' first updates by `rewind`: exact without a veil and with one lane.
 
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> from dbcl_audit.simulated_run import simulate_run, shards_of
-    >>> from dbcl.simulation import preset, task_of
-    >>> config = preset("paper")
-    >>> shards = shards_of(config, task_of(config), clients=2)
-    >>> played = simulate_run(config, task_of(config), shards, Path(tempfile.mkdtemp()), rounds=3)
+    >>> from dbcl_audit.examples import example_run
+    >>> played = example_run("paper")
     >>> [change.sketch.width for change in rewound_changes(played.recorded.attacker)]
     [392, 392]
     """

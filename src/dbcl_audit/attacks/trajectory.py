@@ -98,15 +98,9 @@ class Own(NamedTuple):
 class Trajectory:
     """What an attacker knows of all rounds together, alone or with allies.
 
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> from dbcl_audit.simulated_run import simulate_run, shards_of
-    >>> from dbcl.simulation import preset, task_of
-    >>> config = preset("veil", model="dlg-lenet")
-    >>> task = task_of(config)
-    >>> shards = shards_of(config, task, clients=2)
-    >>> played = simulate_run(config, task, shards, Path(tempfile.mkdtemp()), rounds=4)
-    >>> own, members = (shards.examples.subset(rows) for rows in (shards.own, shards.members()))
+    >>> from dbcl_audit.examples import example_run
+    >>> played = example_run("veil", rounds=4, model="dlg-lenet")
+    >>> own, members = (played.shards.examples.subset(rows) for rows in (played.shards.own, played.shards.members()))
     >>> trajectory = Trajectory(played.recorded.attacker, Knowledge(own, examples=50))
     >>> trajectory.example_slopes(0, trajectory.lanes[0][0], members).shape
     (40,)

@@ -120,15 +120,10 @@ def fit_images(
     known only up to mixtures of them: there, and behind other layers, the victim is simulated (trajectory_victim.py),
     with `labels` where they are known. `start` is W_0, where that is known.
 
-    >>> import tempfile
-    >>> from pathlib import Path
+    >>> from dbcl_audit.examples import example_batches
     >>> from dbcl import data
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
-    >>> from dbcl.simulation import preset, task_of
-    >>> config, digits = preset("blind", model="dlg-lenet", lr=0.1), data.load("digits")
-    >>> script = draw_batches(np.arange(100), (4, 2, 1), seed=0)
-    >>> script[:, VICTIM] = script[0, VICTIM]
-    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> digits = data.load("digits")
+    >>> played = example_batches("blind", rounds=4, fixed=True, model="dlg-lenet", lr=0.1)
     >>> found = fit_images(trajectory_of(played, digits), settings=TrajectoryMatching(steps=3, trial=1))
     >>> found.images.shape, found.labels.shape
     (torch.Size([1, 1, 28, 28]), torch.Size([1]))
@@ -355,15 +350,10 @@ def trajectory_image_findings(
 
     `step` is called after every step of a fit.
 
-    >>> import tempfile
-    >>> from pathlib import Path
+    >>> from dbcl_audit.examples import example_batches
     >>> from dbcl import data
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
-    >>> from dbcl.simulation import preset, task_of
-    >>> config, digits = preset("blind", model="dlg-lenet", lr=0.1), data.load("digits")
-    >>> script = draw_batches(np.arange(100), (4, 2, 1), seed=0)
-    >>> script[:, VICTIM] = script[0, VICTIM]
-    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> digits = data.load("digits")
+    >>> played = example_batches("blind", rounds=4, fixed=True, model="dlg-lenet", lr=0.1)
     >>> few = TrajectoryMatching(steps=3, trial=1)
     >>> [finding.measure for finding in trajectory_image_findings([played], digits, few)]
     ['psnr', 'ssim', 'share above 20 dB', 'accuracy']

@@ -37,14 +37,12 @@ def group_direction(
 ) -> dict[str, Tensor]:
     """The change of W to look for, if a client of a lane trains on a batch of examples of which `holds` is true.
 
-    >>> import tempfile
-    >>> from pathlib import Path
+    >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.attacks.trajectory import Knowledge
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> config = preset("veil", lr=0.01)
     >>> task = task_of(config)
-    >>> played = simulate_batches(config, task, draw_batches(np.arange(100), (3, 2, 4), seed=0), Path(tempfile.mkdtemp()))
+    >>> played = example_batches("veil", batch=4, lr=0.01)
     >>> own = task.train.subset(np.arange(100, 200))
     >>> trajectory = Trajectory(played.attacker, Knowledge(own, examples=50))
     >>> found = group_direction(trajectory, 0, trajectory.lanes[0][0], own, np.arange(100) % 2 == 0, 4)
@@ -97,14 +95,12 @@ def trajectory_property_findings(
 
     `holds` says which of the attacker's own `examples` have it, and `truth` which of the victim's batches have.
 
-    >>> import tempfile
-    >>> from pathlib import Path
+    >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.attacks.trajectory import Knowledge
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> config = preset("veil", lr=0.01)
     >>> task = task_of(config)
-    >>> played = simulate_batches(config, task, draw_batches(np.arange(100), (3, 2, 4), seed=0), Path(tempfile.mkdtemp()))
+    >>> played = example_batches("veil", batch=4, lr=0.01)
     >>> own, holds = task.train.subset(np.arange(100, 200)), np.arange(100) % 2 == 0
     >>> trajectory = Trajectory(played.attacker, Knowledge(own, examples=50))
     >>> [finding.measure for finding in trajectory_property_findings(played, trajectory, own, holds, [True, False])]

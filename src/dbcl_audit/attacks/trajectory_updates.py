@@ -28,15 +28,13 @@ def trajectory_update_findings(trajectory: Trajectory, truth: Truth, adversary: 
 
     The cosine that counts is that of the tensor in which the estimate is best beyond the drift.
 
-    >>> import tempfile
-    >>> from pathlib import Path
+    >>> from dbcl_audit.examples import example_batches
     >>> import numpy as np
     >>> from dbcl_audit.attacks.trajectory import Knowledge
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
     >>> from dbcl.simulation import preset, task_of
     >>> config = preset("veil", model="dlg-lenet", lr=0.1)
     >>> task = task_of(config)
-    >>> played = simulate_batches(config, task, draw_batches(np.arange(100), (8, 2, 4), seed=0), Path(tempfile.mkdtemp()))
+    >>> played = example_batches("veil", rounds=8, batch=4, model="dlg-lenet", lr=0.1)
     >>> trajectory = Trajectory(played.attacker, Knowledge(task.train.subset(np.arange(100, 200)), examples=50))
     >>> [finding.attack for finding in trajectory_update_findings(trajectory, played.truth, "client")]
     ['smoother with drift', 'smoother beyond the drift', 'smoother with drift, sums of 5 rounds']

@@ -44,14 +44,8 @@ def estimates(
 ) -> dict[str, Changes]:
     """Run estimators on every tensor that a client saw, alone or together with `allies`.
 
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> import numpy as np
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
-    >>> from dbcl.simulation import preset, task_of
-    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> config = preset("paper", model="dlg-lenet")
-    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> from dbcl_audit.examples import example_batches
+    >>> played = example_batches("paper", model="dlg-lenet")
     >>> found = estimates(played.attacker, ["option I"])
     >>> len(found["option I"]["1.bias"])  # from each of three rounds to the next
     2
@@ -79,14 +73,8 @@ def update_findings(
 
     Sketched and unprotected tensors have separate findings: unprotected tensors need no attack.
 
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> import numpy as np
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
-    >>> from dbcl.simulation import preset, task_of
-    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> config = preset("paper", model="dlg-lenet")
-    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> from dbcl_audit.examples import example_batches
+    >>> played = example_batches("paper", model="dlg-lenet")
     >>> found = estimates(played.attacker, ["option I"])
     >>> findings = update_findings(played.attacker, played.truth, found, tell=str)
     >>> [(finding.attack, finding.measure) for finding in findings]

@@ -84,15 +84,9 @@ def victims_rounds(
 
     The estimate of W is that of a smoother in `found`, or is made here.
 
-    >>> import tempfile
-    >>> from pathlib import Path
-    >>> import numpy as np
+    >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.estimators.observations import tensor_observations
-    >>> from dbcl_audit.simulated_run import draw_batches, simulate_batches
-    >>> from dbcl.simulation import preset, task_of
-    >>> config = preset("paper", model="dlg-lenet", lanes=2)
-    >>> script = draw_batches(np.arange(100), (3, 2, 1), seed=0)
-    >>> played = simulate_batches(config, task_of(config), script, Path(tempfile.mkdtemp()))
+    >>> played = example_batches("paper", model="dlg-lenet", lanes=2)
     >>> known = victims_rounds(played, tensor_observations(played.attacker), {}, [0, 1])
     >>> [each.broadcast.plan.lane == 1 - played.attacker[each.broadcast.round].broadcast.plan.lane for each in known]
     [True, True]
