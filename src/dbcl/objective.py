@@ -93,7 +93,13 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss, and a metric with its name and the direction in which it is better. `metric` None stands for the loss.
+    """Loss and metric of a training.
+
+    Args:
+        loss: Training loss.
+        metric: Metric on held-out examples; None for the loss.
+        name: Name of the metric.
+        lower_is_better: Direction of the metric.
 
     >>> Objective().name, Objective.from_loss(F.mse_loss).name, Objective.from_loss(F.mse_loss).lower_is_better
     ('accuracy', 'loss', True)

@@ -18,7 +18,7 @@ from dbcl.files import file_in_the_way, user_path
 class Tracker(Protocol):
     """Interface of a tracker; `Run.play` takes any object with these three methods.
 
-    `end` may come without `begin`, where another tracker could not begin.
+    `end` may be called without `begin`, if another tracker could not begin.
 
     >>> class Printed:
     ...     def begin(self, folder, settings, round):
@@ -37,10 +37,21 @@ class Tracker(Protocol):
     """
 
     def begin(self, folder: Path, settings: Mapping[str, Any], round: int) -> None:
-        """Begin or go on with the run in `folder`, which plays from `round` on."""
+        """Begin or go on with a run.
+
+        Args:
+            folder: The run's folder.
+            settings: Settings by their flat names.
+            round: Number of rounds that were played before.
+        """
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """Take the metrics of a round."""
+        """Take the metrics of a round.
+
+        Args:
+            round: Number of the round, from 1.
+            values: Metrics by name, as in metrics.jsonl.
+        """
 
     def end(self) -> None:
         """End the run, after its last round or an error."""

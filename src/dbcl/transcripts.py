@@ -95,7 +95,15 @@ class RoundRecord:
 
 
 class Transcript:
-    """Reads a transcript, one round at a time. `template` makes the network, where its name does not say how.
+    """Sequence of the rounds that one party saw, read from a folder one at a time.
+
+    Args:
+        folder: Folder of the party, such as `run/transcripts/client-0`.
+        template: Function that makes the network, if its name does not say how.
+
+    Raises:
+        AuditError: The folder holds no transcript, or a damaged one.
+        NotAttackableError: The party was sent nothing.
 
     >>> Transcript(Path("nowhere"))
     Traceback (most recent call last):
@@ -182,9 +190,14 @@ class Truth:
 class Recorder:
     """Writes the transcripts of a run round by round: set it as an engine's `observer`.
 
-    Parties are numbers of clients, "server" (which sees what the run's server sees: each client's update, or under
-    secure aggregation the sum of each group) and "server-sum" (which sees only sums, whatever the run's server sees).
     A client's transcript has every round whose broadcast it was sent.
+
+    Args:
+        folder: Folder of all transcripts.
+        parties: Numbers of clients, "server" (sees each client's update, or under secure aggregation the sum of each
+            group) and "server-sum" (sees only sums, whatever the run's server sees).
+        server: The server of the run.
+        setting: Public setting of the run.
 
     >>> import tempfile, dbcl
     >>> from dbcl.engines import LocalEngine

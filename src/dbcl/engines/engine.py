@@ -35,12 +35,22 @@ class RoundResult:
 
 
 class Engine(ABC):
-    """Plays rounds with clients that all live here, for a server.
+    """Plays rounds with simulated clients in one process. A subclass decides how a cohort is trained.
 
-    `template` is a client's own copy of the network; its weights are replaced by what the server sends. `clients` are
-    the examples of each client, as `dbcl.data.examples_of` takes them, and `objective` what they learn. An engine
-    decides only how a cohort is trained. `noise` is what clients do to their updates before they are encoded.
-    `observer` may be set to something that records the rounds, such as `dbcl.transcripts.Recorder`.
+    Args:
+        server: The server, such as `dbcl.Server`.
+        template: A client's copy of the network; the server's broadcast replaces its weights.
+        clients: Examples of each client, as `dbcl.data.examples_of` takes them.
+        training: Local training of a client.
+        objective: Loss and metric.
+        fraction: Share of the clients in a round.
+        seed: Seed of the cohorts and batches.
+        noise: Clipping and noise that clients apply to their updates.
+        in_turns: Let clients take part in a fixed order, as a guarantee for a client counts on it.
+        in_batches: Let clients take part in fixed groups, as secure aggregation needs it.
+
+    Attributes:
+        observer: Callback after every round, such as `dbcl.transcripts.Recorder`.
     """
 
     observer: RoundObserver | None = None

@@ -30,11 +30,19 @@ Schedule = Callable[[int], float]
 class LocalTraining:
     """Local training: SGD, or another optimiser, on a client's own examples.
 
-    The learning rate of round r is lr * lr_decay^r * schedule(r). `epochs` passes over the examples make it FedAvg;
-    `proximal` above 0 adds (proximal / 2) |V - V_sent|^2 to the loss, which makes it FedProx; `steps=1` takes a single
-    batch, whose change is the learning rate times the plain gradient, which makes it distributed SGD. `optimizer` is
-    made anew in every round; one that normalises the gradient, such as Adam, takes sqrt(ratio) times the learning rate
-    that it would have on the plain model.
+    Args:
+        lr: Learning rate; that of round r is lr * lr_decay^r * schedule(r). An optimiser that normalises the gradient,
+            such as Adam, takes sqrt(ratio) times the learning rate of the plain model.
+        lr_decay: Factor of the learning rate after every round.
+        batch_size: Examples of a local step.
+        epochs: Passes over the examples in a round, as in FedAvg.
+        steps: Largest number of local steps; one step is distributed SGD.
+        momentum: Local momentum of SGD.
+        proximal: Weight of FedProx's penalty, (proximal / 2) |V - V_sent|^2.
+        optimizer: Class or function that makes the optimiser, anew in every round.
+        schedule: Further factor of the learning rate.
+        example_clip: See below.
+        separation: Rounds between two turns of an example, with `example_clip`.
 
     >>> fedavg, fedprox = LocalTraining(lr=0.05, epochs=5), LocalTraining(lr=0.05, proximal=0.1)
     >>> sgd = LocalTraining(lr=0.01, batch_size=32, steps=1)
@@ -217,7 +225,11 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a model as it is; for the server's model this is W itself, without sketch or veil.
 
-    `examples` are what `dbcl.data.examples_of` takes.
+    Args:
+        model: The model; its mode is restored.
+        examples: Examples as `dbcl.data.examples_of` takes them.
+        objective: Loss and metric.
+        batch_size: Examples of a forward pass.
 
     >>> evaluate(nn.Flatten(), (torch.eye(3), torch.tensor([0, 1, 1]))).score
     0.6666...

@@ -29,11 +29,16 @@ GUARANTEE_REMEDY = "PrivacyPlan(clients=..., cohort=...) says how many, and how 
 class LocalGrid(Grid):
     """A grid whose nodes run a `ClientApp` in this process: no Ray, no ports, nothing to start.
 
-    Each of the `nodes` has a context of its own with `partition-id` and `num-partitions`, as in Flower's simulation;
-    `node_config` adds to it, `run_config` is what the app finds as the run's configuration. A client that raises is
-    answered for with Flower's error reply. `hook` is called with every message before it is delivered, in both
-    directions. Clients run one after another; with a timeout each gets an equal share of what is left of it, and one
-    that takes longer goes on in the background while the others have their turn.
+    Each node has a context with `partition-id` and `num-partitions`, as in Flower's simulation. For a client that
+    raises, the grid returns Flower's error reply. Clients run one after another; with a timeout each gets an equal
+    share of the remaining time, and one that takes longer goes on in the background.
+
+    Args:
+        app: The clients' app.
+        nodes: Number of nodes.
+        node_config: Further entries of each node's configuration.
+        run_config: The run's configuration.
+        hook: Function that is called with every message before it is delivered, in both directions.
 
     >>> from flwr.app import RecordDict
     >>> app = ClientApp()

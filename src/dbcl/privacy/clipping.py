@@ -36,10 +36,14 @@ def clip_factor(length: float, bound: float | None) -> float:
 class UpdateNoise:
     """Clipping and normal noise (the Gaussian mechanism) that a client applies to its update before it is encoded.
 
-    The update is clipped to the length `clip`, and each of its numbers gets noise with standard deviation
-    `multiplier` * `clip`. Nothing is accounted, so no guarantee is stated; it is there to be measured. The noise comes
-    from the operating system, anew in every call. `insecure_seed` fixes it for experiments: then it follows from that
-    number, the round, the client's number and the tensor's name, and hides nothing from whoever knows them.
+    Nothing is accounted, so no guarantee is stated. For a guarantee use `dbcl.privacy.PrivacyPlan`.
+
+    Args:
+        clip: Norm to which the update is clipped.
+        multiplier: Standard deviation of the noise on each value, relative to `clip`.
+        insecure_seed: Fixes the noise for experiments: it then follows from this number, the round, the client and the
+            tensor's name. By default it comes from the operating system, anew in every call.
+        client: Number of the client, for `insecure_seed`.
 
     >>> noise = UpdateNoise(clip=1.0, multiplier=0.01, insecure_seed=0)
     >>> noise({"w": torch.ones(4)}, round=0)["w"]

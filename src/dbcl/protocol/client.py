@@ -22,8 +22,18 @@ def blinded(module: nn.Module, broadcast: Broadcast, *, require: BroadcastRequir
     """Make a client's model: a copy of `module` with the compact weights. W is nowhere in it.
 
     Train it with any loop and any optimiser. Plain SGD and momentum take the learning rate that the plain model would
-    take; optimisers that normalise the gradient, such as Adam, take sqrt(ratio) times it. A broadcast that hides less
-    than `require` says is refused.
+    take; optimisers that normalise the gradient, such as Adam, take sqrt(ratio) times it.
+
+    Args:
+        module: A network of the kind that the server trains; it is not changed.
+        broadcast: The server's message of the round.
+        require: Minimum protection of the broadcast.
+
+    Returns:
+        The model to train.
+
+    Raises:
+        PlanError: The network is of another kind, or the broadcast protects less than required.
 
     >>> import torch, dbcl
     >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
@@ -46,11 +56,17 @@ def make_update(
 ) -> Update:
     """Make an update: the change of every tensor since the broadcast, in the dtype in which it was sent.
 
-    `local` may be wrapped (DataParallel, DistributedDataParallel, `torch.compile`), and metrics may be numbers of
-    Python, NumPy or PyTorch; one that is not finite is left out.
+    Of normalisation statistics it holds the client's own values, if its layers have seen a batch.
 
-    Of normalisation statistics it holds the client's own values, where its layers have seen a batch. With `noise` the
-    client clips the change and adds noise of its own, before anything is encoded, and sends no statistics.
+    Args:
+        local: The trained model of `blinded`, also inside DataParallel, DistributedDataParallel or `torch.compile`.
+        broadcast: The broadcast of the same round.
+        examples: Number of examples, which weights the update.
+        metrics: Numbers of Python, NumPy or PyTorch to report; those that are not finite are left out.
+        noise: Clipping and noise of the client's own; normalisation statistics are then not sent.
+
+    Returns:
+        The update, for `dbcl.encode` and `Server.close_round`.
 
     >>> import torch, dbcl
     >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()

@@ -15,10 +15,14 @@ from dbcl.protocol.messages import Broadcast
 class BroadcastRequirements:
     """Minimum protection of a broadcast; the defaults are those of the default plan.
 
-    `sketched` says which weights of the client's own model must be sketched, as `coverage` does; None for none. They
-    must be sketched by at least `min_ratio` and at most `max_ratio`. `veil` is the least noise, relative to the
-    weights, that the server must *say* it has put on everything: noise that a client could check would be no secret.
     Everything is checked against the client's own model and the round's own sketches.
+
+    Args:
+        sketched: Weights of the client's model that must be sketched, as `SketchConfig.coverage` names them.
+        min_ratio: Smallest ratio of their sketches.
+        max_ratio: Largest ratio of their sketches.
+        veil: Least noise on everything, relative to the weights, that the server must *state*: noise that a client
+            could check would be no secret.
 
     >>> import dbcl
     >>> net = nn.Sequential(nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -42,7 +46,7 @@ class BroadcastRequirements:
             raise ConfigError(f"the ratios must be 1 or more and rise, got {self.min_ratio} and {self.max_ratio}")
 
     def check(self, module: nn.Module, broadcast: Broadcast) -> None:
-        """Raise `ProtocolError`, with all that is missing, if a broadcast does not meet the requirements."""
+        """Raise `PlanError`, with all that is missing, if a broadcast does not meet the requirements."""
         problems = []
         if broadcast.veil < self.veil:
             problems.append(f"the veil is {broadcast.veil:g}, and {self.veil:g} is required")

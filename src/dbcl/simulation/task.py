@@ -37,11 +37,9 @@ CODE = ("model", "data", "features", "loss", "metric", "optimizer", "lr_schedule
 class Task:
     """Task of a run: the network, the examples and the objective.
 
-    `make_model` makes the network from a number, which decides its initial weights. `train` holds all training
-    examples, and `division` the rows of each client where the data come divided. `pictures` are the same examples as
-    attacks on pictures want them, or `why_no_pictures` says what they lack.
-
-    `dbcl.simulation.task_of` makes it of settings.
+    `make_model` makes the network from a seed of its initial weights. `train` holds all training examples, and
+    `division` the rows of each client if the data come divided. `pictures` are the same examples as attacks on images
+    take them; if there are none, `why_no_pictures` has the reason. `dbcl.simulation.task_of` makes a task from settings.
     """
 
     make_model: Callable[[int], nn.Module]

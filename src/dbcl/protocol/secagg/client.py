@@ -43,9 +43,9 @@ STEPS = ("advertise", "share", "mask", "agree", "reveal", "nothing more")
 class ClientRound:
     """Client in one round, made anew for every round and for every repeated round.
 
-    `broadcast` and `plan` are the digests of what the client itself received: clients that were sent something else
-    have other masks, which do not cancel. `config` is what it insists on. `registry` holds the others' identities;
-    without it a server can invent as many clients as it likes, and then nothing is promised.
+    `broadcast` and `plan` are the digests of the messages that the client received: the masks of clients with other
+    messages do not cancel. `config` holds the conditions that the client requires. `registry` holds the others'
+    identities; without it a server can invent any number of clients, and there is no protection.
 
     >>> own = ClientRound("ann", SigningKey(bytes(32)), 3, bytes(32), bytes(32), SecAggConfig(clip=4.0))
     >>> own.advertise().name, own.next_step
