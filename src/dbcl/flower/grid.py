@@ -34,7 +34,7 @@ class LocalGrid(Grid):
     share of the remaining time, and one that takes longer goes on in the background.
 
     Args:
-        app: The clients' app.
+        client_app: App of the nodes.
         nodes: Number of nodes.
         node_config: Further entries of each node's configuration.
         run_config: The run's configuration.

@@ -39,7 +39,9 @@ class Task:
 
     `make_model` makes the network from a seed of its initial weights. `train` holds all training examples, and
     `division` the rows of each client if the data come divided. `pictures` are the same examples as attacks on images
-    take them; if there are none, `why_no_pictures` has the reason. `dbcl.simulation.task_of` makes a task from settings.
+    take them; if there are none, `why_no_pictures` has the reason.
+
+    `dbcl.simulation.task_of` makes a task from settings.
     """
 
     make_model: Callable[[int], nn.Module]
