@@ -152,7 +152,7 @@ class PrivacyConfig:
         correlation: Correlation of the noise over rounds: "banded", or for comparison "independent" and "white".
         weight_cap: Number of examples at which the weight of a client is capped; 0 for equal weights.
         noise_by: Who adds the noise: the "server", which must be trusted, or the "clients", each a share under secure
-            aggregation, so that nobody must be trusted.
+            aggregation, so that the server need not be trusted.
         colluders: Number of clients that may collude with the server if clients add the noise; None for a fifth of
             them, at least 1.
         fewest: Fewest clients in a sum if clients add the noise: the shares of these, less those of colluders, must be
@@ -199,7 +199,7 @@ class PrivacyConfig:
         PROMISE,
         choices={
             "server": "which must be trusted",
-            "clients": "each a share, under --secure-aggregation: nobody must be trusted",
+            "clients": "each a share, under --secure-aggregation: the server need not be trusted",
         },
     )
     colluders: int | None = described(

@@ -19,7 +19,7 @@ def shown(value: Any, limit: int = 60) -> str:
     """
     try:
         text = str(value[: limit + 1]) if isinstance(value, str | bytes) else _SHORT.repr(value)
-    except Exception:  # whatever a stranger's object does
+    except Exception:  # an untrusted object may raise anything
         text = f"a {type(value).__name__}"
     return f"'{plain(text, limit)}'"
 

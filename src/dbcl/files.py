@@ -59,7 +59,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     ...     Path(folder, "a.txt").read_bytes()
     b'whole'
     """
-    # A fresh name that must not exist yet: nobody can have put a link there.
+    # A fresh name that must not exist yet: there can be no link at it.
     scratch = path.with_name(f"{SCRATCH}{path.name}-{secrets.token_hex(8)}")
     try:
         with naming(path), open(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:

@@ -62,7 +62,7 @@ app.command()(train)
 app.command()(plan)
 app.command()(privacy)
 app.command()(env)
-for point in sorted(entry_points(group="dbcl.commands")):  # of dbcl_audit, and of whoever adds a command
+for point in sorted(entry_points(group="dbcl.commands")):  # of dbcl_audit and other packages that add commands
     app.command(point.name)(point.load())
 
 datasets = typer.Typer(invoke_without_command=True)
@@ -94,7 +94,7 @@ def main(program: typer.Typer = app, name: str = "dbcl") -> None:
         _end(f"{error.format_message().strip()}{_help(error)}")
     except DbclError as error:
         _end(as_options(str(error)))
-    except BrokenPipeError:  # whoever read our output has gone
+    except BrokenPipeError:  # the reader of the output has ended
         _drop_output()
         sys.exit(1)
     except OSError as error:

@@ -17,7 +17,7 @@ SCHEME = "hashed-text-v1"
 class HashedText:
     """Counts of words and of pairs of words, hashed into a fixed number of features with signs, of norm 1.
 
-    There is no vocabulary, which would be a statistic of somebody's texts. Words are hashed by SHA-256, so every
+    There is no vocabulary, which would be a statistic of private texts. Words are hashed by SHA-256, so every
     machine computes the same features.
 
     Args:

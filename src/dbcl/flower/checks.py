@@ -64,7 +64,7 @@ def refuse_beside_sums(strategy: Strategy, model: nn.Module) -> None:
         raise ConfigError(problem)
     if type(strategy).aggregate_train is not flower.FedAvg.aggregate_train:
         raise ConfigError(
-            f"{name} makes more of the updates than their mean, and under secure aggregation nobody sees a single one; "
+            f"{name} makes more of the updates than their mean, and under secure aggregation no single one is seen; "
             "take FedAvg or FedProx, or leave out secure"
         )
     if settings.get("weighted_by_key", EXAMPLES) != EXAMPLES:

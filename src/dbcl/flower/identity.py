@@ -246,7 +246,7 @@ class NodeNames:
                 self._failed[node] = time.monotonic()
         if self._failed and not self._names:
             raise ProtocolError(
-                f"none of {len(self._failed)} nodes shows a key, so nobody could take part; the app needs a mod: "
+                f"none of {len(self._failed)} nodes shows a key, so none could take part; the app needs a mod: "
                 "ClientApp(mods=[dbcl.flower.SecureMod(config)]) under secure aggregation, GuaranteeMod(plan, folder) "
                 "with a guarantee, and SecureMod(config, folder, privacy=plan) with both"
             )

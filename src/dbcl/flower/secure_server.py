@@ -128,7 +128,7 @@ class SecureExchange:
         known = {name for batch in self._batches for name in batch}
         new = [name for name in there if name not in known]
         privacy = self.server.privacy
-        if privacy is not None:  # it is planned for so many in a round, and no more
+        if privacy is not None:  # the plan has a fixed number of nodes in a round
             count = len(new) // privacy.cohort
             new = new[: count * privacy.cohort]
         else:

@@ -78,7 +78,7 @@ def calibrate(model: nn.Module, inputs: Tree, *, batch_size: int = 100) -> None:
 def measured(module: nn.Module, name: str, start: Tensor) -> Tensor | None:
     """Return a layer's own statistic since `restart`, from its initial value; None if it saw no batch.
 
-    A layer of one's own that does not count its batches gives its average as it is, if that has changed.
+    For a custom layer that does not count its batches it is the average as it is, if that has changed.
 
     >>> measured(nn.BatchNorm1d(2), "running_mean", nn.BatchNorm1d(2).running_mean) is None
     True

@@ -346,7 +346,7 @@ class PrivacyPlan(PrivacyConfig):
         if not self.shared:
             return "against clients and the public, with a trusted server"
         others = f"up to {self.colluders} colluding clients" if self.colluders else "other clients"
-        return f"against the server, {others} and whoever gets the model"
+        return f"against the server, {others} and everyone who gets the model"
 
     @property
     def _members(self) -> str:
@@ -361,8 +361,8 @@ class PrivacyPlan(PrivacyConfig):
                 f"{whom} example of a client that runs this software, {against}: neighbouring runs differ by one "
                 "example, whose gradient is zero in one of them; gradients, times the rate, are clipped to "
                 f"{self.clip:g}, and every client adds its share of the noise before anything leaves it; only sums "
-                f"over {self._members} are revealed, and no example takes part twice within "
-                f"{self.separation} rounds, nor more than {self.participations} times in {self.rounds}"
+                f"over {self._members} are revealed, and an example takes part {self.participations} times at most in "
+                f"{self.rounds} rounds, {self.separation} rounds apart or more"
             )
         return (
             f"{whom} client that runs this software, {against}: neighbouring runs differ by one client, whose updates "

@@ -2,7 +2,7 @@
 
 The server's weights are a linear function of the rounds' average updates g_0, g_1, ...: W_(t+1) - W_0 = (A g)_t,
 where A is the lower triangular matrix of its optimiser. What is shown is W_(t+1) + N_(t+1) with
-N_(t+1) = (A C^-1 z)_t and white z. Since A g + A C^-1 z = A C^-1 (C g + z), whoever sees it sees no more than C g + z:
+N_(t+1) = (A C^-1 z)_t and white z. Since A g + A C^-1 z = A C^-1 (C g + z), it reveals no more than C g + z:
 a Gaussian mechanism whose sensitivity is that of C. A good C keeps both its sensitivity and the noise A C^-1 z small.
 
 Indices: the broadcast of round t shows W_t, which holds the updates of rounds 0 to t-1. So N_1, shown in round 1, is

@@ -44,7 +44,7 @@ def share(weight: float, *, weight_cap: float, per_round: int) -> float:
     Args:
         weight: Number of examples of the client.
         weight_cap: Public weight at which weights are capped; it must not depend on data.
-        per_round: Planned number of clients (or examples) in a round, whoever answers.
+        per_round: Planned number of clients (or examples) in a round, however many answer.
 
     >>> share(30, weight_cap=60, per_round=100), share(90, weight_cap=60, per_round=100)
     (0.005, 0.01)

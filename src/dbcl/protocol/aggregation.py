@@ -109,7 +109,7 @@ def stacked_sums(
 
 
 def replacement(new: Mapping[str, Tensor], old: Mapping[str, Tensor], count: int) -> Aggregate:
-    """Return the aggregate that turns the weights `old` into `new`, which somebody made of `count` updates.
+    """Return the aggregate that turns the weights `old` into `new`, made from `count` updates.
 
     >>> import torch
     >>> replacement({"b": torch.tensor([3.0])}, {"b": torch.tensor([1.0])}, count=2).mean()

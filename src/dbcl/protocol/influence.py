@@ -104,7 +104,7 @@ class InfluenceLimits:
     def trusted(
         self, accepted: Accepted, stack: UpdateStack | None, sketched: Collection[str], statistics: Collection[str]
     ) -> tuple[dict[str, AcceptedUpdate], dict[str, Rejection], dict[str, float]]:
-        """Scale weights by reputation; return what is left, the rejections, and each update's agreement."""
+        """Scale weights by reputation; return the remaining updates, the rejections, and each update's agreement."""
         if self.validator.max_influence is None or len(accepted) < MIN_CLIENTS:
             return dict(accepted), {}, {}
         trust = self.reputation.trust(accepted)

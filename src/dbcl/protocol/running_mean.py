@@ -30,13 +30,13 @@ class RunningMean:
             raise ConfigError(f"ema_decay must be at least 0 and below 1, got {decay}")
         self.decay = decay
         self._means: dict[str, Tensor] = {}
-        self._rounds = 0  # after so many rounds the last weights were taken in
+        self._rounds = 0  # number of the last round that was included
         self._model: nn.Module | None = None
         self._written = False
 
     @torch.no_grad()
     def update(self, current: Mapping[str, Tensor], rounds: int) -> None:
-        """Take the weights after so many rounds into the average, unless they are in it already."""
+        """Include the weights after `round` rounds in the average, unless they are in it already."""
         if rounds <= self._rounds:
             return
         decay, self._rounds = decay_after(self.decay, rounds), rounds
@@ -77,7 +77,7 @@ class RunningMean:
 
 
 def decay_after(decay: float, rounds: int) -> float:
-    """Return the decay after so many rounds: it rises from 0, so the initial weights have no part in the average.
+    """Return the decay after `rounds` rounds: it rises from 0, so the initial weights have no part in the average.
 
     >>> decay_after(0.8, 1), decay_after(0.8, 2), decay_after(0.8, 100)
     (0.0, 0.09090909090909091, 0.8)

@@ -183,7 +183,7 @@ def sketch_config(
     Args:
         config: Settings of the run.
         model: The network.
-        layers: Axes of the inputs of layers of one's own.
+        layers: Axes of the inputs of custom layers.
         examples: Number of training examples, which counts if one of them is the privacy unit.
     """
     veil = config.sketch.veil

@@ -100,7 +100,7 @@ class Run:
     ) -> "Run":
         """Go on with a run from its last whole checkpoint; `changes` may set what `RESUMABLE` names.
 
-        A run whose settings name code of somebody's, as module:name, goes on only with `allow_code`.
+        A run whose settings name user code, as module:name, goes on only with `allow_code`.
         """
         config = read_config(folder)
         with locked(folder):
@@ -368,13 +368,13 @@ def _beginning(folder: Path) -> Iterator[None]:
             yield
     except BaseException as error:
         with contextlib.suppress(OSError):
-            if ours:  # it was empty, and nobody else could write to it since
+            if ours:  # it was empty, and was locked since
                 for path in (*folder.glob("*"), folder / LOCK):
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             elif isinstance(error, OSError) and folder in made and not any(folder.glob("*")):
                 (folder / LOCK).unlink(missing_ok=True)
         for each in made:
-            with contextlib.suppress(OSError):  # somebody else has put something there
+            with contextlib.suppress(OSError):  # another process has put something there
                 each.rmdir()
         raise
 

@@ -47,7 +47,7 @@ def plan_of(*, silos: int = 5, colluders: int = 2, rounds: int = 6, separation: 
 
 def broadcast_of(values: int, round: int) -> Broadcast:
     server = dbcl.Server(nn.Linear(values, 1, bias=False), dbcl.config.UNSKETCHED, insecure_seed=round)
-    server.restart(round, [])
+    server.sequence.restart(round, [])
     return server.open_round()
 
 
@@ -340,11 +340,11 @@ def test_another_broadcast_of_a_round_or_an_earlier_round_is_not_answered() -> N
         silos.play(ask=("silo 4",))
     with torch.no_grad():
         silos.server.model.weight.add_(1.0)
-    silos.server.reopen(None)
+    silos.server.sequence.current = None
     with pytest.raises(ProtocolError):
         silos.play()
     assert all("another broadcast of round 1" in refusal for refusal in silos.refusals)
-    silos.server.restart(0, [])
+    silos.server.sequence.restart(0, [])
     with pytest.raises(ProtocolError):
         silos.play()
     assert all("answers no earlier one" in refusal for refusal in silos.refusals)
@@ -354,7 +354,7 @@ def test_a_round_may_be_left_out_and_its_noise_is_drawn_all_the_same() -> None:
     silos, whole = Silos(plan_of()), {}
     silos.play()
     whole = {name: client.encoding.stream.round for name, client in silos.clients.items()}  # type: ignore[attr-defined]
-    silos.server.restart(3, [])
+    silos.server.sequence.restart(3, [])
     silos.play()
     assert set(whole.values()) == {1}
     assert {client.encoding.stream.round for client in silos.clients.values()} == {4}  # type: ignore[attr-defined]

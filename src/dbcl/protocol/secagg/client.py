@@ -127,9 +127,9 @@ class ClientRound:
         A share that cannot be opened, or is not the one that its owner has told the server of, is as good as none.
         """
         roster = self._bound("mask", delivery)
-        strangers = set(delivery.sealed) - (set(roster.names) - {self.name})
-        if strangers:
-            raise ProtocolError(f"round {self.round}: shares of {shown(min(strangers))}, who is not in the roster")
+        unknown = set(delivery.sealed) - (set(roster.names) - {self.name})
+        if unknown:
+            raise ProtocolError(f"round {self.round}: shares of {shown(min(unknown))}, who is not in the roster")
         if not set(delivery.digests) == set(delivery.signatures) == set(delivery.sealed):
             raise ProtocolError(f"round {self.round}: shares without their digests or signatures")
         self._check_joined(roster, delivery)
@@ -167,7 +167,7 @@ class ClientRound:
             if signature is not None and not SigningKey.signed_by(member.identity, signature, *joined(roster.binding)):
                 raise ProtocolError(
                     f"round {self.round}: {shown(member.name)} has not signed this roster: its keys are of another "
-                    "attempt, or somebody speaks for it"
+                    "attempt, or another client sent it under its name"
                 )
 
     def agree(self, survivors: Survivors) -> Agreement:
@@ -273,7 +273,7 @@ class ClientRound:
         """Return the state that another process needs for the next step, secrets included; not the generator of
         rounding.
 
-        What is written after a step says that it is taken, so whoever reads it takes the next one.
+        A state that is written after a step records the step, so its reader takes the next one.
 
         >>> own = ClientRound("ann", SigningKey(bytes(32)), 3, bytes(32), bytes(32), SecAggConfig(clip=4.0))
         >>> advert = own.advertise()

@@ -140,7 +140,7 @@ class WeightedMean(Encoding):
 
 
 class NoisySum(Encoding):
-    """The rounded update and a share of noise: the sum keeps the guarantee of a plan, whoever sees it.
+    """The rounded update and a share of noise: the sum keeps the guarantee of a plan against everyone.
 
     If one example is the privacy unit, the update is a sum of clipped gradients in float64 and is rounded to the
     nearest integers. Otherwise it is clipped, and rounded at random within `longest_rounded`. Data and noise are

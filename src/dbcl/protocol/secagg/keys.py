@@ -84,7 +84,7 @@ class Registry:
         """Return the reason why a client's identity is not valid, or None."""
         own = self.known.get(name)
         if own is None:
-            return f"nobody knows {shown(name)}"
+            return f"no client is known as {shown(name)}"
         return None if own == public else f"{shown(name)} is known by another key"
 
 

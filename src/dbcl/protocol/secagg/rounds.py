@@ -67,7 +67,7 @@ class SecureRounds:
 
     `registry` is whom the server itself knows: clients that these would refuse are left out. `persist` is called when a
     group is new, before it is asked for masked updates, and when a list of survivors is final, before anybody is asked
-    to sign it: whoever keeps checkpoints saves `state` there.
+    to sign it: a server with checkpoints saves `state` there.
     """
 
     def __init__(
