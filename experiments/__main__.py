@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from experiments.runner import OnJob, Order
 
 QUIET_SECONDS = 60.0
-"""Where there is no terminal, a long job says at least so often how far it is."""
+"""Seconds between progress messages of a long job without a terminal."""
 
 
 def reproduce(

@@ -47,7 +47,7 @@ def table(found: Results) -> str:
 
 
 def _facts(run: Mapping[str, Any]) -> list[str]:
-    """What a run came to; one that diverged has no curve to its end."""
+    """Return the cells of a run; one that diverged has no curve to its end."""
     if not run["accuracies"]:
         return [f"diverged in round {run['rounds'] + 1}", *["–"] * 5]
     losses = [loss for loss in run["losses"] if loss is not None]

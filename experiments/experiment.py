@@ -1,4 +1,4 @@
-"""What an experiment is: jobs that are plain settings, a way to play one, and a way to show the rows."""
+"""Experiments: jobs that are plain settings, a function that plays one, and functions that show the rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,16 +8,16 @@ from typing import Any
 from dbcl.errors import ConfigError
 
 Job = dict[str, Any]
-"""The settings of one job, its seed among them: whatever JSON can hold. Two jobs with equal settings are the same."""
+"""Settings of one job, its seed among them: whatever JSON can hold. Jobs with equal settings are the same."""
 Row = dict[str, Any]
-"""A job that was played: `job`, its `result`, and the `seconds`, `device` and `versions` it was played with."""
+"""Played job: `job`, its `result`, and the `seconds`, `device` and `versions` of the run."""
 Tell = Callable[[str, int, int], None]
-"""Called while a job is played: with what it is doing, how many of its steps are done, and how many there are."""
+"""Callback of a running job, with its present task, the number of finished steps, and the number of steps."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """Where a job is played: on which device (never "auto"), with which datasets, and who is told of its progress.
+    """Environment of a job: the device (never "auto"), the folder of the datasets, and the callback for progress.
 
     `tell` must be called often: it is where a time limit ends a job.
 
@@ -29,12 +29,14 @@ class Context:
     data_dir: str | None = None
     tell: Tell = lambda text, done, total: None
     scratch: Path | None = None
-    """Where a long job may keep its state when its time is over, so that it goes on from there; removed at its end."""
+    """Folder in which a long job may keep its state when its time is over, so that it goes on from there; removed at
+    its end.
+    """
 
 
 @dataclass(frozen=True)
 class Results:
-    """The jobs of an experiment and the rows of those that were played, for tables and figures.
+    """Jobs of an experiment and the rows of those that were played, for tables and figures.
 
     >>> row = {"job": {"lr": 0.1, "seed": 0}, "result": {"rounds": 7}}
     >>> found = Results((row["job"], {"lr": 0.2, "seed": 0}), (row,), quick=True)
@@ -47,17 +49,17 @@ class Results:
     quick: bool = False
 
     def of(self, **settings: Any) -> list[dict[str, Any]]:
-        """The results of the played jobs that have these settings, in the order of the jobs."""
+        """Return the results of the played jobs that have these settings, in the order of the jobs."""
         return [row["result"] for row in self.rows if _has(row["job"], settings)]
 
     def jobs_of(self, **settings: Any) -> list[Job]:
-        """The jobs that have these settings, played or not."""
+        """Return the jobs that have these settings, played or not."""
         return [job for job in self.jobs if _has(job, settings)]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One table or figure. `registry.py` lists them all; each is the `EXPERIMENT` of a file.
+    """Table or figure. `registry.py` lists them all; each is the `EXPERIMENT` of a file.
 
     `jobs` is given whether the reduced setting is wanted and the folder of the results, and lists the jobs with the
     cheap and telling ones first. `play` plays one of them and gives its result, as JSON can hold it. `table` makes
@@ -72,7 +74,7 @@ class Experiment:
     title: str
     what: str
     minutes: str
-    """How long it takes, and on which machine, as `--list` shows it."""
+    """Duration and machine, as `--list` shows them."""
     jobs: Callable[[bool, Path], Sequence[Job]]
     play: Callable[[Job, Context], dict[str, Any]]
     table: Callable[[Results], str]
@@ -85,13 +87,13 @@ class Experiment:
     tuning: "Tuning | None" = None
 
     def needs(self, quick: bool) -> tuple[str, ...]:
-        """The datasets that it reads."""
+        """Return the datasets that it reads."""
         return self.quick_data if quick else self.data
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How an experiment finds settings of its jobs: jobs over a grid, and what is written of their rows.
+    """Search for settings of an experiment's jobs: jobs over a grid, and a file made of their rows.
 
     `choose` makes the text of `file`, which the experiment's `jobs` reads from the folder of its results.
 
@@ -105,7 +107,7 @@ class Tuning:
 
 
 def select(jobs: Sequence[Job], only: Sequence[str]) -> list[Job]:
-    """The jobs that have every one of these settings, as a person writes them.
+    """Return the jobs that have every one of these settings, as written on the command line.
 
     >>> select([{"network": "mlp", "percent": 1}, {"network": "cnn", "percent": 1}], ["network=cnn"])
     [{'network': 'cnn', 'percent': 1}]

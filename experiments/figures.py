@@ -1,4 +1,4 @@
-"""Figures as PNG and SVG, in the colours of the other pictures; the only file here that needs matplotlib."""
+"""Figures of experiments in the colours of the other figures; the only module here that needs matplotlib."""
 
 import io
 import math
@@ -12,12 +12,12 @@ COLOURS = {
     "plain": "#5f6b78", "plain-adam": "#a9b4bf", "paper": "#b3261e", "paper-adam": "#d08a2c", "blind": "#0b6e99",
     "private": "#7d4f9e",
 }  # fmt: skip
-"""A colour for each preset and for each other row of `table1`, the same in every figure."""
+"""Colour of each preset and of each other row of `table1`, the same in every figure."""
 MORE = ("#0b6e99", "#d08a2c", "#7d4f9e", "#2d6a3e", "#b3261e", "#5f6b78")
 
 
 def new(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
-    """A figure and its panels, (rows, columns) of them.
+    """Return a figure and its panels, (rows, columns) of them.
 
     >>> figure, panels = new(4, 3)
     >>> panels.shape
@@ -36,7 +36,7 @@ def new(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[A
 
 
 def label(axes: Any, x: str, y: str, title: str = "") -> None:
-    """Name the axes of a panel, and its lines where they have names."""
+    """Label the axes of a panel, and its lines if they have names."""
     axes.set_xlabel(x, color=MUTED)
     axes.set_ylabel(y, color=MUTED)
     if title:

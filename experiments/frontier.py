@@ -46,7 +46,7 @@ DEFENCES: dict[str, dict[str, Job]] = {
 """By family: the preset, and what differs from it. Rates are the better of two or three; ratio 8 diverges at 0.05."""
 COLOURS = {**figures.COLOURS, "none": figures.COLOURS["plain"], "dropout": "#d08a2c", "noise on updates": "#2d6a3e"}
 FIRST = [("none", False), ("ratio 2", False), ("veil 0.2", False), ("epsilon 8", False), ("veil 0.2", True)]
-"""What tells most is played first."""
+"""Most informative runs, which are played first."""
 QUICK = [("none", False), ("ratio 2", False), ("veil 0.2", True)]
 ADVERSARIES = {
     "two": "client, two parties", "cohort": "client, a cohort", "run": "client, as the run is", "server": "server",
@@ -120,7 +120,7 @@ def play(job: Job, context: Context) -> dict[str, Any]:
 
 
 def title_of(job: Job) -> str:
-    """How a job is called.
+    """Name a job.
 
     >>> title_of({"family": "blind", "defence": "veil 0.2", "sums": True})
     'blind, veil 0.2, sums'
@@ -171,7 +171,7 @@ def _attacked(
 
 
 def _client(job: Job, played: "ShardRun", task: Task, step: Callable[[], None]) -> dict[str, Any]:
-    """Which examples the others have, as a client tells: by all rounds, and where it knows their updates by spans."""
+    """Find the others' examples as a client: by all rounds, and by spans if it knows their updates."""
     from dbcl_audit.attacks.members import member_findings
     from dbcl_audit.attacks.span_rounds import rewound_changes, round_span_findings
 
@@ -193,7 +193,7 @@ def _client(job: Job, played: "ShardRun", task: Task, step: Callable[[], None]) 
 
 
 def _trajectory(job: Job, played: "ShardRun", task: Task, step: Callable[[], None]) -> "Trajectory":
-    """What a client knows of all rounds; it knows the settings, how updates are clipped and what noise is promised."""
+    """Return a client's view of all rounds; it knows the settings, the clipping and the planned noise."""
     from dbcl_audit.attacks.trajectory import Knowledge, Trajectory
     from dbcl_audit.fixed_shards import noise_covariance
 
@@ -218,7 +218,7 @@ def _trajectory(job: Job, played: "ShardRun", task: Task, step: Callable[[], Non
 
 
 def _server(played: "ShardRun") -> dict[str, Any]:
-    """Which examples are in a client's updates, or in the sums that it is in: of one round, and of several."""
+    """Find the examples in a client's updates, or in the sums that it is in: of one round, and of several."""
     from dbcl_audit.attacks.span_rounds import round_span_findings, sent_changes
 
     shards = played.shards
@@ -263,7 +263,7 @@ def table(found: Results) -> str:
 
 
 def _setting(job: Job) -> str:
-    """What the lines of the table have in common."""
+    """Describe the setting that all lines of the table share."""
     return (
         "The embedded digits and the MLP 784-200-200-10. 100 clients with 40 examples each, 10 of them in a round, "
         f"{job['rounds']} rounds; with sums (secure aggregation) 20 in a round, since a sum needs 8 in each lane. "
@@ -314,7 +314,7 @@ def _megabytes(run: Mapping[str, Any], rounds: int) -> float:
 
 
 def draw(found: Results) -> Mapping[str, Any]:
-    """What leaks against the test error and against bytes, a point for each defence; hollow with sums."""
+    """Draw leakage against the test error and against bytes, a point for each defence; hollow with sums."""
     rows = {
         "cohort": ("auc", "AUC of a client among those of a round"), "run": ("auc", "AUC of a client, as the run is"),
         "server": ("tpr", "found by the server, 0.1 % false"),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SHOWN = 10
 """So many drawings are kept in a row."""
 ESTIMATED = ("paper", "blind", "private-example", "private")
-"""Where the model is received with a sketch or noise, a smoother's estimate of W is attacked, too."""
+"""Presets that send the model with a sketch or noise; a smoother's estimate of W is attacked, too."""
 PROMISES = {"private-example": "epsilon 8 for each example", "private": "epsilon 8 for each client"}
 
 

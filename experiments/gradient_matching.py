@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LATER = 48
 """Rounds after the attacked ones: rewind goes backward through them from a guess."""
 CASES = {"no sketch": "plain", "the paper's attacker": "paper", "adaptive": "paper"}
-"""What is attacked and by whom, with the preset of the run."""
+"""Attacked model and attacker of each case, by the preset of the run."""
 ADVERSARIES = ("server", "client")
 TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "digits": "embedded digits"}
 WORDS = {"no sketch": "very well recovers the images", "the paper's attacker": "completely fails", "adaptive": ""}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dbcl_audit.simulated_run import SimulatedRun
 
 ESTIMATORS = {"plain": ["option I"], "paper": ["option I", "rewind"]}
-"""What a client makes of the broadcasts, by preset; without a sketch a difference of two is the update itself."""
+"""Estimators of a client by preset; without a sketch the difference of two broadcasts is the update itself."""
 PUBLISHED = {
     ("client", "random forest on option I"): ("1.0", "0.5"),
     ("server", "random forest on the update itself"): ("1.0", "0.726"),
@@ -51,7 +51,7 @@ def play(job: Job, context: Context) -> dict[str, Any]:
 
 
 class Told(NamedTuple):
-    """What was told of the batches' property, and the simulated run and the estimates that it was inferred from.
+    """Result of an attack on the batches' property, with the simulated run and the estimates that it used.
 
     >>> Told._fields
     ('simulated', 'found', 'tested', 'scores')
@@ -162,7 +162,9 @@ def _cell(cells: Mapping[tuple[str, str], Mapping[str, Any]], place: tuple[str, 
 
 
 def _adaptive(place: tuple[str, str]) -> bool:
-    """Whether an attack knows the sketch, by its learner or by its estimate; reading clear tensors takes neither."""
+    """Return whether an attack knows the sketch, by its learner or by its estimate; reading plain tensors takes
+    neither.
+    """
     return "filter" in place[1] or "rewind" in place[1]
 
 

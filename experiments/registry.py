@@ -1,4 +1,4 @@
-"""The experiments by name: plain data, in the order in which they are listed and played."""
+"""Experiments by name, in the order in which they are listed and played."""
 
 from difflib import get_close_matches
 
@@ -44,7 +44,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
 
 
 def find(name: str) -> Experiment:
-    """An experiment by its name.
+    """Return an experiment by its name.
 
     >>> find("theroy")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""The rows of an experiment in a JSONL file: one for each job that was played, written as soon as it is."""
+"""Rows of an experiment in a JSONL file: one for each job that was played, written as soon as it is."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from experiments.experiment import Job, Row
 
 
 def key(job: Job) -> str:
-    """What tells jobs apart: all their settings.
+    """Return a key of a job: all its settings.
 
     >>> key({"seed": 0, "lr": 0.1}) == key({"lr": 0.1, "seed": 0})
     True
@@ -24,7 +24,7 @@ def key(job: Job) -> str:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file; none where there is no file.
+    """Return the rows of a file; none if there is no file.
 
     A last line without an end is what a killed process left, and is no row; any other that is not JSON is an error.
 
@@ -68,7 +68,7 @@ def append(path: Path, row: Row) -> None:
 
 
 def played(jobs: Sequence[Job], rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The rows of these jobs in their order; of several for one job the first, and none of other jobs.
+    """Return the rows of these jobs in their order; of several for one job the first, and none of other jobs.
 
     >>> rows = [{"job": {"seed": 1}, "result": 1}, {"job": {"seed": 9}, "result": 9}, {"job": {"seed": 1}, "result": 0}]
     >>> [row["result"] for row in played([{"seed": 0}, {"seed": 1}], rows)]
@@ -81,7 +81,7 @@ def played(jobs: Sequence[Job], rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def versions() -> dict[str, str]:
-    """What a row was made with.
+    """Return the versions that a row is made with.
 
     >>> sorted(versions())
     ['dbcl', 'numpy', 'python', 'torch']
@@ -95,7 +95,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: str) -> str:
-    """A device as a row names it.
+    """Return a device's name as a row has it.
 
     >>> device_name("cpu")
     'cpu'

@@ -1,4 +1,4 @@
-"""Plays what is left of an experiment, and writes what came out."""
+"""Runner: plays the remaining jobs of an experiment and writes its report."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 ROWS, TUNING = "rows.jsonl", "tuning.jsonl"
 OnJob = Callable[[int, int, Job], None]
-"""Called before and after jobs with how many are done, how many there are, and the one that is next or was last."""
+"""Callback before and after jobs, with the number of finished jobs, that of all, and the next or last job."""
 
 
 class OutOfTime(Exception):  # noqa: N818
@@ -33,7 +33,7 @@ class OutOfTime(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Order:
-    """What of an experiment is played, and where its results go.
+    """Selection of an experiment's jobs, and the folder of its results.
 
     `part` (1, 3) is the first third of the jobs, every third of them: several processes may play one experiment.
 
@@ -50,12 +50,12 @@ class Order:
     """No job is begun, or goes on, after so many."""
 
     def folder(self, name: str) -> Path:
-        """Where the results of an experiment lie: those of the reduced setting apart from the others."""
+        """Return the folder of an experiment's results, another one for the reduced setting."""
         return self.out / name / "quick" if self.quick else self.out / name
 
 
 def check(experiment: Experiment, order: Order, data_dir: str | None) -> None:
-    """Refuse what cannot be played here, before anything is: a dataset or a package that is missing."""
+    """Raise an error if a dataset or a package is missing, before anything is played."""
     for module, extra in experiment.extras.items():
         if find_spec(module) is None:
             raise ConfigError(
@@ -72,7 +72,7 @@ def check(experiment: Experiment, order: Order, data_dir: str | None) -> None:
 
 
 def play(experiment: Experiment, order: Order, context: Context, on_job: OnJob = lambda done, total, job: None) -> bool:
-    """Play the jobs that have no row yet, each written as soon as it is over; False where the time was too short."""
+    """Play the jobs that have no row yet, each written as soon as it is over; return whether all were played."""
     began, folder = time.monotonic(), order.folder(experiment.name)
     make_folder(folder)
     path = folder / (TUNING if order.tune else ROWS)
@@ -108,7 +108,7 @@ def _ordered(experiment: Experiment, order: Order) -> list[Job]:
 
 
 def all_jobs(experiment: Experiment, order: Order) -> Sequence[Job]:
-    """The jobs of an experiment, or of its tuning."""
+    """Return the jobs of an experiment, or of its tuning."""
     folder = order.folder(experiment.name)
     if order.tune:
         assert experiment.tuning is not None
@@ -125,14 +125,14 @@ def _row(experiment: Experiment, job: Job, context: Context) -> Row:
 
 
 def results(experiment: Experiment, order: Order) -> Results:
-    """All jobs and the rows that are there."""
+    """Return all jobs and the rows of those that were played."""
     jobs = all_jobs(experiment, order)
     path = order.folder(experiment.name) / (TUNING if order.tune else ROWS)
     return Results(tuple(jobs), rows.played(jobs, rows.read(path)), order.quick)
 
 
 def report(experiment: Experiment, order: Order) -> list[Path]:
-    """Write the table, and the figures where matplotlib is installed; what was chosen, after a tuning."""
+    """Write the table and the figures (if matplotlib is installed); after a tuning, the chosen settings."""
     found, folder = results(experiment, order), order.folder(experiment.name)
     if not found.rows:
         path = folder / (TUNING if order.tune else ROWS)
@@ -154,7 +154,7 @@ def report(experiment: Experiment, order: Order) -> list[Path]:
 
 
 def resolve(device: str) -> str:
-    """The device that `auto` stands for here; one that is not there is refused.
+    """Return the device that `auto` stands for here; an absent one is an error.
 
     >>> resolve("cpu")
     'cpu'
@@ -169,7 +169,7 @@ def resolve(device: str) -> str:
 
 
 def _write_settings(experiment: Experiment, order: Order) -> None:
-    """The jobs of the experiment, as they are planned."""
+    """Write the jobs of the experiment as they are planned."""
     facts = {
         "experiment": experiment.name,
         "quick": order.quick,

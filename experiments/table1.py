@@ -38,7 +38,7 @@ LIMITS = {
     "mlp": {1: 2000, 10: 800, 20: 800, 50: 800, 100: 800},
     "cnn": {1: 1500, 10: 400, 20: 300, 50: 200, 100: 200},
 }
-"""The most rounds of a run: a target that is not reached by then is "not in N rounds"."""
+"""Largest number of rounds of a run: a target that is not reached by then is "not in N rounds"."""
 SEEDS = {"mlp": {1: 3, 10: 3, 20: 3, 50: 3, 100: 3}, "cnn": {1: 1, 10: 3, 20: 1, 50: 1, 100: 1}}
 """Three seeds where a run takes seconds."""
 ORDER = {"mlp": (10, 100, 20, 50, 1), "cnn": (10, 20, 1, 50, 100)}
@@ -63,7 +63,7 @@ GRIDS: dict[tuple[str, str], tuple[dict[str, float], ...]] = {
     ),
     ("cnn", "blind"): ({"lr": 0.02}, {"lr": 0.03}, {"lr": 0.01}),
 }
-"""What `--tune` tries for each cell, with seed 100, which no run of the table has."""
+"""Grid of `--tune` for each cell, with seed 100, which no run of the table has."""
 TUNING_ROUNDS = {
     "mlp": {1: 600, 10: 200, 20: 200, 50: 150, 100: 150},
     "cnn": {1: 600, 10: 250, 20: 100, 50: 60, 100: 40},

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and the page around them."""
+"""Tables in Markdown, and the page of an experiment."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ NOT_RUN = "not run"
 
 
 def markdown(headings: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
-    """A table.
+    """Return a table.
 
     >>> print(markdown(["network", "rounds"], [["MLP", 96]]))
     | network | rounds |
@@ -22,7 +22,7 @@ def markdown(headings: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
 
 
 def rounds_cell(runs: Sequence[dict[str, Any]]) -> str:
-    """The rounds that runs of one setting took to their target: the median, and each; nothing is extrapolated.
+    """Return the rounds that runs of one setting took to their target: the median, and each; nothing is extrapolated.
 
     >>> rounds_cell([{"reached": True, "rounds": 40}, {"reached": True, "rounds": 44}, {"reached": True, "rounds": 60}])
     '44 (40, 44, 60)'
@@ -84,7 +84,7 @@ def _rounds(run: dict[str, Any]) -> str:
 
 
 def until(run: Mapping[str, Any], target: float) -> dict[str, Any]:
-    """A run as if it had stopped at a lower target.
+    """Return a run as if it had stopped at a lower target.
 
     >>> until({"accuracies": [0.5, 0.8, 0.7, 0.9], "error": ""}, 0.75)
     {'reached': True, 'rounds': 2, 'error': ''}

@@ -91,7 +91,7 @@ def table(found: Results) -> str:
 
 
 def _said(scheme: str, text: str) -> str:
-    """What the paper says, which is about count sketches."""
+    """Return the paper's statement, which is about count sketches."""
     return "–" if scheme == "sampling-v1" else text
 
 

@@ -1,4 +1,4 @@
-"""One training run of an experiment: until an accuracy, or for a number of rounds, with its curves."""
+"""Training run of an experiment: until an accuracy, or for a number of rounds, with its curves."""
 
 import math
 import time
@@ -27,7 +27,7 @@ Final = Callable[[nn.Module, Task], dict[str, Any]]
 
 @lru_cache(maxsize=2)
 def task_on(device: str, data: str, model: str, data_dir: str | None = None) -> Task:
-    """A dataset and a network, read and brought to the device once.
+    """Return a dataset and a network, read and brought to the device once.
 
     >>> task_on("cpu", "digits", "mnist-mlp") is task_on("cpu", "digits", "mnist-mlp")
     True
@@ -45,7 +45,7 @@ def train(
     final: Final = lambda model, task: {},
     task: Task | None = None,
 ) -> dict[str, Any]:
-    """Play a configuration's rounds until its target and give accuracy and loss after every round, or every few.
+    """Play a configuration's rounds until its target; return accuracy and loss after every round, or every few.
 
     A run that cannot go on, since no client's update is finite, ends there and says why in `error`. One that a time
     limit ends leaves its state in the context's `scratch`, and goes on from there when it is played again. What `final`
@@ -79,7 +79,7 @@ def train(
 
 
 def _begin(server: Server, scratch: Path | None) -> dict[str, Any]:
-    """What a run has come to: nothing yet, or what was kept when its time was over."""
+    """Return the record of a run: an empty one, or the one that was kept when its time was over."""
     if scratch is not None and checkpoint.newest(scratch) is not None:
         kept = checkpoint.load(scratch)
         server.load_state(kept.part("server"))
@@ -89,7 +89,7 @@ def _begin(server: Server, scratch: Path | None) -> dict[str, Any]:
 
 
 def _play_round(run: dict[str, Any], engine: Engine, server: Server, task: Task, config: RunConfig, every: int) -> None:
-    """Play one round and write down what came of it."""
+    """Play one round and add its results to the record."""
     try:
         result = engine.play_round()
     except DbclError as problem:  # no update is left, or too few: every client has diverged

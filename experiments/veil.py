@@ -25,7 +25,7 @@ VEILS, QUICK_VEILS = (0.0, 0.05, 0.2, 0.5), (0.0, 0.2)
 SMOOTHERS = ("smoother", "shaped smoother")
 """Estimates of the one other client's update."""
 LEARNERS = ("matched filter", "random forest")
-"""What tells a property of a batch from such an estimate."""
+"""Learners that infer a property of a batch from an estimate of its update."""
 LAYER = "1.weight"
 """Cosines are of the first layer's update."""
 
