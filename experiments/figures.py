@@ -62,20 +62,15 @@ def log_scale(axes: Any, *names: str, base: int = 10) -> None:
         axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)) if base == 10 else NullFormatter())
 
 
-def save(figure: Any, path: Path) -> list[Path]:
-    """Write a figure as PNG and SVG; the same figure gives the same bytes.
+def save(figure: Any, path: Path) -> Path:
+    """Write a figure as PNG; the same figure gives the same bytes.
 
     >>> import tempfile
-    >>> [path.name for path in save(new(2, 2)[0], Path(tempfile.mkdtemp(), "curves"))]
-    ['curves.png', 'curves.svg']
+    >>> save(new(2, 2)[0], Path(tempfile.mkdtemp(), "curves")).name
+    'curves.png'
     """
-    import matplotlib
-
-    written = []
-    for kind, more in (("png", {"dpi": 130}), ("svg", {"metadata": {"Date": None}})):
-        buffer = io.BytesIO()
-        with matplotlib.rc_context({"svg.hashsalt": "dbcl"}):
-            figure.savefig(buffer, format=kind, **more)
-        written.append(path.with_name(f"{path.name}.{kind}"))
-        write_atomic(written[-1], buffer.getvalue())
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    written = path.with_name(f"{path.name}.png")
+    write_atomic(written, buffer.getvalue())
     return written

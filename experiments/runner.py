@@ -146,10 +146,9 @@ def report(experiment: Experiment, order: Order) -> list[Path]:
     if find_spec("matplotlib") is None:
         log.warning("matplotlib is not installed: no figure is drawn; --report draws it later")
     else:
-        drawn = [path for name, figure in experiment.draw(found).items() for path in save(figure, folder / name)]
-    pictures = [path.name for path in drawn if path.suffix == ".png"]
+        drawn = [save(figure, folder / name) for name, figure in experiment.draw(found).items()]
     path = folder / "README.md"
-    write_atomic(path, page(experiment, found, pictures).encode())
+    write_atomic(path, page(experiment, found, [path.name for path in drawn]).encode())
     return [path, *drawn]
 
 

@@ -45,7 +45,7 @@ def test_an_experiment_is_played_reported_and_not_played_again(invoke: Invoke, t
     folder = tmp_path / "results" / "theory" / "quick"
     assert "8/8" in out
     assert sorted(path.name for path in folder.iterdir()) == [
-        "README.md", "rows.jsonl", "settings.json", "theory.png", "theory.svg",
+        "README.md", "rows.jsonl", "settings.json", "theory.png",
     ]  # fmt: skip
     before = (folder / "rows.jsonl").read_bytes()
     assert "8/8" not in invoke("theory", "--quick", *only)
