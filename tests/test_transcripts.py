@@ -515,6 +515,8 @@ def test_train_records_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
         "train",
         "--preset",
         "blind",
+        "--preset",
+        "blind",
         "--clients",
         "20",
         "--fraction",

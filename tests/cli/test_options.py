@@ -28,6 +28,7 @@ def test_every_setting_is_an_option() -> None:
         "quiet",
         "as_json",
         "allow_code",
+        "baseline",
     } == set(OPTIONS)
 
 
@@ -40,7 +41,7 @@ def test_plan_takes_those_that_decide_what_a_client_sees() -> None:
 def test_privacy_takes_those_that_decide_how_large_the_noise_is() -> None:
     own = {"run", "preset", "shape", "outputs", "examples", "data_dir", "out", "as_json"}
     promise = {name for name, field in OPTIONS.items() if about(field).panel == PROMISE}
-    moves = {"algorithm", "lr", "server_optimizer", "server_lr", "server_momentum"}
+    moves = {"algorithm", "lr", "secure_aggregation", "server_optimizer", "server_lr", "server_momentum"}
     assert set(inspect.signature(privacy).parameters) - own == promise | moves | {
         "data",
         "model",
@@ -71,11 +72,11 @@ def test_help_teaches(invoke: Invoke) -> None:
     for panel in dict.fromkeys(about(field).panel for field in OPTIONS.values()):
         assert panel in out
     for words in (
-        "Default 100; preset private: 1000; preset private-example: 10.",
-        "private-example (differential privacy for each example of 10 clients), paper",
+        "Default 100; presets guaranteed, private-example: 10; preset private: 1000.",
+        "private-example (the same as guaranteed, with a trusted server), paper",
         "blind (sketch and secret noise), veil (secret noise, no sketch), private (differential privacy for each of",
         "paper (a sketch that a client",
-        "Default momentum; presets private, private-example, paper, plain: fedavg.",
+        "Default momentum; presets guaranteed, private, private-example, paper, plain: fedavg.",
         "replace the defaults; an option that you give replaces them",
         "dbcl train --preset paper --data mnist --target 0.97",
     ):

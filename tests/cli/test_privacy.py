@@ -14,7 +14,8 @@ from dbcl.model import networks
 from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import checkpoint
 from dbcl.simulation import preset
-from dbcl.simulation.build import privacy_plan, rms
+from dbcl.simulation.build import privacy_plan, rms, weight_scale
+from dbcl.simulation.planning import planned
 
 Invoke = Callable[..., str]
 
@@ -27,7 +28,7 @@ def words(text: str) -> str:
 
 
 def test_before_a_run_it_says_what_the_preset_takes(invoke: Invoke) -> None:
-    out = words(invoke("privacy"))
+    out = words(invoke("privacy", "--preset", "private"))
     for sentence in (
         "epsilon 8 at delta 1e-05 for one client",
         "100 of 1000 clients in each of 400 rounds, in turns",
@@ -47,7 +48,18 @@ def test_before_a_run_it_says_what_the_preset_takes(invoke: Invoke) -> None:
 
 
 def test_json_has_the_plan_and_the_other_choices(invoke: Invoke) -> None:
-    options = ["--epsilon", "4", "--clients", "2000", "--rounds", "100", "--server-optimizer", "momentum"]
+    options = [
+        "--preset",
+        "private",
+        "--epsilon",
+        "4",
+        "--clients",
+        "2000",
+        "--rounds",
+        "100",
+        "--server-optimizer",
+        "momentum",
+    ]
     facts = json.loads(invoke("privacy", *options, "--model", "cifar-cnn", "--shape", "3,32,32", "--json"))
     plan = PrivacyPlan(epsilon=4, delta=1e-5, clip=0.2, rounds=100, clients=2000, cohort=200, momentum=0.5)
     size = rms(networks.build("cifar-cnn", shape=(3, 32, 32)))
@@ -61,7 +73,7 @@ def test_json_has_the_plan_and_the_other_choices(invoke: Invoke) -> None:
 
 
 def test_the_picture(invoke: Invoke) -> None:
-    out = invoke("privacy", "--epsilon", "4", "--clip", "0.1", "--out", "pictures/privacy.png")
+    out = invoke("privacy", "--preset", "private", "--epsilon", "4", "--clip", "0.1", "--out", "pictures/privacy.png")
     assert Path("pictures/privacy.png").read_bytes()[:4] == b"\x89PNG"
     assert "picture  pictures/privacy.png" in out
     assert "train    dbcl train --preset private --epsilon 4 --clip 0.1\n" in out
@@ -70,10 +82,10 @@ def test_the_picture(invoke: Invoke) -> None:
 
 
 def test_too_few_clients_are_told_of_the_other_unit_and_not_sent_to_train(invoke: Invoke) -> None:
-    out = words(invoke("privacy", "--clients", "10", "--fraction", "1"))
+    out = words(invoke("privacy", "--preset", "private", "--clients", "10", "--fraction", "1"))
     assert "10 clients in a round are too few to hide one of them. The remedy: one example as the unit" in out
     assert "dbcl train" not in out
-    assert json.loads(invoke("privacy", "--clients", "10", "--json"))["useful"] is False
+    assert json.loads(invoke("privacy", "--preset", "private", "--clients", "10", "--json"))["useful"] is False
     with pytest.raises(ConfigError, match=r"too few to hide one of them. The remedy: one example as the unit"):
         invoke("train", "--preset", "private", "--clients", "10")
     assert list(Path().iterdir()) == []
@@ -86,10 +98,13 @@ def test_too_few_clients_are_told_of_the_other_unit_and_not_sent_to_train(invoke
             ["--preset", "blind"],
             "these settings have no guarantee: give `epsilon` and `clip`, or take the preset private",
         ),
-        (["--delta", "0.01"], "delta must be below 1 / 1000 (clients)"),
+        (["--preset", "private", "--delta", "0.01"], "delta must be below 1 / 1000 (clients)"),
         (["--epsilon", "0"], "epsilon must be above 0"),
         (["--clip", "-1"], "clip must be above 0"),
-        (["--privacy-unit", "example"], "with `privacy_unit=example` clients take one step a round"),
+        (
+            ["--preset", "private", "--privacy-unit", "example"],
+            "with `privacy_unit=example` clients take one step a round",
+        ),
         (["--preset", "private-example", "--data", "mine:make"], "data of your own give `examples`"),
         (["nowhere"], "nowhere holds no run"),
         (["nowhere", "--epsilon", "8", "--out", "x.png"], "--epsilon, --out: for a run that is planned, and nowhere"),
@@ -109,11 +124,11 @@ def test_train_says_what_is_promised_spent_and_secret(invoke: Invoke) -> None:
     plan = privacy_plan(config)
     assert plan is not None
     for sentence in (
-        "accuracy of the mean of noisy models, held-out",
-        "the guarantee epsilon 50, delta 0.001 for one client; spent so far: epsilon 50",
+        "of the weights averaged over about 20 rounds",
+        "guarantee epsilon 50, delta 0.001 for one client; spent so far: epsilon 50",
         "model.safetensors is the mean of noisy models, which the guarantee covers",
         "checkpoints/ hold the clean W, which it does not: keep them secret",
-        "the validator 1 update or more; norms clipped to 0.05",
+        "server checks 1 update or more; norms clipped to 0.05",
         "The budget is spent: this run cannot go on.",
     ):
         assert sentence in said
@@ -158,7 +173,7 @@ def test_a_run_that_stops_early_has_spent_less_and_may_go_on(invoke: Invoke) -> 
 
 def test_a_seed_takes_the_guarantee_away(invoke: Invoke) -> None:
     out = words(invoke(*TRAIN, "--rounds", "2", "--seed", "3", "--out", "run"))
-    assert "the guarantee none: --seed fixes its noise, and whoever knows or guesses the seed can take that off" in out
+    assert "guarantee none: --seed fixes its noise, and whoever knows or guesses the seed can take that off" in out
     assert "spent" not in out.replace("The budget is spent", "")
     assert "covers" not in out
     assert json.loads(invoke("privacy", "run", "--json"))["guarantee"]["holds"] is False
@@ -166,7 +181,11 @@ def test_a_seed_takes_the_guarantee_away(invoke: Invoke) -> None:
 
 
 def test_a_run_without_epsilon_has_no_guarantee(invoke: Invoke) -> None:
-    report = json.loads(invoke("train", "--fraction", "0.03", "--rounds", "1", "--seed", "0", "--out", "run", "--json"))
+    report = json.loads(
+        invoke(
+            "train", "--preset", "blind", "--fraction", "0.03", "--rounds", "1", "--seed", "0", "--out", "run", "--json"
+        )
+    )
     assert report["guarantee"] is None
     assert "run has no guarantee: it was trained without --epsilon." in invoke("privacy", "run")
     assert json.loads(invoke("privacy", "run", "--json")) == {"run": "run", "guarantee": None}
@@ -176,34 +195,50 @@ def test_plan_shows_the_noise_of_a_preset_with_a_guarantee(invoke: Invoke) -> No
     facts = json.loads(invoke("plan", "mnist-mlp", "--preset", "private", "--json"))
     assert {row["veil"] for row in facts["tensors"]} == {"0.93"}
     assert facts["unprotected"] == []
-    relative = json.loads(invoke("privacy", "--preset", "private-example", "--json"))["relative_noise"]
-    for options, expected in (([], relative), (["--examples", "8000"], relative / 2)):
-        facts = json.loads(invoke("plan", "mnist-mlp", "--preset", "private-example", *options, "--json"))
-        assert [float(row["veil"]) for row in facts["tensors"]] == pytest.approx([expected] * 6, rel=0.01)
+    facts = json.loads(invoke("plan", "scatter-linear", "--preset", "private-example", "--examples", "8000", "--json"))
+    config = planned(preset("private-example"), examples=8000, values=39_700)
+    plan = privacy_plan(config, 8000, 39_700)
+    assert plan is not None
+    size = weight_scale(networks.build("scatter-linear", shape=(81, 7, 7)), plan)
+    assert {float(row["veil"]) for row in facts["tensors"]} == {float(f"{plan.relative(size):.3g}")}
+    assert "all of it carries the noise" in invoke("plan", "scatter-linear", "--preset", "guaranteed")
 
 
-def test_examples_are_those_of_the_data_and_the_rate_counts(invoke: Invoke) -> None:
-    config = preset("private-example")
-    assert config.privacy is not None
-    out = words(invoke("privacy", "--preset", "private-example", "--out", "p.png"))
-    assert f"400 of 4000 examples in each of {config.rounds} rounds, in turns" in out
-    assert f"clip {config.privacy.clip:g}: the gradient of one example is no longer, and is sent times the lr, " in out
-    assert "half the batch, separation 20" in out
-    assert "train dbcl train --preset private-example" in out
+def test_examples_and_parties_decide_the_plan_and_the_accuracy_to_expect(invoke: Invoke) -> None:
+    out = words(invoke("privacy", "--out", "p.png"))
+    for sentence in (
+        "epsilon 2 at delta 1e-05 for every example, nobody is trusted",
+        "10 with 400 examples each, of whom 2 may collude with the server",
+        "60; 4,000 of 4,000 examples in each",
+        "about 1.9 points of accuracy",
+        "up to 2 colluding clients and whoever gets the model",
+        "train dbcl train --preset guaranteed",
+    ):
+        assert sentence in out
+    assert Path("p.png").read_bytes()[:4] == b"\x89PNG"
     out = invoke("privacy", "--preset", "private-example", "--data", "digits", "--data-dir", "here")
     assert "train    dbcl train --preset private-example --data digits --data-dir here\n" in out
-    facts = json.loads(invoke("privacy", "--preset", "private-example", "--examples", "60000", "--lr", "2", "--json"))
-    assert (facts["examples"], facts["batch"], facts["clip"]) == (60_000, 6000, config.privacy.clip)
-    plan = privacy_plan(preset("private-example", lr=2.0), 60_000)
+    facts = json.loads(invoke("privacy", "--examples", "60000", "--clients", "5", "--epsilon", "1", "--json"))
+    config = planned(preset("guaranteed", clients=5, epsilon=1.0), examples=60_000, values=39_700)
+    plan = privacy_plan(config, 60_000, 39_700)
     assert plan is not None
-    assert facts["noise"] == plan.noise
+    assert (facts["rounds"], facts["batch"], facts["noise"]) == (plan.rounds, 6000, plan.noise)
+    losses = {(row["epsilon"], row["noise_by"]): row["loss"] for row in facts["forecast"]}
+    assert losses[0.5, "clients"] > losses[1, "clients"] > losses[1, "server"] > losses[8, "server"]
+
+
+def test_too_few_examples_are_told_of_the_choices_and_not_sent_to_train(invoke: Invoke) -> None:
+    out = words(invoke("privacy", "--examples", "200"))
+    assert "a preset without a guarantee, such as blind" in out
+    assert "dbcl train" not in out
+    assert json.loads(invoke("privacy", "--examples", "200", "--json"))["useful"] is False
 
 
 def test_with_adam_the_noise_is_in_the_updates_and_the_command_says_what_that_costs(invoke: Invoke) -> None:
     adam = ["--server-optimizer", "adam", "--weight-cap", "90"]
     plan = privacy_plan(preset("private", server_optimizer="adam", weight_cap=90))
     assert plan is not None
-    out = words(invoke("privacy", *adam))
+    out = words(invoke("privacy", "--preset", "private", *adam))
     assert f"noise on an update {plan.noise:.4g} on each of 199,210 numbers of mnist-mlp" in out
     assert "average update is at most 0.2 long" in out
     assert "W itself carries it, and clients see W as it is. How much of it reaches W is not known ahead" in out
@@ -211,7 +246,6 @@ def test_with_adam_the_noise_is_in_the_updates_and_the_command_says_what_that_co
     out = words(invoke(*TRAIN, *adam, "--out", "run"))
     assert "on every number of an average update, before the server's optimiser" in out
     assert "checkpoints/ hold the noise of the last rounds, which it does not: keep them secret" in out
-    assert "in clear W, which carries the noise" in out
     assert "times the initial weights" not in out
     spent = words(invoke("privacy", "run"))
     assert "spent epsilon 50 at delta 0.001" in spent

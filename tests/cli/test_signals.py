@@ -19,7 +19,7 @@ def start(*arguments: str) -> "subprocess.Popen[str]":
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("after", [0.15, 0.6])
 def test_while_it_is_loading(number: int, after: float) -> None:
-    process = start("train", "--rounds", "100000")
+    process = start("train", "--preset", "blind", "--rounds", "100000")
     time.sleep(after)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
@@ -30,7 +30,9 @@ def test_while_it_is_loading(number: int, after: float) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_while_it_is_training(number: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = start("train", "--rounds", "100000", "--out", str(folder), "--seed", "0", "--clients", "10")
+    process = start(
+        "train", "--preset", "blind", "--rounds", "100000", "--out", str(folder), "--seed", "0", "--clients", "10"
+    )
     deadline = time.monotonic() + 60
     while not (folder / "metrics.jsonl").exists() or len(read_metrics(folder)) < 3:
         assert time.monotonic() < deadline

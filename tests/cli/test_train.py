@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from dbcl import cli
-from dbcl.errors import ConfigError, DataError, PlanError
+from dbcl.errors import ConfigError, DataError, GuaranteeError, PlanError
 from dbcl.model import networks
 from dbcl.protocol import checkpoint
 from dbcl.simulation import preset, read_metrics
@@ -49,8 +49,8 @@ def test_a_run_leaves_its_folder_and_says_what_happened(invoke: Invoke) -> None:
     for words in (
         f"{lines[-1]['accuracy']:.2%}",
         "392 of 784 numbers of each row of 1.weight",
-        "a message is 0.507 of a plain one",
-        "secret noise of 0.2 times the weights",
+        "each 49% smaller than FedAvg's",
+        "0.2 times the weights, on everything that is sent",
         "fixed by --seed",
         "runs/001-blind-digits/curves.png",
         "dbcl train --resume runs/001-blind-digits --rounds 6",
@@ -66,8 +66,8 @@ def test_a_run_leaves_its_folder_and_says_what_happened(invoke: Invoke) -> None:
 def test_the_paper_preset_says_what_went_in_clear_and_that_it_can_be_undone(invoke: Invoke) -> None:
     out = invoke(*QUICK, "--rounds", "1", "--preset", "paper")
     assert "1.bias, 3.bias, 5.weight, 5.bias" in out
-    assert "none: a client that remembers can undo the sketch" in out
-    assert "fresh in every round" in out
+    assert "none: a client that stores earlier rounds can undo the sketch" in out
+    assert "new each round" in out
 
 
 def test_without_a_seed_every_run_has_its_own_secrets(invoke: Invoke) -> None:
@@ -182,13 +182,13 @@ def test_without_a_terminal_there_are_lines_and_no_bar(invoke: Invoke) -> None:
     stopped = invoke(*QUICK, "--rounds", "400", "--target", "0.3")
     last = len(read_metrics(Path("runs/002-blind-digits")))
     assert f"round {last}/400  accuracy " in stopped
-    assert f"{last}, stopped: the target was reached" in stopped
+    assert f"{last} rounds, stopped: the target was reached" in stopped
 
 
 def test_patience_says_since_when_and_how_to_go_on(invoke: Invoke) -> None:
     out = invoke(*QUICK, "--rounds", "80", "--patience", "2", "--seed", "1", "--out", "run")
     history = read_metrics(Path("run"))
-    assert f"{len(history)}, stopped: no better accuracy since round {len(history) - 2}" in out
+    assert f"{len(history)} rounds, stopped: no better accuracy since round {len(history) - 2}" in out
     assert f"dbcl train --resume run --rounds 80 --patience {2 * len(history)}" in out
     invoke("train", "--resume", "run", "--rounds", str(len(history) + 1), "--patience", "99")
     assert len(read_metrics(Path("run"))) == len(history) + 1
@@ -255,11 +255,12 @@ def newest(checkpoints: Path) -> int:
         ),
         (["--ratio", "two"], ConfigError, "ratio is a number or a range such as 2-4, got 'two'"),
         (["--ratio", "2-3-4"], ConfigError, "ratio is a number or a range"),
-        (["--coverage", "nope.*"], PlanError, "pattern 'nope.*' matches no parameter"),
+        (["--preset", "blind", "--coverage", "nope.*"], PlanError, "pattern 'nope.*' matches no parameter"),
         (["--model", "resnet"], ConfigError, "no model 'resnet'"),
         (["--data", "mnist", "--data-dir", "."], DataError, "is missing; try `dbcl data fetch mnist`"),
         (["--clients", "5000"], DataError, "4000 examples cannot be divided into 5000 parts"),
-        (["--lr", "0"], ConfigError, "lr must be above 0, got 0"),
+        (["--lr", "-1"], ConfigError, "lr must be above 0, got -1"),
+        (["--ratio", "4"], GuaranteeError, "no preset was named, so this is guaranteed"),
         (["--device", "cuda"], ConfigError, "PyTorch finds no CUDA device here"),
     ],
 )

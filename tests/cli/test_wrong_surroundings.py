@@ -30,7 +30,10 @@ from dbcl.files import locked
 from dbcl.simulation import Run, RunConfig, read_metrics
 from dbcl.simulation.task import task_of
 from dbcl.transcripts import Transcript
-from dbcl_audit import suite
+from dbcl_audit import audit as audits
+from dbcl_audit.attacks.membership import audit_final_model
+from dbcl_audit.context import AuditContext
+from dbcl_audit.effort import FULL
 from dbcl_audit.findings import Audit, Finding
 
 OWN = """
@@ -54,7 +57,7 @@ def third(outputs, targets):
     return outputs.sum()
 """
 OWN_CODE = ("--model", "own:net", "--data", "own:data")
-RUN = ("train", *OWN_CODE, "--clients", "2", "--fraction", "1", "--rounds", "3", "--seed", "0")
+RUN = ("train", "--preset", "blind", *OWN_CODE, "--clients", "2", "--fraction", "1", "--rounds", "3", "--seed", "0")
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +142,7 @@ main()
 @pytest.mark.parametrize("most", [2_000_000, 100])
 def test_a_file_that_the_system_does_not_take_is_named(most: int) -> None:
     """The system's own error of a write names no path."""
-    given = [str(most), "train", "--rounds", "2", "--seed", "0", "--out", "new/run"]
+    given = [str(most), "train", "--preset", "blind", "--rounds", "2", "--seed", "0", "--out", "new/run"]
     ended = subprocess.run([sys.executable, "-c", LIMITED, *given], capture_output=True, text=True)
     assert ended.returncode == 2, ended.stderr
     assert re.search(r"error File too large: new/run/\S+", ended.stderr)
@@ -159,7 +162,7 @@ def test_a_tilde_is_the_home_folder(run: Invoke, monkeypatch: pytest.MonkeyPatch
         _, out, err = run(*command)
         assert str(tmp_path / "home") in "".join((out + err).split()), command
     assert not Path("~").exists()
-    status, _, said = run("train", "--out=~nobody-here/x")
+    status, _, said = run("train", "--preset", "blind", "--out=~nobody-here/x")
     assert status == 2
     assert "~nobody-here/x" in said
 
@@ -267,7 +270,7 @@ def test_the_next_number(names: tuple[str, ...], following: str) -> None:
 
 def test_more_leaked_than_was_allowed_is_status_1(run: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99, 0.98, 1.0, 0.0)
-    monkeypatch.setattr(suite, "audit", lambda *_, **__: Audit("a", {}, {}, (), (finding,), 1.0, parties=2))
+    monkeypatch.setattr(audits, "audit", lambda *_, **__: Audit("a", {}, {}, (), (finding,), 1.0, parties=2))
     Run.start(RunConfig(clients=2), Path("run"))
     assert run("audit", "run", "--fail-above", "client.cosine=0.5")[0] == 1
     assert run("audit", "run", "--fail-above", "client.cosine=0.995")[0] == 0
@@ -279,9 +282,9 @@ def test_a_model_that_cannot_be_read_is_a_finding(content: bytes | None, monkeyp
     Run.start(config, Path("run"))
     if content is not None:
         Path("run/model.safetensors").write_bytes(content)
-    job = suite.Job(config, task_of(config), Path("run"), Path("scratch"), suite.FULL, 2, 0, lambda text: None)
+    context = AuditContext(config, task_of(config), Path("run"), Path("scratch"), FULL, 2, 0, lambda text: None)
     with pytest.raises(AuditError, match=r"run/model.safetensors (cannot be read|is missing)"):
-        suite._membership(job)
+        audit_final_model(context)
 
 
 class Answer(io.BytesIO):
@@ -371,7 +374,7 @@ def test_an_interruption_is_a_word_and_status_130(
         raise KeyboardInterrupt
 
     Run.start(RunConfig(clients=2), Path("run"))
-    for place in (Run, "start"), (suite, "audit"), (SketchPlan, "from_model"):
+    for place in (Run, "start"), (audits, "audit"), (SketchPlan, "from_model"):
         monkeypatch.setattr(*place, interrupted)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["dbcl", *arguments])

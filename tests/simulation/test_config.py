@@ -11,14 +11,15 @@ from torch import nn
 
 import dbcl
 from dbcl.config import UNSKETCHED
-from dbcl.errors import ConfigError, ProtocolError
+from dbcl.errors import ConfigError, GuaranteeError, ProtocolError
 from dbcl.model import networks
 from dbcl.objective import Objective
 from dbcl.protocol import BroadcastRequirements, UpdateValidator
 from dbcl.settings import about
 from dbcl.simulation.build import build_plan, build_run_server, check, privacy_plan, public_setting, rms, validator
 from dbcl.simulation.config import OPTIONS, RunConfig
-from dbcl.simulation.presets import PRESETS, explain, from_toml, preset, to_toml
+from dbcl.simulation.planning import planned
+from dbcl.simulation.presets import DEFAULT, PRESETS, explain, from_toml, preset, to_toml
 from dbcl.simulation.task import given, task_of
 from dbcl.simulation.training import local_training, update_noise
 
@@ -64,7 +65,7 @@ SKETCHED = {"dense": ["0.weight", "2.weight"], "images": ["3.weight", "5.weight"
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_default_is_the_same_everywhere(name: str) -> None:
-    """Plan, server step, running mean and checks of updates: of each way to begin, where nothing is said."""
+    """Plan, server step, running mean and checks of updates: of each way to begin without a guarantee."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -82,7 +83,7 @@ def test_the_default_is_the_same_everywhere(name: str) -> None:
         "dbcl.Server": dbcl.Server(make(), calibration=calibration),
         "a plan": dbcl.Server(model := make(), dbcl.SketchPlan.from_model(model), calibration=calibration),
         "RunConfig": of_run(RunConfig()),
-        "the preset": of_run(preset(PRESETS[0])),
+        "the preset": of_run(preset("blind")),
         "dbcl.simulate": dbcl.simulate(make, [(x[:40], y[:40])], (x[40:], y[40:]), rounds=1, settings="blind").server,
         "Flower": dbcl.flower.DoubleBlind(flower.FedAvg(), make(), calibration=calibration).server,
     }
@@ -91,7 +92,7 @@ def test_the_default_is_the_same_everywhere(name: str) -> None:
             server.plan,
             type(server.trained.optimizer),
             server.trained.optimizer.defaults,
-            server.mean.decay if server.mean else None,
+            server.release.mean.decay if server.release.mean else None,
             server.validator,
             server.guarantee,
         )
@@ -121,19 +122,37 @@ def test_the_preset_with_a_guarantee_has_no_sketch_and_no_other_noise() -> None:
     assert (shorter.epsilon, shorter.participations) == (4, 10)
 
 
-@pytest.mark.parametrize("examples", [4000, 60_000])  # the digits and MNIST
-def test_the_preset_for_examples_promises_the_same_to_each_of_them(examples: int) -> None:
-    config, client = preset("private-example"), preset("private")
-    same = ("sketch", "veil", "epsilon", "delta", "server_optimizer", "ema_decay")
-    assert all(config.options()[name] == client.options()[name] for name in same)
-    assert (config.cohort, config.clients, local_training(config).steps) == (10, 10, 1)
-    assert update_noise(config) is None  # a client clips its examples, not their sum
-    plan = privacy_plan(config, examples)
-    assert plan is not None
-    assert config.privacy is not None
-    assert (plan.unit, plan.batch, plan.separation) == ("example", examples // 10, 10)
-    assert plan.clip == config.privacy.clip * config.lr
-    plan.require_useful(rms(networks.build(config.model)), parameters=199_210)
+@pytest.mark.parametrize(
+    ("examples", "separation", "rounds", "step"), [(4000, 1, 70, 2.0), (60_000, 10, 430, 4.0)]
+)  # the digits and MNIST
+def test_the_presets_for_examples_plan_what_suits_their_number(
+    examples: int, separation: int, rounds: int, step: float
+) -> None:
+    trusted, default = (
+        planned(preset(name), examples=examples, values=39_700) for name in ("private-example", "guaranteed")
+    )
+    same = ("model", "sketch", "veil", "epsilon", "delta", "clip", "server_optimizer", "ema_decay", "separation")
+    assert all(trusted.options()[name] == default.options()[name] for name in same)
+    assert (trusted.cohort, trusted.clients, local_training(trusted).steps) == (10, 10, 1)
+    assert update_noise(trusted) is None  # a client clips its examples, not their sum
+    central, shared = (privacy_plan(config, examples, 39_700) for config in (trusted, default))
+    assert central is not None
+    assert shared is not None
+    assert (central.unit, central.batch, central.separation) == ("example", examples // separation, separation)
+    assert trusted.privacy is not None
+    assert (trusted.rounds, round(trusted.lr * trusted.privacy.clip, 2)) == (rounds, step)
+    assert central.clip == trusted.privacy.clip * trusted.lr
+    assert (shared.shared, shared.colluders, shared.mu) == (True, 2, pytest.approx(central.mu, rel=1e-3))
+    # Two of ten shares count for nothing.
+    at_equal_pace = dataclasses.replace(shared, rounds=central.rounds, clip=central.clip, participations=0)
+    assert at_equal_pace.sigma / central.sigma == pytest.approx((10 / 8) ** 0.5, rel=0.02)
+
+
+def test_too_few_examples_are_refused_with_the_choices() -> None:
+    with pytest.raises(GuaranteeError, match=r"cost about \d\d points .* `features`.* `epsilon`.* such as blind$"):
+        planned(preset("guaranteed"), examples=100, values=39_700)
+    with pytest.raises(GuaranteeError, match=r"2 clients or more.*private-example"):
+        planned(preset("guaranteed", clients=1), examples=4000, values=39_700)
 
 
 def test_the_noise_of_adam_goes_before_it() -> None:
@@ -155,16 +174,20 @@ def test_clients_may_count_by_their_examples_up_to_a_public_number() -> None:
 
 
 def test_a_plan_for_examples_takes_their_number_and_all_know_its_noise() -> None:
-    config = preset("private-example", transcripts=("server",), clients=2)
+    config = planned(
+        preset("private-example", model="mnist-mlp", epsilon=8.0, transcripts=("server",), clients=2),
+        examples=4000,
+        values=199_210,
+    )
     task = task_of(config)
     model = task.make_model(0)
     with pytest.raises(ConfigError, match='unit "example" needs examples'):
         build_plan(config, model)
     plan = build_plan(config, model, examples=4000)
     sizes = set(plan.veils.values())
-    planned = privacy_plan(config, 4000)
-    assert planned is not None
-    assert sizes == {float(f"{planned.relative(rms(model)):.3g}")}
+    noise = privacy_plan(config, 4000)
+    assert noise is not None
+    assert sizes == {float(f"{noise.relative(rms(model)):.3g}")}
     assert {public_setting(config, task, plan).veil} == sizes
     blind = preset("blind")
     assert public_setting(blind, task, build_plan(blind, model)).veil == 0.2
@@ -174,7 +197,7 @@ PATTERNS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]))
 
 
 def test_a_preset_names_only_settings_and_the_default_one_comes_first() -> None:
-    assert PRESETS[0] == "blind"
+    assert PRESETS[0] == DEFAULT == "guaranteed"
     for name in PRESETS:
         assert preset(name) == from_toml(to_toml(preset(name)))
 
@@ -253,7 +276,7 @@ def test_the_validator_checks_its_own() -> None:
 
 
 def test_no_preset_of_that_name() -> None:
-    with pytest.raises(ConfigError, match="no preset 'soft': neither one of blind, veil, private"):
+    with pytest.raises(ConfigError, match="no preset 'soft': neither one of guaranteed, blind, veil, private"):
         preset("soft")
 
 
@@ -310,9 +333,10 @@ def test_every_setting_is_explained_and_its_default_is_one_of_its_choices() -> N
 
 
 def test_the_explanation_of_a_setting_follows_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "Default momentum; presets private, private-example, paper, plain: fedavg." in explain("server_optimizer")
-    assert "Default 0.2; presets private, private-example, paper, plain: 0." in explain("veil")
-    assert explain("clients").endswith("Default 100; preset private: 1000; preset private-example: 10.")
+    others = "guaranteed, private, private-example, paper, plain"
+    assert f"Default momentum; presets {others}: fedavg." in explain("server_optimizer")
+    assert f"Default 0.2; presets {others}: 0." in explain("veil")
+    assert explain("clients").endswith("presets guaranteed, private-example: 10; preset private: 1000.")
     texts = dict.fromkeys(PRESETS, "") | {
         "blind": "veil = 0.5",
         "paper": "veil = 0.2",

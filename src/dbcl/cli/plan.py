@@ -11,6 +11,8 @@ from dbcl.model import networks
 from dbcl.plan import SketchPlan
 from dbcl.simulation import message_bytes, presets
 from dbcl.simulation.build import build_plan, validator
+from dbcl.simulation.features import input_shape
+from dbcl.simulation.planning import parameter_count, planned
 from dbcl.simulation.privacy_budget import units_in
 
 DEFAULT = "blind"
@@ -39,8 +41,10 @@ def plan(
       dbcl plan mypackage.nets:make --preset paper --json
     """
     chosen = presets.preset(DEFAULT if preset is None else preset, **settings)
-    net = networks.build(model, shape=read_shape(shape), outputs=outputs)
-    made = build_plan(chosen, net, examples=examples or units_in(chosen))
+    net = networks.build(model, shape=input_shape(model, read_shape(shape)), outputs=outputs)
+    examples = examples or units_in(chosen)
+    chosen = planned(chosen, examples=examples, values=parameter_count(net))
+    made = build_plan(chosen, net, examples=examples)
     clear = message_bytes(net, SketchPlan.from_model(net, SketchConfig(sketch="identity-v1", veil=0)), "float32")
     size = message_bytes(net, made, chosen.wire)
     if as_json:
@@ -50,6 +54,8 @@ def plan(
         return
     console.print(table(f"what a client of {model} sees", made.header(), made.rows()))
     console.print(f"unprotected: {', '.join(made.unprotected) or 'nothing'}")
+    if chosen.privacy is not None and made.unprotected:
+        console.print("all of it carries the noise of the guarantee, which is in the weights themselves")
     for note in made.notes():
         console.print(note, highlight=False)
     console.print(f"the validator: {validator(chosen)}", highlight=False)

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import nn
 
 from dbcl.cli.console import AsJson, check_place, console, print_json, print_path, table
+from dbcl.cli.forecast import ExamplePlan
 from dbcl.cli.options import DataDir, Examples, ExampleShape, Outputs, preset_option, read_shape, with_settings
 from dbcl.errors import ConfigError
 from dbcl.files import user_path, write_atomic
@@ -20,10 +21,10 @@ from dbcl.settings import PROMISE
 from dbcl.simulation import plots, presets
 from dbcl.simulation.build import rms, weight_scale
 from dbcl.simulation.config import RunConfig
+from dbcl.simulation.features import input_shape
 from dbcl.simulation.planning import parameter_count
 from dbcl.simulation.privacy_budget import Account, account_in, choices, noise_by_epsilon, plan_of, units_in
 
-DEFAULT = "private"
 DRAWN = tuple(2 ** (step / 4) for step in range(-4, 17))
 """The picture's epsilons: from a half to 16."""
 
@@ -35,6 +36,10 @@ DRAWN = tuple(2 ** (step / 4) for step in range(-4, 17))
     "fraction",
     "algorithm",
     "lr",
+    "noise_by",
+    "colluders",
+    "fewest",
+    "secure_aggregation",
     "epsilon",
     "delta",
     "clip",
@@ -49,7 +54,7 @@ DRAWN = tuple(2 ** (step / 4) for step in range(-4, 17))
 )
 def privacy(
     run: Annotated[Path | None, typer.Argument(show_default=False, parser=user_path)] = None,
-    preset: Annotated[str | None, preset_option(DEFAULT)] = None,
+    preset: Annotated[str | None, preset_option(presets.DEFAULT)] = None,
     shape: ExampleShape = "1,28,28",
     outputs: Outputs = 10,
     *,
@@ -67,19 +72,19 @@ def privacy(
     as_json: AsJson = False,
     **settings: Any,
 ) -> None:
-    """Say what noise a guarantee takes before a run, and what other choices would give; or what RUN has spent.
+    """Say what a guarantee costs before a run, beside other choices; or what RUN has spent.
 
-    Without RUN, the folder of a run, nothing is trained. Epsilon and delta allow a mu; who takes part how often, the
-    clip and the server's optimiser then decide how large the noise is beside the network's initial weights. The smaller
-    it is, the more is learned; what accuracy a run will reach it does not say.
+    Without RUN, the folder of a run, nothing is trained. For one example as the privacy unit, the default, this plans
+    noise, rounds and rates from the number of parties, examples and parameters, and says what accuracy to expect. For
+    one client as the unit (--preset private) it says how large the noise is beside the network's initial weights.
 
     Examples:
 
       dbcl privacy
-      dbcl privacy --epsilon 4 --clip 0.2 --clients 2000 --out privacy.png
-      dbcl privacy --preset private-example --examples 60000
-      dbcl privacy --model cifar-cnn --shape 3,32,32 --json
-      dbcl privacy runs/001-private-digits
+      dbcl privacy --clients 5 --examples 20000 --epsilon 1 --out privacy.png
+      dbcl privacy --preset private-example --data mnist
+      dbcl privacy --preset private --epsilon 4 --clip 0.2 --clients 2000
+      dbcl privacy runs/001-guaranteed-digits
     """
     if run is not None:
         given = [f"--{name.replace('_', '-')}" for name in settings]
@@ -91,37 +96,59 @@ def privacy(
         return
     if out is not None:
         check_place(out)
-    config, examples = _settings(preset or DEFAULT, settings, examples, data_dir)
-    plan = plan_of(config, examples)
-    model = networks.build(config.model, shape=read_shape(shape), outputs=outputs)
+    preset = presets.DEFAULT if preset is None else preset
+    config = presets.preset(preset, **settings)
+    examples = examples or units_in(config, data_dir)
+    size = input_shape(config.model, read_shape(shape))
+    model = networks.build(config.model, shape=size, outputs=outputs)
+    if config.privacy is not None and config.privacy.unit == "example":
+        useful, picture = _plan_examples(config, model, examples, as_json)
+    else:
+        useful, picture = _plan_clients(config, model, examples, as_json)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(out, picture())
+        if not as_json:
+            print_path("picture", out)
+    if not as_json and useful:
+        place = {} if data_dir is None else {"data_dir": data_dir}
+        print_path("train", _command(preset, settings | place))
+
+
+def _plan_examples(
+    config: RunConfig, model: nn.Module, examples: int, as_json: bool
+) -> tuple[bool, Callable[[], bytes]]:
+    """Show the plan for one example as the unit; return whether it is useful, and a maker of its picture."""
+    made = ExamplePlan(config, examples=examples, values=parameter_count(model))
+    if as_json:
+        print_json(made.facts())
+    else:
+        made.show()
+    return made.plan is not None, made.picture
+
+
+def _plan_clients(
+    config: RunConfig, model: nn.Module, examples: int, as_json: bool
+) -> tuple[bool, Callable[[], bytes]]:
+    """Show the plan for one client as the unit; return whether it is useful, and a maker of its picture."""
+    plan = plan_of(config, examples, parameter_count(model))
     size = weight_scale(model, plan)
     if as_json:
         print_json(_facts(plan, config, model))
     else:
         _show(plan, config, model)
-    if out is not None:
+
+    def picture() -> bytes:
         relative = noise_by_epsilon(plan, size, DRAWN)
         title = f"{plan.per_round} of {plan.units} {plan.unit}s in each of {plan.rounds} rounds, {_clip(config)}"
-        picture = plots.noise_by_epsilon(DRAWN, relative, (plan.epsilon, plan.relative(size)), title)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, picture)
-        if not as_json:
-            print_path("picture", out)
-    if not as_json and plan.useful(rms(model), parameter_count(model)):
-        place = {} if data_dir is None else {"data_dir": data_dir}
-        print_path("train", _command(preset or DEFAULT, settings | place))
+        return plots.noise_by_epsilon(DRAWN, relative, (plan.epsilon, plan.relative(size)), title)
 
-
-def _settings(preset: str, given: Mapping[str, Any], examples: int, data_dir: str | None) -> tuple[RunConfig, int]:
-    """Return the settings of the planned run and its number of examples."""
-    config = presets.preset(preset, **given)
-    return config, examples or units_in(config, data_dir)
+    return plan.useful(rms(model), parameter_count(model)), picture
 
 
 def _clip(config: RunConfig) -> str:
     assert config.privacy is not None
-    clip = f"clip {config.privacy.clip:g}"
-    return clip if config.privacy.unit == "client" else f"{clip} and lr {config.lr:g}"
+    return f"clip {config.privacy.clip:g}"
 
 
 def _facts(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> dict[str, Any]:
@@ -184,8 +211,7 @@ def _show(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> None:
         table("what other choices would give", ("all else the same", "noise / weights", "times as much"), rows)
     )
     console.print(
-        f"Half the {'clip or lr' if plan.unit == 'example' else 'clip'} is half the noise and shorter updates, too: "
-        "which is best, noise alone does not say.",
+        "Half the clip is half the noise and shorter updates, too: which is best, noise alone does not say.",
         highlight=False,
     )
     try:
@@ -203,9 +229,6 @@ BEFORE = (
 
 def _clipped(plan: PrivacyPlan, config: RunConfig) -> str:
     assert config.privacy is not None
-    if plan.unit == "example":
-        bound = "the gradient of one example is no longer, and is sent times the lr"
-        return f"{config.privacy.clip:g}: {bound}, {config.lr:g}"
     counted = f"count by their examples, {plan.weight_cap:g} and more as one" if plan.weight_cap else "all count alike"
     return f"{config.privacy.clip:g}: no client's update is longer; they {counted}"
 

@@ -76,7 +76,7 @@ def suggest_server_rate(plan: PrivacyPlan, values: int) -> float:
     return NOISE_NORM_CLIENTS / (plan.noise_to_signal(values) * plan.rounds * plan.clip)
 
 
-def suggest(config: PrivacyConfig, *, clients: int, examples: int, values: int) -> Suggestion:
+def suggest(config: PrivacyConfig, *, clients: int, examples: int, values: int, rounds: int = 0) -> Suggestion:
     """Suggest settings for one example as the privacy unit, with plain SGD on the server.
 
     Args:
@@ -84,6 +84,7 @@ def suggest(config: PrivacyConfig, *, clients: int, examples: int, values: int) 
         clients: Number of clients.
         examples: Number of examples of all clients.
         values: Number of trained parameters.
+        rounds: Number of rounds if it is given; 0 for as many as suit.
 
     >>> config = PrivacyConfig(epsilon=2, clip=0.1, unit="example", noise_by="clients")
     >>> found = suggest(config, clients=10, examples=4000, values=39_700)
@@ -104,8 +105,8 @@ def suggest(config: PrivacyConfig, *, clients: int, examples: int, values: int) 
         )
         return plan.noise_to_signal(values)
 
-    rounds = ENOUGH_ROUNDS
-    for _ in range(TRIALS):
+    given, rounds = rounds, rounds or ENOUGH_ROUNDS
+    for _ in range(0 if given else TRIALS):
         reach = NOISE_NORM / noise_to_signal(rounds)
         wanted = max(min(reach / SMALL_STEP, ENOUGH_ROUNDS), reach / LARGE_STEP)
         rounds = 10 * round(min(max(wanted, MIN_ROUNDS), MAX_ROUNDS) / 10)

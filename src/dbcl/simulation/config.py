@@ -13,8 +13,8 @@ from dbcl.errors import ConfigError, GuaranteeError
 from dbcl.model.networks import NETWORKS, SCATTER
 from dbcl.protocol.codec import WIRE_DTYPES
 from dbcl.protocol.guarantee import MOMENTUM
+from dbcl.protocol.release import EMA_DECAY
 from dbcl.protocol.running_mean import RunningMean
-from dbcl.protocol.server import EMA_DECAY
 from dbcl.settings import (
     CLIENT,
     HIDE,
@@ -282,10 +282,12 @@ class RunConfig:
                 raise GuaranteeError(
                     "`noise_by=clients` needs `secure_aggregation`: one share of noise hides too little"
                 )
-            if self.sketch.sketch != "identity-v1" or self.sketch.veil:
+            own, default = self.sketch, SketchConfig()
+            settings = [name for name in ("ratio", "coverage", "lanes") if getattr(own, name) != getattr(default, name)]
+            if own.sketch != "identity-v1" or own.veil or settings:
                 raise GuaranteeError(
-                    "with `noise_by=clients` the weights are sent as they are, since the guarantee covers them: "
-                    "`sketch=identity-v1` and `veil=0`"
+                    "with `noise_by=clients` the weights are sent without sketch and veil, since the guarantee covers "
+                    f"them: `sketch=identity-v1` and `veil=0`{''.join(f', no `{name}`' for name in settings)}"
                 )
         if privacy.unit == "example":
             if self.algorithm != "sgd" or self.share != 1 or names_code(self.lr_schedule):

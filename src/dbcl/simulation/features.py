@@ -10,6 +10,7 @@ from dbcl.errors import ConfigError
 from dbcl.features import ImageFeatures, extract
 from dbcl.features.extract import Features
 from dbcl.model import networks
+from dbcl.model.networks import Shape
 from dbcl.simulation.config import SCATTERING, RunConfig
 from dbcl.user_code import made
 
@@ -54,6 +55,18 @@ def on_features(
     made_held_out = extract(features, held_out, cache=cache, progress=lambda done, _: progress(count + done, total))
     head = _head(config.model, made_train, images) if config.model in networks.SCATTER else None
     return made_train, made_held_out, head
+
+
+def input_shape(model: str, shape: Shape) -> Shape:
+    """Return the shape of one input of a network, which are features of an image if it takes scattering features.
+
+    >>> input_shape("scatter-linear", (1, 28, 28)), input_shape("mnist-mlp", (1, 28, 28))
+    ((81, 7, 7), (1, 28, 28))
+    """
+    if model not in networks.SCATTER:
+        return shape
+    channels, height, width = ImageFeatures(shape).shape
+    return channels, height, width
 
 
 def _pixels(dataset: Dataset) -> tuple[Examples, Examples]:

@@ -1,6 +1,7 @@
 """Settings of a guarantee that follow from the run: rounds, separation and learning rate that are left at 0."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import nn
 
@@ -72,7 +73,7 @@ def planned(config: RunConfig, *, examples: int, values: int) -> RunConfig:
             "with `noise_by=clients` nobody is trusted, which takes 2 clients or more, and there is 1; the preset "
             "private-example trusts the server"
         )
-    found = suggest(privacy, clients=config.clients, examples=examples, values=values)
+    found = suggest(privacy, clients=config.clients, examples=examples, values=values, rounds=config.rounds)
     if found.noise_to_signal > RUINED:
         raise GuaranteeError(
             f"the noise for epsilon {privacy.epsilon:g} would be {found.noise_to_signal:.2g} times as large as all "
@@ -92,3 +93,52 @@ def planned_for(config: RunConfig, task: Task) -> RunConfig:
     if config.privacy is None or config.privacy.unit != "example":
         return config
     return planned(config, examples=len(task.train), values=parameter_count(task.make_model(0)))
+
+
+EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Targets that a forecast compares."""
+
+
+class Forecast(NamedTuple):
+    """Settings that suit a target, and the accuracy that they are expected to cost.
+
+    >>> Forecast(2.0, "clients", 60, 1, 2.1, 0.11, 1.9).rounds
+    60
+    """
+
+    epsilon: float
+    noise_by: str
+    rounds: int
+    separation: int
+    step: float
+    noise_to_signal: float
+    loss: float
+
+
+def forecasts(config: RunConfig, *, examples: int, values: int) -> list[Forecast]:
+    """Return the settings and the expected cost for several targets, with nobody and with the server trusted.
+
+    Args:
+        config: Settings whose privacy unit is one example.
+        examples: Number of training examples of all clients.
+        values: Number of trained parameters.
+
+    >>> config = RunConfig.from_options(
+    ...     epsilon=2, clip=0.1, privacy_unit="example", algorithm="sgd", fraction=1.0, clients=10, rounds=0, lr=0
+    ... )
+    >>> found = forecasts(config, examples=4000, values=39_700)
+    >>> [(row.epsilon, row.noise_by, row.rounds) for row in found if row.epsilon == 2]
+    [(2.0, 'clients', 60), (2.0, 'server', 70)]
+    """
+    assert config.privacy is not None
+    found = []
+    for epsilon in sorted({*EPSILONS, config.privacy.epsilon}):
+        for noise_by in ("clients", "server")[config.clients < 2 :]:
+            colluders = config.privacy.colluders if noise_by == "clients" else None
+            target = replace(config.privacy, epsilon=epsilon, noise_by=noise_by, colluders=colluders, fewest=0)
+            made = suggest(target, clients=config.clients, examples=examples, values=values)
+            loss = expected_loss(made.noise_to_signal)
+            found.append(
+                Forecast(epsilon, noise_by, made.rounds, made.separation, made.step, made.noise_to_signal, loss)
+            )
+    return found

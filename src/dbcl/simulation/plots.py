@@ -50,6 +50,33 @@ def curves(history: Sequence[Mapping[str, Any]], title: str, objective: Objectiv
     return _png(figure)
 
 
+def loss_by_epsilon(losses: Mapping[str, Mapping[float, float]], chosen: float, title: str) -> bytes:
+    """Draw the expected loss of accuracy against epsilon, a curve for each kind of trust, as a PNG.
+
+    >>> loss_by_epsilon({"nobody is trusted": {1.0: 3.4, 2.0: 1.9}}, 2.0, "a plan")[:4]
+    b'\\x89PNG'
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FormatStrFormatter, NullLocator
+
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    axes = figure.subplots()
+    for (label, points), colour in zip(losses.items(), (SERVER, CLIENTS), strict=False):
+        axes.plot(list(points), list(points.values()), color=colour, linewidth=1.8, marker="o", label=label)
+    axes.axvline(chosen, color=MUTED, linewidth=1, linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("epsilon", color=MUTED)
+    axes.set_ylabel("expected loss of accuracy, points", color=MUTED)
+    axes.legend(frameon=False, labelcolor=INK)
+    _plain_axes(axes)
+    figure.suptitle(title, color=INK, fontsize=10)
+    return _png(figure)
+
+
 def noise_by_epsilon(
     epsilons: Sequence[float], relative: Mapping[str, Sequence[float]], chosen: tuple[float, float], title: str
 ) -> bytes:

@@ -112,7 +112,7 @@ def explain(name: str) -> str:
     """Describe a setting: its meaning, its choices, its default, and the presets that set something else.
 
     >>> explain("ema_decay")
-    'Decay of the running mean ... Default 0.8; presets guaranteed, private, private-example: 0.95; presets paper, plain: 0.'
+    'Decay of the running mean ... Default 0.8; presets guaranteed, private, ...: 0.95; presets paper, plain: 0.'
     """
     field = OPTIONS[name]
     setting, none = about(field), field.default is MISSING

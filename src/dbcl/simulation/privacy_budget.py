@@ -52,7 +52,7 @@ def units_in(config: RunConfig, data_dir: str | None = None) -> int:
         raise ConfigError(f"{error}; or give their number by `examples`") from None
 
 
-def plan_of(config: RunConfig, examples: int = 0) -> PrivacyPlan:
+def plan_of(config: RunConfig, examples: int = 0, values: int = 0) -> PrivacyPlan:
     """Return the plan of the guarantee that the settings ask for, or raise `ConfigError` if they ask for none.
 
     >>> plan_of(RunConfig())
@@ -60,7 +60,7 @@ def plan_of(config: RunConfig, examples: int = 0) -> PrivacyPlan:
         ...
     dbcl.errors.ConfigError: these settings have no guarantee: give `epsilon` and `clip`, or take the preset private
     """
-    plan = privacy_plan(config, examples)
+    plan = privacy_plan(config, examples, values)
     if plan is None:
         raise ConfigError("these settings have no guarantee: give `epsilon` and `clip`, or take the preset private")
     return plan

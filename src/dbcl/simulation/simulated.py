@@ -21,6 +21,7 @@ from dbcl.files import user_path
 from dbcl.objective import Loss, Metric, Objective, name_of
 from dbcl.simulation.build import resolve_device
 from dbcl.simulation.config import CROSS_ENTROPY, IN_PYTHON, RunConfig
+from dbcl.simulation.planning import planned_for
 from dbcl.simulation.presets import DEFAULT, hint_of_default, preset
 from dbcl.simulation.run import RESUMABLE, Run, read_config
 from dbcl.simulation.task import Task, given, with_features
@@ -123,7 +124,7 @@ def simulate(
 
 
 def _go_on(place: Path, config: RunConfig, task: Task) -> Run:
-    before, now = read_config(place).options(), resolve_device(config).options()
+    before, now = read_config(place).options(), planned_for(resolve_device(config), task).options()
     changed = sorted(name for name in now if now[name] != before[name] and name not in RESUMABLE)
     if changed:
         told = ", ".join(f"{name} was {before[name]!r} and is {now[name]!r}" for name in changed)
