@@ -1,9 +1,9 @@
-"""`hostile-clients`: the test accuracy that hostile clients cost in runs with default settings.
+"""`hostile-clients`: the test accuracy that hostile clients cost in runs of the preset `blind`.
 
 Thirty of the 100 clients of the embedded digits are hostile, three of the ten in a round on average. They train on
 flipped labels (9 - label) and send five times their update, or they know all honest updates of their lane and send
-minus their mean. Under secure aggregation one of the 20 clients of every round adds five times the public bound in the
-direction that increases the loss.
+minus their mean. Under secure aggregation one of the 20 clients of every round sends minus its update, at five times the
+public bound.
 """
 
 from collections.abc import Callable, Mapping
@@ -72,7 +72,7 @@ ATTACKS = {FLIPPED: flip, "minus the honest mean": oppose}
 
 
 def accuracy(attack: str | None, seed: int, context: Context | None = None, **settings: Any) -> float:
-    """Return the test accuracy of a default run in which some clients are hostile."""
+    """Return the test accuracy of a run of the preset `blind` in which some clients are hostile."""
     config, (task, server, engine) = preset("blind", seed=seed, **settings), _parts(seed, context, settings)
     hostile = set(range(int(HOSTILE * config.clients))) if attack else set[int]()
     if attack == FLIPPED:
