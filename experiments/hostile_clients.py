@@ -2,8 +2,8 @@
 
 Thirty of the 100 clients of the embedded digits are hostile, three of the ten in a round on average. They train on
 flipped labels (9 - label) and send five times their update, or they know all honest updates of their lane and send
-minus their mean. Under secure aggregation one of the 20 clients of every round sends minus its update, at five times the
-public bound.
+minus their mean. Under secure aggregation one of the 20 clients of every round sends minus its update, at five times
+the public bound.
 """
 
 from collections.abc import Callable, Mapping
