@@ -172,7 +172,7 @@ def test_in_a_server_every_broadcast_has_its_row_of_the_mechanism() -> None:
     keys, seen = [], []
     for _ in range(6):
         broadcast = server.open_round()
-        keys.append(seeds.derive(server.keys.current, "veil"))
+        keys.append(seeds.derive(server.sequence.keys.current, "veil"))
         seen.append((broadcast.tensors["bias"] - server.model.bias.detach()).numpy())
         server.prepare()  # what is drawn ahead is the same
         server.close_round([answer(broadcast)])

@@ -172,7 +172,7 @@ def test_the_step_is_the_mean_of_the_lifted_updates(settings: dict[str, Any], an
     broadcasts = asked(server, 5)
     updates = {client: trained(broadcasts[client], client) for client in answering}
     sent = {f"client {client}": update for client, update in updates.items()}
-    averages = server.average(server.validate(sent)).mean()
+    averages = server.averaging.aggregate(server.validate(sent)).mean()
     report = server.close_round(sent)
     whole = sum(update.examples for update in updates.values())
     for name, W in before.items():

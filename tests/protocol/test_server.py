@@ -357,7 +357,7 @@ def test_whoever_averages_the_lifted_weights_gets_what_close_round_gives(norm_bo
     answers = [answer(broadcast, 0.1, examples=10), answer(broadcast, 4.0, examples=30), b"garbage"]
     report = one.close_round(answers)
     result = other.validate({f"update {number}": each for number, each in enumerate(answers)})
-    lifted = [(result.accepted[who].update.examples, tensors) for who, tensors in other.lifted(result)]
+    lifted = [(result.accepted[who].update.examples, tensors) for who, tensors in other.averaging.lifted(result)]
     mean = {name: sum(n / 40 * tensors[name].double() for n, tensors in lifted) for name in broadcast.tensors}
     made = replacement(mean, dict(other.model.named_parameters()), count=len(result.accepted))
     same_report = other.close(made, result.stats())
@@ -441,7 +441,7 @@ def test_statistics_are_values_that_clients_measured_and_not_changes(veil: float
     torch.testing.assert_close(updates[0].tensors["1.running_mean"], z.mean(dim=0).detach(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(updates[0].tensors["1.running_var"], z.var(dim=0).detach(), rtol=1e-3, atol=1e-3)
     weights = {name: tensor.clone() for name, tensor in server.model.named_parameters()}
-    averages = server.average(server.validate({"one": updates[0], "two": updates[1]})).mean()
+    averages = server.averaging.aggregate(server.validate({"one": updates[0], "two": updates[1]})).mean()
     report = server.close_round([dbcl.encode(update) for update in updates])
     expected = (updates[0].tensors["1.running_mean"] * 10 + updates[1].tensors["1.running_mean"] * 30) / 40
     torch.testing.assert_close(averages["1.running_mean"], expected)

@@ -46,7 +46,7 @@ class StrategyAggregation:
                 messages = self._messages(result)
                 new, self.metrics = self.inner.strategy.aggregate_train(self.server_round, messages)
         if self.inner.averages:
-            return self.server.average(result)
+            return self.server.averaging.aggregate(result)
         if not new:
             raise ProtocolError(
                 f"round {result.round}: {self.inner.name} made no weights of {len(result.accepted)} good answers; its "
@@ -69,12 +69,12 @@ class StrategyAggregation:
         return messages
 
     def _weights(self, result: ValidationResult) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        return ((who, {}) for who in result.accepted) if self.inner.averages else self.server.lifted(result)
+        return ((who, {}) for who in result.accepted) if self.inner.averages else self.server.averaging.lifted(result)
 
     def _replaced(self, result: ValidationResult, new: Mapping[str, Tensor]) -> Aggregate:
         """Return the strategy's new weights; normalisation statistics are averaged whatever the strategy does."""
         made = replacement(new, self.server.weights(), len(result.accepted))
-        mean, statistics = self.server.average(result).mean(), self.server.statistics
+        mean, statistics = self.server.averaging.aggregate(result).mean(), self.server.statistics
         kept = {name: tensor for name, tensor in made.sum.items() if name not in statistics}
         return replace(made, sum={**kept, **{name: mean[name] for name in statistics if name in mean}})
 

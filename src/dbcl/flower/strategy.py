@@ -31,8 +31,8 @@ from dbcl.optim import ServerOptimizer
 from dbcl.plan import SketchPlan
 from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import RoundReport, Server, UpdateValidator
+from dbcl.protocol.release import EMA_DECAY
 from dbcl.protocol.secagg import SecAggConfig
-from dbcl.protocol.server import EMA_DECAY
 from dbcl.state import Stateful
 
 log = logging.getLogger("flwr.dbcl")  # below Flower's own logger, so that a Flower app shows it on the console

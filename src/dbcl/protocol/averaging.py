@@ -9,6 +9,9 @@ from torch import Tensor
 from dbcl.blinding import lift
 from dbcl.errors import DivergedError, ProtocolError
 from dbcl.protocol.aggregation import Aggregate, stacked_sums, summed
+from dbcl.protocol.guarantee import Guarantee
+from dbcl.protocol.round_sequence import RoundSequence
+from dbcl.protocol.trained_weights import TrainedWeights
 from dbcl.protocol.validation import ValidationResult, not_finite
 from dbcl.round_plan import RoundPlan, mismatches
 
@@ -18,6 +21,41 @@ class Aggregation(Protocol):
 
     def aggregate(self, result: ValidationResult) -> Aggregate:
         """Return the aggregate, or raise `ProtocolError` if there is none; nothing has changed then."""
+
+
+class MeanAggregation:
+    """The mean of the updates, weighted by examples; with a guarantee the sum divided by the planned cohort.
+
+    The share of a lane without answers goes to the other lanes.
+
+    Args:
+        trained: The weights W.
+        keeper: Keeper of the guarantee.
+        sequence: The rounds, one of which is open.
+    """
+
+    def __init__(self, trained: TrainedWeights, keeper: Guarantee, sequence: RoundSequence) -> None:
+        self.trained, self.keeper, self.sequence = trained, keeper, sequence
+
+    def aggregate(self, result: ValidationResult) -> Aggregate:
+        """Return the lifted mean of the accepted updates."""
+        own = self.trained.model_tensors()
+        like = {name: own[name].new_empty(0, dtype=kind) for name, kind in self.trained.dtypes().items()}
+        denominator = self.keeper.denominator([each.weight for each in result.accepted.values()])
+        return average(result, self.sequence.opened().by_digest(), like, self.trained.statistics, denominator)
+
+    def lifted(self, result: ValidationResult) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Iterate over the weights that each accepted client would have made, W + dV R^T, by sender.
+
+        >>> import dbcl
+        >>> server = dbcl.Server(torch.nn.Linear(6, 2))
+        >>> broadcast = server.open_round()
+        >>> update = dbcl.make_update(dbcl.blinded(torch.nn.Linear(6, 2), broadcast), broadcast, examples=1)
+        >>> same = dict(server.averaging.lifted(server.validate({"me": update})))
+        >>> torch.equal(same["me"]["weight"], server.model.weight)
+        True
+        """
+        return lifted(result, self.sequence.opened().by_digest(), self.trained.read(), self.trained.statistics)
 
 
 def average(

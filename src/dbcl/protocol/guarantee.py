@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dbcl.blinding import veiled
+from dbcl.config import UNSKETCHED, SketchConfig
 from dbcl.errors import PlanError, ProtocolError, shown
 from dbcl.optim import ServerOptimizer, fedavg, momentum
 from dbcl.privacy import (
@@ -27,7 +28,7 @@ from dbcl.privacy import (
     norm,
     share,
 )
-from dbcl.protocol.messages import AggregationStats, RoundReport, Update
+from dbcl.protocol.messages import AggregationStats, RoundReport, Update, UpdateStack
 from dbcl.protocol.rejection import Reason, Rejection
 from dbcl.protocol.trained_weights import TrainedWeights
 from dbcl.protocol.validation import AcceptedUpdate, UpdateValidator
@@ -46,7 +47,7 @@ FLOAT32_SLACK = 1e-3
 class Guarantee:
     """No guarantee: the hooks change nothing.
 
-    >>> Guarantee().statement
+    >>> Guarantee().statement(IndependentNoise({}))
     'none'
     """
 
@@ -55,17 +56,27 @@ class Guarantee:
     """Whether the weights must be kept in float64."""
     grid: float | None = None
     """Grid to which noisy weights are rounded."""
+    releases_noisy = False
+    """Whether only W + N may be released, never W."""
+    default_sketch = SketchConfig()
+    """What a client sees of each tensor where nothing is configured."""
     tracker: ParticipationTracker | None = None
-    statement = "none"
-    """The guarantee as a sentence."""
+
+    def statement(self, noise: NoiseMechanism) -> str:
+        """Return the guarantee as a sentence; without a plan it is that of the noise."""
+        return noise.guarantee()
 
     def default_optimizer(self) -> ServerOptimizer:
         """Return the server's optimiser where none is given."""
         return momentum(MOMENTUM)
 
-    def noise_mechanism(self, veils: Mapping[str, float]) -> NoiseMechanism:
-        """Return the mechanism of the noise on everything that leaves the server."""
-        return IndependentNoise(veils)
+    def noise_mechanism(self, veils: Mapping[str, float], given: NoiseMechanism | None = None) -> NoiseMechanism:
+        """Return the mechanism of the noise on everything that leaves the server: `given`, or independent noise.
+
+        Raises:
+            PlanError: A mechanism is given, and the plan has one of its own.
+        """
+        return given or IndependentNoise(veils)
 
     def check(self, weights: TrainedWeights, wire: torch.dtype | None) -> None:
         """Raise `PlanError` if the guarantee cannot be kept for these weights and this dtype of messages."""
@@ -81,13 +92,27 @@ class Guarantee:
         """Return the reason for which a client may not take part in a round."""
         return None
 
+    def check_return(self, round: int, kept: int, *, same_key: bool) -> None:
+        """Raise `ProtocolError` if a server at `round` may not go back to the checkpoint of round `kept`."""
+
+    def check_void(self) -> None:
+        """Raise `ProtocolError` if a round may not be given up."""
+        raise ProtocolError("only a round with shares of noise can be given up")
+
     def in_turn(self, round: int, clients: Sequence[str]) -> list[str]:
         """Return the clients whose turn it is, of those that are there."""
         return list(clients)
 
+    def check_senders(self, *, named: bool) -> None:
+        """Raise `ProtocolError` if updates must have senders and have none."""
+
     def protect(self, update: Update) -> Update:
         """Remove from an update what must neither be reported nor decide anything."""
         return update
+
+    def protect_stack(self, round: int, stack: UpdateStack) -> UpdateStack | None:
+        """Do the same for a stack; None where its updates must be validated one by one."""
+        return stack
 
     def weigh(self, accepted: Mapping[str, AcceptedUpdate]) -> dict[str, AcceptedUpdate]:
         """Return the accepted updates with the weights and factors that the guarantee requires."""
@@ -140,24 +165,30 @@ class DifferentialPrivacy(Guarantee):
     """
 
     exact = True
+    releases_noisy = True
 
     def __init__(self, plan: PrivacyPlan, *, insecure: bool) -> None:
         self.plan: PrivacyPlan = plan
-        self.statement = "none: its secrets follow from insecure_seed" if insecure else plan.promise
+        self._statement = "none: its secrets follow from insecure_seed" if insecure else plan.promise
         self.grid = None if plan.noise_on_updates else plan.grid
-        self._noise = CorrelatedNoise(plan.mechanism, plan.sigma, self.statement)
+        self._noise = CorrelatedNoise(plan.mechanism, plan.sigma, self._statement)
         of_clients = plan.unit == "client"
         separation, participations = (plan.separation, plan.participations) if of_clients else (1, plan.rounds)
         self.tracker: ParticipationTracker = ParticipationTracker(
             rounds=plan.rounds, separation=separation, participations=participations, clients=plan.clients
         )
 
+    def statement(self, noise: NoiseMechanism) -> str:
+        return self._statement
+
     def default_optimizer(self) -> ServerOptimizer:
         if self.plan.noise_on_updates:
             return super().default_optimizer()
         return momentum(self.plan.momentum, self.plan.lr) if self.plan.momentum else fedavg(self.plan.lr)
 
-    def noise_mechanism(self, veils: Mapping[str, float]) -> NoiseMechanism:
+    def noise_mechanism(self, veils: Mapping[str, float], given: NoiseMechanism | None = None) -> NoiseMechanism:
+        if given is not None:
+            raise PlanError("give either privacy, which has noise of its own, or noise")
         return super().noise_mechanism(veils) if self.plan.noise_on_updates else self._noise
 
     def check(self, weights: TrainedWeights, wire: torch.dtype | None) -> None:
@@ -215,6 +246,17 @@ class DifferentialPrivacy(Guarantee):
                 "the remedy: make the server anew from its last checkpoint"
             )
 
+    def check_return(self, round: int, kept: int, *, same_key: bool) -> None:
+        if kept < round or (kept == round and not same_key):
+            raise ProtocolError(
+                f"with a guarantee nothing goes back: this server is at round {round}, and playing round {kept} again "
+                "would use its updates twice"
+            )
+
+    def check_senders(self, *, named: bool) -> None:
+        if not named:
+            raise ProtocolError("a guarantee counts who takes part: give the updates as a dictionary by their senders")
+
     def rejection(self, round: int, client: str, beside: Collection[str]) -> Rejection | None:
         spent = self.tracker.refusal(round, client, beside)
         return None if spent is None else Rejection(Reason.BUDGET, spent)
@@ -226,6 +268,12 @@ class DifferentialPrivacy(Guarantee):
 
     def protect(self, update: Update) -> Update:
         return replace(update, metrics={})
+
+    def protect_stack(self, round: int, stack: UpdateStack) -> UpdateStack | None:
+        if len(self.tracker.allowed(round, stack.senders)) < len(stack):
+            return None
+        stack = replace(stack, metrics=({},) * len(stack))
+        return stack if stack.norms(stack.tensors).isfinite().all() else None
 
     def weigh(self, accepted: Mapping[str, AcceptedUpdate]) -> dict[str, AcceptedUpdate]:
         return {who: self._weighed(each) for who, each in accepted.items()}
@@ -292,12 +340,18 @@ class SharedNoise(DifferentialPrivacy):
     itself: without the others' shares that has hardly any noise.
     """
 
+    default_sketch = UNSKETCHED
+
     def __init__(self, plan: PrivacyPlan, *, insecure: bool) -> None:
         super().__init__(plan, insecure=insecure)
         self.grid = None
 
-    def noise_mechanism(self, veils: Mapping[str, float]) -> NoiseMechanism:
+    def noise_mechanism(self, veils: Mapping[str, float], given: NoiseMechanism | None = None) -> NoiseMechanism:
+        super().noise_mechanism(veils, given)
         return IndependentNoise(dict.fromkeys(veils, 0.0))
+
+    def check_void(self) -> None:
+        """Allow it: the clients' noise is used up, and their groups may change from round to round."""
 
     def check(self, weights: TrainedWeights, wire: torch.dtype | None) -> None:
         problems = []

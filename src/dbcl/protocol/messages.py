@@ -221,6 +221,11 @@ class AggregationStats:
     agreement: Mapping[str, float] = field(default_factory=dict)
     noisy: bool = False
 
+    def report(self, round: int, accepted: int, size: float) -> "RoundReport":
+        """Return the report of a round with these updates and an aggregate of this norm."""
+        clipped = len({*self.capped, *self.clipped})
+        return RoundReport(round, accepted, self.rejected, clipped, self.examples, size, self.metrics, self.lanes)
+
 
 @dataclass(frozen=True)
 class RoundReport:

@@ -1,5 +1,6 @@
 """Secret keys of the rounds, from which all sketches and all noise follow."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from dbcl import seeds
@@ -50,7 +51,7 @@ class RoundKeys:
         """Return what a checkpoint keeps."""
         return {"key": self.current.hex(), "base_key": self.base.hex()}
 
-    def load_values(self, values: dict[str, Any]) -> None:
+    def load_values(self, values: Mapping[str, Any]) -> None:
         """Restore what `values` returned."""
         current, base = bytes.fromhex(values["key"]), bytes.fromhex(values["base_key"])
         if len(current) != seeds.SEED_BYTES or len(base) != seeds.SEED_BYTES:

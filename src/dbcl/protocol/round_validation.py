@@ -37,8 +37,7 @@ class RoundValidation:
     ) -> ValidationResult:
         """Validate the updates to an open round. Changes nothing."""
         named = isinstance(updates, Mapping)
-        if not named and self.keeper.plan is not None:
-            raise ProtocolError("a guarantee counts who takes part: give the updates as a dictionary by their senders")
+        self.keeper.check_senders(named=named)
         if isinstance(updates, UpdateStack) and (result := self._validate_stack(updates, opened)) is not None:
             return result
         items = updates.items() if isinstance(updates, Mapping) else ((f"update {n}", u) for n, u in enumerate(updates))
@@ -80,13 +79,10 @@ class RoundValidation:
 
     def _validate_stack(self, stack: UpdateStack, opened: OpenRound) -> ValidationResult | None:
         """Validate a stack as a whole; None where its updates must be looked at one by one."""
-        tracker = self.keeper.tracker
-        if self.keeper.plan is not None:
-            stack = replace(stack, metrics=({},) * len(stack))
-            if not stack.norms(stack.tensors).isfinite().all():
-                return None
-        if tracker is not None and len(tracker.allowed(opened.round, stack.senders)) < len(stack):
+        protected = self.keeper.protect_stack(opened.round, stack)
+        if protected is None:
             return None
+        stack = protected
         try:
             answered = [opened.answered(digest, who) for who, digest in zip(stack.senders, stack.plans, strict=True)]
         except ProtocolError:  # a client answers in another lane than its own
