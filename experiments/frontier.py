@@ -1,4 +1,7 @@
-"""`frontier`: what each defence costs, and what the strongest attackers still get of the clients' examples."""
+"""`frontier`: what each defence costs, and what the strongest attackers still get of the clients' examples.
+
+Longer than 350 lines: three adversaries of one run, whose findings share one table and one figure.
+"""
 
 import math
 import tempfile

@@ -1,4 +1,7 @@
-"""Plan of the sketch and the veil of each tensor of a model, and of the tensors that stay unprotected."""
+"""Plan of the sketch and the veil of each tensor of a model, and of the tensors that stay unprotected.
+
+Longer than 350 lines: a plan, its table and its doctests are one public class.
+"""
 
 import dataclasses
 import hashlib

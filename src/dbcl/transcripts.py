@@ -4,6 +4,8 @@ A transcript is a folder with `setting.json`, which holds what everybody knows, 
 whose broadcast the party received, whether its update was used, lost or refused, or it was asked to evaluate only. The
 messages are in it byte for byte as they crossed the wire. What really happened lies in a folder of its own, `truth`,
 which no attack opens: only scoring does.
+
+Longer than 350 lines: the recorder and the reader of a format stand together.
 """
 
 import json

@@ -21,7 +21,7 @@ from dbcl.files import user_path
 from dbcl.settings import LONG
 from dbcl.simulation import RESUMABLE, RoundMetrics, Run, RunConfig, presets, transcript_bytes
 from dbcl.simulation.baseline import score_without_noise
-from dbcl.simulation.run import read_config
+from dbcl.simulation.run_folder import read_config
 from dbcl.simulation.task import CODE, Task, code_of, task_of
 from dbcl.simulation.user_code import user_code
 from dbcl.trackers import ProgressBar

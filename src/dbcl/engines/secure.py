@@ -24,7 +24,7 @@ from dbcl.protocol.secagg import (
     WeightedMean,
 )
 from dbcl.protocol.secagg.encoding import noisy_config
-from dbcl.protocol.secagg.rounds import traffic
+from dbcl.protocol.secagg.groups import traffic
 from dbcl.protocol.secagg.vectors import shaped
 from dbcl.round_plan import RoundPlan
 from dbcl.state import State, join, restored_on_error

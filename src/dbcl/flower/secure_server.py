@@ -11,7 +11,7 @@ from dbcl.flower.identity import KeyRegistry, NodeNames
 from dbcl.flower.records import RECORD, STEP, message_bytes
 from dbcl.protocol import RoundReport, Server
 from dbcl.protocol.secagg import SecAggConfig, SecureRounds
-from dbcl.protocol.secagg.rounds import GROUP
+from dbcl.protocol.secagg.groups import GROUP
 from dbcl.state import State, join
 
 log = logging.getLogger("flwr.dbcl")

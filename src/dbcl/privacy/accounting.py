@@ -1,6 +1,8 @@
 """The plan of a run with a guarantee: its noise, and the part of its budget that is spent.
 
 All noise of a run is one Gaussian mechanism with sensitivity / sigma = mu (`factorization`, `distributed`).
+
+Longer than 350 lines: all quantities of a guarantee are properties of one plan.
 """
 
 import math

@@ -4,6 +4,8 @@
 
 Nothing is ever unpickled. Whatever is wrong with the bytes, decoding raises `ProtocolError` and nothing else. The
 digest finds damage; it is no signature: who sent the bytes is for the transport to say.
+
+Longer than 350 lines: writing and reading of a message stand side by side, field by field.
 """
 
 import hashlib

@@ -1,4 +1,7 @@
-"""Settings of a run: data only. `dbcl.simulation.build` makes the objects that they describe."""
+"""Settings of a run: data only. `dbcl.simulation.build` makes the objects that they describe.
+
+Longer than 350 lines: the fields hold the help of every option of the command line.
+"""
 
 import dataclasses
 import math

@@ -12,7 +12,8 @@ from dbcl.privacy import ParticipationTracker, PrivacyPlan, Spent, mu_of
 from dbcl.protocol import checkpoint
 from dbcl.simulation.build import privacy_plan
 from dbcl.simulation.config import RunConfig
-from dbcl.simulation.run import Run, read_config
+from dbcl.simulation.run import Run
+from dbcl.simulation.run_folder import read_config
 from dbcl.state import State
 
 EPSILONS = (1.0, 2.0, 4.0, 8.0)

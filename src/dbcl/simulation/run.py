@@ -1,24 +1,19 @@
 """Training run: a folder with its configuration, its metrics, its checkpoints and its figure."""
 
-import contextlib
-import hashlib
 import logging
 import math
-import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 from torch import nn
 
-from dbcl import seeds
 from dbcl._version import __version__
-from dbcl.data import DatasetExamples, Examples
 from dbcl.engines import RoundResult, evaluate
 from dbcl.errors import ConfigError, DivergedError, ProtocolError
-from dbcl.files import LOCK, SECRET, locked, make_folder, naming, remove_scratch, write_atomic
+from dbcl.files import SECRET, locked, naming, remove_scratch, write_atomic
 from dbcl.plan import SketchPlan
 from dbcl.protocol import Server, checkpoint, encode
 from dbcl.protocol.contributions import Contributions
@@ -29,7 +24,8 @@ from dbcl.simulation.divergence import divergence
 from dbcl.simulation.metrics import RoundMetrics, as_text, read_metrics
 from dbcl.simulation.planning import planned_for
 from dbcl.simulation.plots import curves
-from dbcl.simulation.presets import from_toml, read_toml, to_toml
+from dbcl.simulation.presets import from_toml, to_toml
+from dbcl.simulation.run_folder import beginning, data_digest, own_values, read_config, refuse_old
 from dbcl.simulation.task import Task, task_of
 from dbcl.simulation.user_code import enough_memory
 from dbcl.state import State, join
@@ -39,8 +35,6 @@ from dbcl.transcripts import Recorder, check_parties
 log = logging.getLogger(__name__)
 
 
-SAMPLE = 32
-"""Number of examples that are read to recognise a dataset when a run goes on; of tensors in memory all are."""
 RESUMABLE = ("rounds", "target", "patience", "track")
 """Settings that may change when a run goes on."""
 
@@ -79,7 +73,7 @@ class Run:
         run = cls(config, folder, data_dir, seed=new_seed(config), task=task)
         if config.transcripts:
             check_parties(config.transcripts, run.config.clients)
-        with _beginning(folder):
+        with beginning(folder):
             write_atomic(folder / "plan.txt", run._plan_text().encode())
             write_atomic(folder / "metrics.jsonl", b"")
             # The first round's secrets are on the disk before anything is sent: a run that dies never veils twice.
@@ -120,7 +114,7 @@ class Run:
         state = checkpoint.load(folder / "checkpoints")
         if not {"run", "server"} <= state.values.keys():
             raise ProtocolError(f"{folder} was written by an older dbcl, whose runs this one cannot go on with")
-        seed, digest = _own_values(state.values["run"])
+        seed, digest = own_values(state.values["run"])
         fixed = sorted(set(changes) - set(RESUMABLE))
         if "rounds" in changes and changes["rounds"] != config.rounds and config.privacy is not None:
             raise ConfigError(
@@ -289,94 +283,6 @@ class Run:
     def picture(self) -> bytes:
         """Return the run's curves as a PNG."""
         return curves([metrics.line() for metrics in self.history], self.title, self.task.objective)
-
-
-def data_digest(sets: Sequence[Examples], *, exact: bool) -> str | None:
-    """Return a digest of sets of examples; None if reading them twice gives different values.
-
-    Datasets may augment at random, and reading one may take long: unless `exact`, only some of its examples are read.
-
-    >>> import torch
-    >>> from dbcl.data import examples_of
-    >>> one, other = ([examples_of((torch.full((3, 2), value), torch.zeros(3)))] for value in (1.0, 2.0))
-    >>> data_digest(one, exact=False) == data_digest(other, exact=False)
-    False
-    """
-
-    def digest() -> str:
-        held = (each.digest(SAMPLE if lazy(each) and not exact else None) for each in sets)
-        return hashlib.sha256(b"".join(held)).hexdigest()
-
-    def lazy(each: Examples) -> bool:
-        return isinstance(each, DatasetExamples)
-
-    first = digest()
-    random = not exact and any(map(lazy, sets)) and digest() != first
-    return None if random else first
-
-
-def _own_values(held: Any) -> tuple[bytes, Any]:
-    """Return a run's seed and the digest of its data, as a checkpoint holds them."""
-    try:
-        seed, digest = bytes.fromhex(held["seed"]), held["data"]
-    except (TypeError, ValueError, KeyError) as error:
-        raise ProtocolError(f"the checkpoint is damaged: the run's seed and data cannot be read ({error!r})") from None
-    if len(seed) != seeds.SEED_BYTES:
-        raise ProtocolError(f"the checkpoint is damaged: the run's seed has {len(seed)} bytes, not {seeds.SEED_BYTES}")
-    return seed, digest
-
-
-def read_config(folder: Path) -> RunConfig:
-    """Return the settings of a run by its folder.
-
-    >>> read_config(Path("nowhere"))
-    Traceback (most recent call last):
-        ...
-    dbcl.errors.ConfigError: nowhere holds no run: it has no config.toml
-    """
-    try:
-        return read_toml(folder / "config.toml")
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} holds no run: it has no config.toml") from None
-    except NotADirectoryError:
-        raise ConfigError(f"{folder} is a file, and the run is its folder") from None
-    except OSError as error:
-        raise ConfigError(f"{folder / 'config.toml'} cannot be read: {error.strerror}") from None
-
-
-def refuse_old(folder: Path) -> None:
-    """Raise `ConfigError` for a folder that holds anything: a new run must not take old files for its own.
-
-    >>> refuse_old(Path("nowhere"))
-    """
-    if (folder / "config.toml").exists():
-        raise ConfigError(f"{folder} holds a run already; go on with it by `resume`, or choose another `folder`")
-    if folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir())):
-        raise ConfigError(f"{folder} exists and is not empty; choose another `folder`, or empty it")
-
-
-@contextlib.contextmanager
-def _beginning(folder: Path) -> Iterator[None]:
-    """Lock a new folder while a run begins in it; if it does not begin, remove everything that was made."""
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
-    ours = False
-    try:
-        make_folder(folder)
-        with locked(folder):
-            refuse_old(folder)  # of two that start at once, the second
-            ours = True
-            yield
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            if ours:  # it was empty, and was locked since
-                for path in (*folder.glob("*"), folder / LOCK):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            elif isinstance(error, OSError) and folder in made and not any(folder.glob("*")):
-                (folder / LOCK).unlink(missing_ok=True)
-        for each in made:
-            with contextlib.suppress(OSError):  # another process has put something there
-                each.rmdir()
-        raise
 
 
 def message_bytes(model: nn.Module, plan: SketchPlan, wire: str | None = None) -> int:

@@ -23,7 +23,8 @@ from dbcl.simulation.build import resolve_device
 from dbcl.simulation.config import CROSS_ENTROPY, IN_PYTHON, RunConfig
 from dbcl.simulation.planning import planned_for
 from dbcl.simulation.presets import DEFAULT, hint_of_default, preset
-from dbcl.simulation.run import RESUMABLE, Run, read_config
+from dbcl.simulation.run import RESUMABLE, Run
+from dbcl.simulation.run_folder import read_config
 from dbcl.simulation.task import Task, given, with_features
 from dbcl.trackers import ProgressBar, Tracker
 
