@@ -7,11 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-RECIPES = dict(re.findall(r"^## (Add an? [a-z]+)\n.*?```python\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE))
+RECIPES = dict(re.findall(r"^## (Add an? [a-z ]+)\n.*?```python\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE))
 
 
-def test_there_are_three_recipes() -> None:
-    assert list(RECIPES) == ["Add a sketch", "Add an engine", "Add an attack"]
+def test_there_are_four_recipes() -> None:
+    assert list(RECIPES) == ["Add a sketch", "Add a noise mechanism", "Add an engine", "Add an attack"]
 
 
 def test_the_recipes_work_as_written(tmp_path: Path) -> None:
