@@ -47,7 +47,7 @@ def reproduce(
         bool, typer.Option("--tune", help="Try a grid of settings, and write those that the experiment shall take.")
     ] = False,
     time_limit: Annotated[
-        float | None, typer.Option(help="Stop after so many minutes; the same command goes on.", show_default=False)
+        float | None, typer.Option(help="Stop after this many minutes; the same command goes on.", show_default=False)
     ] = None,
     only: Annotated[
         list[str] | None, typer.Option(help="Only the jobs with a setting, for example network=mlp; again for more.")

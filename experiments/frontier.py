@@ -215,7 +215,7 @@ def _trajectory(job: Job, played: "ShardRun", task: Task, step: Callable[[], Non
             name: replace(each, veil=max(each.veil, FLOOR * each.weight)) if trajectory.views[name].sketched else each
             for name, each in scales.items()
         }
-        worlds = {name: trajectory.world(name) for name in trajectory.views}
+        worlds = {name: trajectory.model_of(name) for name in trajectory.views}
         trajectory.__dict__["posteriors"] = {name: world.solve(TOLERANCE) for name, world in worlds.items()}
     return trajectory
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dbcl_audit.attacks.gan import GanAttacker, GanEngine
 
 SHOWN = 10
-"""So many drawings are kept in a row."""
+"""Number of drawings that a row keeps."""
 ESTIMATED = ("paper", "blind", "private-example", "private")
 """Presets that send the model with a sketch or noise; a smoother's estimate of W is attacked, too."""
 PROMISES = {"private-example": "epsilon 8 for each example", "private": "epsilon 8 for each client"}

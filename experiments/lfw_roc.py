@@ -21,7 +21,7 @@ from experiments.tables import NOT_RUN, markdown
 
 PRESETS = ("plain", "paper", "blind")
 POINTS = 200
-"""So many points of a curve are kept."""
+"""Number of points of a curve that a row keeps."""
 
 
 LONG = 20_000

@@ -41,7 +41,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
 
 
 def play(job: Job, context: Context) -> dict[str, Any]:
-    """Rehearse with a victim whose batches all have the property or all lack it, and tell them apart."""
+    """Simulate a victim whose batches all have the property or all lack it, and tell them apart."""
     config = presets.preset(job["preset"], data=job["data"], model=job["model"], lr=job["lr"])
     task = task_on("cpu", job["data"], job["model"], context.data_dir)
     with tempfile.TemporaryDirectory() as scratch:
@@ -72,7 +72,7 @@ def infer(
     tell: Tell,
     clients: int = 2,
 ) -> Told:
-    """Rehearse a run of so many clients and tell the property of the victim's batches, by the named estimates.
+    """Simulate a run of `clients` clients and infer the property of the victim's batches, by the named estimates.
 
     A job has the `rounds`, the size of a `batch`, the attacker's `own_batches` and `own_examples`, and a `seed`.
 

@@ -47,7 +47,7 @@ class Order:
     only: tuple[str, ...] = ()
     part: tuple[int, int] = (1, 1)
     seconds: float | None = None
-    """No job is begun, or goes on, after so many."""
+    """Seconds after which no job is begun or goes on."""
 
     def folder(self, name: str) -> Path:
         """Return the folder of an experiment's results, another one for the reduced setting."""

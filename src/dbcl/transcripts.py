@@ -352,7 +352,7 @@ def _cohorts(truth: Path) -> dict[str, dict[str, str]]:
 
 
 def _are_plans(plans: object) -> bool:
-    """Whether these are digests of plans by the number of a client."""
+    """Return whether these are digests of plans by the number of a client."""
     if not isinstance(plans, dict) or not all(map(str.isdecimal, plans)):
         return False
     return all(isinstance(digest, str) for digest in plans.values())

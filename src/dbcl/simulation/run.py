@@ -43,6 +43,7 @@ class Run:
     """Run in a folder. `start` makes a new one, `resume` goes on with one; `play` plays its rounds.
 
     >>> import tempfile
+    >>> from dbcl.files import LOCK
     >>> folder = Path(tempfile.mkdtemp()) / "run"
     >>> run = Run.start(RunConfig(rounds=2, clients=10, seed=0), folder)
     >>> [metrics.round for metrics in run.play()]
