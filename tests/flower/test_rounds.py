@@ -720,6 +720,15 @@ class TestTooFewNodes:
         with pytest.raises(ProtocolError, match=r"nodes: 3 are there.* A LocalGrid gets no others: .*min_cohort"):
             grid.settle()
 
+    def test_a_local_grid_under_secure_aggregation_names_the_lanes_at_once(self) -> None:
+        config = dbcl.SecAggConfig(clip=4.0, min_cohort=3)
+        app = ClientApp(mods=[dbcl.flower.SecureMod(config)])
+        strategy = DoubleBlind(fedavg(), net(), SketchConfig(coverage="hidden", lanes=2), secagg=config)
+        began = time.monotonic()
+        with pytest.raises(ProtocolError, match=r"needed: 6 \(3 or more in each of 2 lanes\).* LocalGrid .*min_cohort"):
+            strategy.start(LocalGrid(app, 5), num_rounds=1)
+        assert time.monotonic() - began < 60  # round_timeout is 600
+
 
 def test_a_patient_grid_passes_everything_on() -> None:
     app = clients()
