@@ -723,6 +723,7 @@ class TestTooFewNodes:
     def test_a_local_grid_under_secure_aggregation_names_the_lanes_at_once(self) -> None:
         config = dbcl.SecAggConfig(clip=4.0, min_cohort=3)
         app = ClientApp(mods=[dbcl.flower.SecureMod(config)])
+        app.train()(lambda message, context: message)  # never asked
         strategy = DoubleBlind(fedavg(), net(), SketchConfig(coverage="hidden", lanes=2), secagg=config)
         began = time.monotonic()
         with pytest.raises(ProtocolError, match=r"needed: 6 \(3 or more in each of 2 lanes\).* LocalGrid .*min_cohort"):
