@@ -692,7 +692,7 @@ def test_a_run_that_goes_on_remembers_sums_and_batches(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("inner", "more", "complaint"),
     [
-        (flower.Krum(fraction_evaluate=0.0), {}, "nobody sees a single one; take FedAvg or FedProx"),
+        (flower.Krum(fraction_evaluate=0.0), {}, "no single one is seen; take FedAvg or FedProx"),
         (flower.FedMedian(fraction_evaluate=0.0), {}, "FedMedian makes more of the updates than their mean"),
         (flower.FedTrimmedAvg(fraction_evaluate=0.0), {}, "FedTrimmedAvg makes more"),
         (flower.FedAdam(fraction_evaluate=0.0), {}, "FedAdam makes more"),

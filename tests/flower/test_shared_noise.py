@@ -148,7 +148,7 @@ def test_a_reply_is_the_sum_of_the_clipped_gradients_of_the_examples_whose_turn_
     make, inputs = KINDS[kind]
     model, x, y = make().double(), inputs(30 * torch.randn(9, FEATURES, dtype=torch.float64)), torch.arange(9) % CLASSES
     server = dbcl.Server(copy.deepcopy(model), dbcl.config.UNSKETCHED)
-    server.restart(1, [])
+    server.sequence.restart(1, [])
     broadcast = server.open_round()
     LocalGrid(ClientApp(), nodes=1)  # without a grid no message can be made
     message = Message(RecordDict({"dbcl": ConfigRecord({"broadcast": dbcl.encode(broadcast)})}), 1000, "train")

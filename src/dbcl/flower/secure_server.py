@@ -96,11 +96,9 @@ class SecureExchange:
 
     def _in_turn(self, there: Sequence[str]) -> list[str]:
         """Return the nodes with the fewest turns, with shares of noise, where groups may change."""
-        privacy, tracker = self.server.privacy, self.server.keeper.tracker
+        privacy = self.server.privacy
         assert privacy is not None
-        assert tracker is not None
-        may = [name for name in there if tracker.refusal(self.server.round, name) is None]
-        chosen = sorted(may, key=tracker.uses)[: privacy.cohort]
+        chosen = self.server.keeper.in_turn(self.server.round, there)
         return chosen if len(chosen) >= privacy.least else []
 
     def play(self, messages: Sequence[Message], grid: Grid, timeout: float, *, partial: bool) -> RoundReport:
@@ -139,8 +137,7 @@ class SecureExchange:
         self._batches += [new[number::count] for number in range(count)]
 
     def _may(self, name: str) -> bool:
-        tracker = self.server.keeper.tracker
-        return tracker is None or tracker.refusal(self.server.round, name) is None
+        return self.server.keeper.rejection(self.server.round, name, ()) is None
 
     def _answers(self, replies: Iterable[Message]) -> dict[str, bytes]:
         """Return the nodes' answers by name, the first reply of each."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from dbcl.blinding import lift
 from dbcl.errors import DivergedError, ProtocolError
 from dbcl.protocol.aggregation import Aggregate, stacked_sums, summed
-from dbcl.protocol.guarantee import Guarantee
+from dbcl.protocol.keeper import Keeper
 from dbcl.protocol.round_sequence import RoundSequence
 from dbcl.protocol.trained_weights import TrainedWeights
 from dbcl.protocol.validation import ValidationResult, not_finite
@@ -34,7 +34,7 @@ class MeanAggregation:
         sequence: The rounds, one of which is open.
     """
 
-    def __init__(self, trained: TrainedWeights, keeper: Guarantee, sequence: RoundSequence) -> None:
+    def __init__(self, trained: TrainedWeights, keeper: Keeper, sequence: RoundSequence) -> None:
         self.trained, self.keeper, self.sequence = trained, keeper, sequence
 
     def aggregate(self, result: ValidationResult) -> Aggregate:

@@ -1,8 +1,4 @@
-"""Keeper of a formal guarantee on the server: what it changes at each step of a round.
-
-`Guarantee` keeps none and changes nothing. A server calls its hooks in every round, in the order in which they stand
-here, so that a guarantee is one object and not a branch in every method.
-"""
+"""Keepers of the formal guarantees: noise added by a trusted server, and shares of noise added by the clients."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dbcl.blinding import veiled
-from dbcl.config import UNSKETCHED, SketchConfig
+from dbcl.config import UNSKETCHED
 from dbcl.errors import PlanError, ProtocolError, shown
 from dbcl.optim import ServerOptimizer, fedavg, momentum
 from dbcl.privacy import (
@@ -28,14 +24,13 @@ from dbcl.privacy import (
     norm,
     share,
 )
+from dbcl.protocol.keeper import Keeper
 from dbcl.protocol.messages import AggregationStats, RoundReport, Update, UpdateStack
 from dbcl.protocol.rejection import Reason, Rejection
 from dbcl.protocol.trained_weights import TrainedWeights
 from dbcl.protocol.validation import AcceptedUpdate, UpdateValidator
 from dbcl.state import State, join
 
-MOMENTUM = 0.5
-"""Default momentum of the server."""
 MAX_EPS = torch.finfo(torch.float32).eps
 """Largest relative spacing of the values in which sums of clipped gradients may travel."""
 MAX_ROUNDING = 0.01
@@ -44,115 +39,7 @@ FLOAT32_SLACK = 1e-3
 """Relative slack of a projection for the rounding of sums in float32."""
 
 
-class Guarantee:
-    """No guarantee: the hooks change nothing.
-
-    >>> Guarantee().statement(IndependentNoise({}))
-    'none'
-    """
-
-    plan: PrivacyPlan | None = None
-    exact = False
-    """Whether the weights must be kept in float64."""
-    grid: float | None = None
-    """Grid to which noisy weights are rounded."""
-    releases_noisy = False
-    """Whether only W + N may be released, never W."""
-    default_sketch = SketchConfig()
-    """What a client sees of each tensor where nothing is configured."""
-    tracker: ParticipationTracker | None = None
-
-    def statement(self, noise: NoiseMechanism) -> str:
-        """Return the guarantee as a sentence; without a plan it is that of the noise."""
-        return noise.guarantee()
-
-    def default_optimizer(self) -> ServerOptimizer:
-        """Return the server's optimiser where none is given."""
-        return momentum(MOMENTUM)
-
-    def noise_mechanism(self, veils: Mapping[str, float], given: NoiseMechanism | None = None) -> NoiseMechanism:
-        """Return the mechanism of the noise on everything that leaves the server: `given`, or independent noise.
-
-        Raises:
-            PlanError: A mechanism is given, and the plan has one of its own.
-        """
-        return given or IndependentNoise(veils)
-
-    def check(self, weights: TrainedWeights, wire: torch.dtype | None) -> None:
-        """Raise `PlanError` if the guarantee cannot be kept for these weights and this dtype of messages."""
-
-    def restrict(self, validator: UpdateValidator) -> UpdateValidator:
-        """Return the validator without decisions that depend on unprotected data."""
-        return validator
-
-    def check_weights(self, round: int, unchanged: bool) -> None:
-        """Raise `ProtocolError` if the weights were changed outside the rounds, where that is not allowed."""
-
-    def rejection(self, round: int, client: str, beside: Collection[str]) -> Rejection | None:
-        """Return the reason for which a client may not take part in a round."""
-        return None
-
-    def check_return(self, round: int, kept: int, *, same_key: bool) -> None:
-        """Raise `ProtocolError` if a server at `round` may not go back to the checkpoint of round `kept`."""
-
-    def check_void(self) -> None:
-        """Raise `ProtocolError` if a round may not be given up."""
-        raise ProtocolError("only a round with shares of noise can be given up")
-
-    def in_turn(self, round: int, clients: Sequence[str]) -> list[str]:
-        """Return the clients whose turn it is, of those that are there."""
-        return list(clients)
-
-    def check_senders(self, *, named: bool) -> None:
-        """Raise `ProtocolError` if updates must have senders and have none."""
-
-    def protect(self, update: Update) -> Update:
-        """Remove from an update what must neither be reported nor decide anything."""
-        return update
-
-    def protect_stack(self, round: int, stack: UpdateStack) -> UpdateStack | None:
-        """Do the same for a stack; None where its updates must be validated one by one."""
-        return stack
-
-    def weigh(self, accepted: Mapping[str, AcceptedUpdate]) -> dict[str, AcceptedUpdate]:
-        """Return the accepted updates with the weights and factors that the guarantee requires."""
-        return dict(accepted)
-
-    def denominator(self, weights: Collection[float]) -> float:
-        """Return what the weighted sum of the updates is divided by."""
-        return sum(weights)
-
-    def project(self, changes: dict[str, Tensor], size: float, count: int) -> dict[str, Tensor]:
-        """Project an average update of `count` clients, with norm `size`, onto the ball of clipped ones."""
-        return changes
-
-    def report(self, report: RoundReport, stats: AggregationStats) -> tuple[RoundReport, AggregationStats]:
-        """Remove from a report what depends on unprotected data."""
-        return report, stats
-
-    def noisy(self, changes: dict[str, Tensor], round: int, key: bytes, model: nn.Module) -> dict[str, Tensor]:
-        """Add noise to the average update of a round, where the guarantee has it there."""
-        return changes
-
-    def check_use(self, round: int, stats: AggregationStats, count: int) -> None:
-        """Raise `ProtocolError` if these senders may not have taken part."""
-
-    def use(self, round: int, senders: Collection[str]) -> None:
-        """Count the participations of a closed round."""
-
-    def values(self) -> dict[str, Any] | None:
-        """Return the settings of the guarantee as a checkpoint keeps them."""
-        return None
-
-    def state(self) -> State:
-        """Return what a checkpoint keeps."""
-        return State({}, {})
-
-    def load_state(self, state: State) -> None:
-        """Restore what `state` returned."""
-
-
-class DifferentialPrivacy(Guarantee):
+class DifferentialPrivacy(Keeper):
     """The guarantee of a `PrivacyPlan`, with a trusted server.
 
     Nothing that depends on data without noise may decide or be reported: no medians, no rejection because of values, no
@@ -389,16 +276,16 @@ class SharedNoise(DifferentialPrivacy):
         super().check_use(round, stats, count)
 
 
-def guarantee_of(plan: PrivacyPlan | None, *, insecure: bool) -> Guarantee:
+def guarantee_of(plan: PrivacyPlan | None, *, insecure: bool) -> Keeper:
     """Return the keeper of a plan, or one that keeps no guarantee."""
     if plan is None:
-        return Guarantee()
+        return Keeper()
     return (SharedNoise if plan.shared else DifferentialPrivacy)(plan, insecure=insecure)
 
 
-def check_values(kept: Any, guarantee: Guarantee) -> None:
+def check_values(kept: Any, keeper: Keeper) -> None:
     """Raise `ProtocolError` if a checkpoint was written under another guarantee."""
-    if kept != guarantee.values():
+    if kept != keeper.values():
         found = shown(kept, 100) if kept else "none"
         raise ProtocolError(
             f"the checkpoint belongs to a run with another guarantee ({found}), which cannot be changed in a run"

@@ -11,8 +11,8 @@ from dbcl.model.tensors import frozen_parameters
 from dbcl.privacy import NoiseMechanism
 from dbcl.protocol.base import fingerprints, veiled_base
 from dbcl.protocol.codec import WIRE_DTYPES
-from dbcl.protocol.guarantee import Guarantee
 from dbcl.protocol.inspection import is_count
+from dbcl.protocol.keeper import Keeper
 from dbcl.protocol.messages import Base
 from dbcl.protocol.open_round import OpenRound
 from dbcl.protocol.round_keys import RoundKeys
@@ -40,7 +40,7 @@ class RoundSequence:
     def __init__(
         self,
         trained: TrainedWeights,
-        keeper: Guarantee,
+        keeper: Keeper,
         noise: NoiseMechanism,
         keys: RoundKeys,
         *,

@@ -5,7 +5,7 @@ import logging
 from dbcl.privacy import norm
 from dbcl.protocol.aggregation import Aggregate
 from dbcl.protocol.averaging import changes_of
-from dbcl.protocol.guarantee import Guarantee
+from dbcl.protocol.keeper import Keeper
 from dbcl.protocol.messages import AggregationStats, RoundReport
 from dbcl.protocol.round_sequence import RoundSequence
 from dbcl.protocol.trained_weights import TrainedWeights
@@ -23,7 +23,7 @@ class RoundStep:
         sequence: The rounds.
     """
 
-    def __init__(self, trained: TrainedWeights, keeper: Guarantee, sequence: RoundSequence) -> None:
+    def __init__(self, trained: TrainedWeights, keeper: Keeper, sequence: RoundSequence) -> None:
         self.trained, self.keeper, self.sequence = trained, keeper, sequence
 
     def take(

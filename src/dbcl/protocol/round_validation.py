@@ -8,8 +8,8 @@ from dataclasses import replace
 from dbcl.errors import ProtocolError
 from dbcl.plan import SketchPlan
 from dbcl.protocol.codec import decode_update
-from dbcl.protocol.guarantee import Guarantee
 from dbcl.protocol.influence import InfluenceLimits
+from dbcl.protocol.keeper import Keeper
 from dbcl.protocol.messages import Update, UpdateStack
 from dbcl.protocol.open_round import OpenRound
 from dbcl.protocol.rejection import Rejection
@@ -28,7 +28,7 @@ class RoundValidation:
         statistics: Names of the normalisation statistics.
     """
 
-    def __init__(self, validator: UpdateValidator, keeper: Guarantee, plan: SketchPlan, statistics: set[str]) -> None:
+    def __init__(self, validator: UpdateValidator, keeper: Keeper, plan: SketchPlan, statistics: set[str]) -> None:
         self.validator, self.keeper, self.plan, self.statistics = validator, keeper, plan, statistics
         self.influence = InfluenceLimits(validator)
 

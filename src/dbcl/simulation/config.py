@@ -15,7 +15,7 @@ from dbcl.engines import cohort_size
 from dbcl.errors import ConfigError, GuaranteeError
 from dbcl.model.networks import NETWORKS, SCATTER
 from dbcl.protocol.codec import WIRE_DTYPES
-from dbcl.protocol.guarantee import MOMENTUM
+from dbcl.protocol.keeper import MOMENTUM
 from dbcl.protocol.release import EMA_DECAY
 from dbcl.protocol.running_mean import RunningMean
 from dbcl.settings import (

@@ -1,7 +1,7 @@
 """Error for a run whose training diverged, with the settings to lower."""
 
 from dbcl.errors import ConfigError, DivergedError
-from dbcl.protocol.guarantee import MOMENTUM
+from dbcl.protocol.keeper import MOMENTUM
 from dbcl.simulation.build import server_rate
 from dbcl.simulation.config import RunConfig
 
