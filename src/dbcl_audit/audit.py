@@ -1,4 +1,6 @@
-"""One audit from beginning to end: `PARTS` lists the attacks, `audit` runs them and collects the findings."""
+"""One audit from beginning to end: `PARTS` lists the attacks, `audit` runs them and collects the
+findings.
+"""
 
 import logging
 import math
@@ -18,7 +20,7 @@ from dbcl.plan import SketchPlan
 from dbcl.simulation.build import build_plan
 from dbcl.simulation.config import RunConfig
 from dbcl.simulation.metrics import read_metrics
-from dbcl.simulation.run import read_config
+from dbcl.simulation.run_folder import read_config
 from dbcl.simulation.task import Task, task_of
 from dbcl.simulation.user_code import user_code
 from dbcl_audit.attacks.membership import audit_final_model, final_model_steps
@@ -120,10 +122,10 @@ def audit(
     """Audit a finished run: its recorded transcripts, and simulated runs under its settings.
 
     A simulated run has `clients` parties, all in every round, who each take one step of SGD on one
-    batch. A run with lanes gets one more, with at least twice as many parties as lanes, in which one
-    client of each lane pools its observations. Under secure aggregation there are as many parties as
-    the smallest sums need. A part that fails becomes a finding with the reason, and the others go on.
-    Of a run with a guarantee, canaries measure the epsilon instead.
+    batch. A run with lanes gets one more, with at least twice as many parties as lanes, in which
+    one client of each lane pools its observations. Under secure aggregation there are as many
+    parties as the smallest sums need. A part that fails becomes a finding with the reason, and the
+    others go on. Of a run with a guarantee, canaries measure the epsilon instead.
 
     Args:
         folder: Folder of the run.

@@ -1,12 +1,14 @@
-"""What a run with a guarantee really gives away: canaries whose traces are known, and the best test for them.
+"""Canaries: an empirical measurement of a run's guarantee, by the best test for known
+contributions.
 
-The server shows S_t = W_t + N_t with W_(t+1) - W_0 = (A g)_t and N_(t+1) = (A C^-1 z)_t (`dbcl.privacy.factorization`).
-So whoever sees all of S can compute C A^-1 (S - W_0) = C g + z. The theorem lets the attacker know everybody else's
-updates; without them C g is what the canary alone has sent, C x in its own direction. The best test for that is a
-matched filter: its score is normal with mean mu where the canary took part and with mean 0 where it did not.
+The server shows S_t = W_t + N_t with W_(t+1) - W_0 = (A g)_t and N_(t+1) = (A C^-1 z)_t
+(`dbcl.privacy.factorization`). So an observer of all of S can compute C A^-1 (S - W_0) = C g + z.
+The theorem lets the attacker know all other updates; without them C g is the canary's contribution
+alone, C x in its own direction. The best test for it is a matched filter: its score is normal with
+mean mu where the canary took part and with mean 0 where it did not.
 
-One run measures mu: many canaries take part at once, in directions that do not meet, and as many directions that nobody
-used show what the score is by chance (Andrew et al., arXiv 2302.03098).
+One run measures mu: many canaries take part at once, in orthogonal directions, and as many unused
+directions show the distribution of scores by chance (Andrew et al., arXiv 2302.03098).
 """
 
 import math
@@ -33,27 +35,30 @@ from dbcl_audit.estimators.covariance import cholesky, solve
 
 Vector = NDArray[np.float64]
 
-NUMBERS = 100_000_000
-"""So many float32 numbers all directions have together, at most: 400 MB."""
-CHUNK = 2**16
-"""So many numbers of each direction are turned at once."""
-FEWEST, MOST = 20, 500
-"""With fewer canaries nothing can be said; more are not needed."""
-TOO_LONG = 3.0
-"""Where the server clips, canaries send so many times what they may."""
+MAX_VALUES = 100_000_000
+"""Largest number of float32 values of all directions together: 400 MB."""
+COLUMNS_PER_BLOCK = 2**16
+"""Values of each direction that are orthogonalised at once."""
+MIN_CANARIES, MAX_CANARIES = 20, 500
+"""Fewer canaries give no useful interval; more are not needed."""
+EXCESS_NORM = 3.0
+"""Factor by which canaries exceed the clip, where the server clips."""
 ROUNDING = 1e-3
-"""What sums in float32 may add to the norm of an example's contribution."""
-LEAST = 1e-300
+"""Relative rounding error of the norm of an example's contribution, in float32."""
+MIN_DIVISOR = 1e-300
 """Divisor in place of 0, where canaries left no trace."""
-USUAL, SURE = 1.96, 3.09
-"""Standard errors to either end of a 95 % interval; and beyond which chance puts one sound run in a thousand."""
+Z_95, Z_999 = 1.96, 3.09
+"""Standard errors to either end of a 95 % interval, and those that one sound run in a thousand
+exceeds.
+"""
 
 
 @dataclass(frozen=True)
 class CanaryEstimate:
-    """The scores of canaries that took part and of directions that nobody used, and what follows from them.
+    """Scores of canaries and of unused directions, and the epsilon that follows from them.
 
-    `stated` is what the plan says of the `rounds` that were played, in which each canary had so many `turns`.
+    `stated` is what the plan says of the `rounds` that were played, in which each canary had so
+    many `turns`.
 
     >>> stated = Spent(mu=1.0, epsilon=4.38, delta=1e-5)
     >>> found = CanaryEstimate(seen=(0.0, 1.0, 2.0), unseen=(-1.0, 0.0, 1.0), stated=stated, rounds=9, turns=3)
@@ -71,15 +76,15 @@ class CanaryEstimate:
 
     @cached_property
     def mu(self) -> float:
-        """How far apart the two kinds of scores are, in standard deviations of those by chance."""
+        """Difference of the mean scores, in standard deviations of those of unused directions."""
         return float((np.mean(self.seen) - np.mean(self.unseen)) / np.std(self.unseen, ddof=1))
 
     @cached_property
     def mu_error(self) -> float:
-        """The standard error of mu, to first order: of both means, and of the standard deviation.
+        """Standard error of mu, to first order: of both means, and of the standard deviation.
 
-        With m canaries, n unused directions and s the ratio of their standard deviations it is the root of
-        s^2 / m + 1 / n + mu^2 / (2 (n - 1)).
+        With m canaries, n unused directions and s the ratio of their standard deviations it is the
+        root of s^2 / m + 1 / n + mu^2 / (2 (n - 1)).
         """
         ratio = np.var(self.seen, ddof=1) / np.var(self.unseen, ddof=1)
         m, n = len(self.seen), len(self.unseen)
@@ -87,35 +92,35 @@ class CanaryEstimate:
 
     @property
     def mu_interval(self) -> tuple[float, float]:
-        """95 %: mu and 1.96 standard errors to either side."""
-        return self.mu - USUAL * self.mu_error, self.mu + USUAL * self.mu_error
+        """95 % interval: mu plus and minus 1.96 standard errors."""
+        return self.mu - Z_95 * self.mu_error, self.mu + Z_95 * self.mu_error
 
     @cached_property
     def epsilon(self) -> float:
-        """The epsilon of a Gaussian mechanism with this mu, at the plan's delta."""
+        """Epsilon of a Gaussian mechanism with this mu, at the plan's delta."""
         return epsilon_of(self.mu, self.stated.delta)
 
     @cached_property
     def epsilon_interval(self) -> tuple[float, float]:
-        """That of both ends of mu's interval: epsilon grows with mu."""
+        """Epsilon at both ends of mu's interval: it grows with mu."""
         low, high = (epsilon_of(end, self.stated.delta) for end in self.mu_interval)
         return low, high
 
     @cached_property
     def auc(self) -> float:
-        """How often a canary that took part has the higher score of two."""
+        """Probability that a canary has a higher score than an unused direction."""
         return float(self._placed(self.seen, self.unseen).mean())
 
     @cached_property
     def auc_interval(self) -> tuple[float, float]:
-        """95 %, from DeLong's standard error."""
+        """95 % interval, by DeLong's standard error."""
         won, lost = self._placed(self.seen, self.unseen), self._placed(self.unseen, self.seen)
-        half = USUAL * math.sqrt(won.var(ddof=1) / len(won) + lost.var(ddof=1) / len(lost))
+        half = Z_95 * math.sqrt(won.var(ddof=1) / len(won) + lost.var(ddof=1) / len(lost))
         return max(0.0, self.auc - half), min(1.0, self.auc + half)
 
     @staticmethod
     def _placed(scores: Sequence[float], others: Sequence[float]) -> Vector:
-        """For each score the share of the others that are below it; an equal one is half below."""
+        """Return the share of the other scores below each score; an equal one counts half."""
         ordered = np.sort(others)
         below, within = np.searchsorted(ordered, scores), np.searchsorted(ordered, scores, side="right")
         placed: Vector = (below + within) / (2 * len(ordered))
@@ -128,28 +133,33 @@ class CanaryEstimate:
 
     @property
     def holds(self) -> bool:
-        """Whether what was measured can be chance where the guarantee holds: one sound run in a thousand is beyond.
+        """True unless mu exceeds the stated one by more than chance allows in one sound run of a
+        thousand.
 
         That an example contributes more than the clip is no chance.
         """
-        return self.largest <= 1 + ROUNDING and self.mu - SURE * self.mu_error <= self.stated.mu
+        return self.largest <= 1 + ROUNDING and self.mu - Z_999 * self.mu_error <= self.stated.mu
 
 
 class Canaries:
-    """A server for engines that adds canaries: what clients send goes on to `server`, with the canaries' updates.
+    """Server for engines that adds canaries: forwards the clients' updates to `server`, with the
+    canaries' updates.
 
-    `plan` is the guarantee that is measured, `server.privacy`. A canary contributes what is worst for it: a
-    direction of its own at the full length, in rounds 0, b, 2b, ... Where one client is the unit, each of them is a
-    client of the server's, and a malicious one: its update is too long by a factor of 3, counts for twice the examples
-    that may count, and it tries to come back a round early; the validator and the participation tracker must stop it.
-    Where one example is the unit, one more client sends the sum of what all canaries add, each with the norm that
-    `contribution` gives for a broadcast: what the clients' own code lets a real extreme example contribute
-    (`extreme_examples`). Its direction is exchanged for one of the canary's own, which changes nothing in isotropic
-    noise. Without `contribution` the norm is `plan.clip`, and only the server's part is measured.
+    `plan` is the guarantee that is measured, `server.privacy`. A canary contributes what is worst
+    for it: a direction of its own at the full length, in rounds 0, b, 2b, ... Where one client is
+    the unit, each of them is a client of the server's, and a malicious one: its update is too long
+    by a factor of 3, counts for twice the examples that may count, and it tries to come back a
+    round early; the validator and the participation tracker must stop it. Where one example is the
+    unit, one more client sends the sum of what all canaries add, each with the norm that
+    `contribution` gives for a broadcast: what the clients' own code lets a real extreme example
+    contribute (`extreme_examples`). Its direction is exchanged for one of the canary's own, which
+    changes nothing in isotropic noise. Without `contribution` the norm is `plan.clip`, and only the
+    server's part is measured.
 
-    The directions are orthonormal, of all tensors together; in a run with a sketch, of those that are not sketched. Of
-    each round only products with them are kept. `count` canaries take part, by default as many as NUMBERS allows; as
-    many directions again are used by nobody, and half as many show how the noise is correlated over rounds.
+    The directions are orthonormal, of all tensors together; in a run with a sketch, of those that
+    are not sketched. Of each round only products with them are kept. `count` canaries take part, by
+    default as many as MAX_VALUES allows; as many directions again are used by nobody, and half as
+    many show how the noise is correlated over rounds.
 
     >>> import copy, dbcl
     >>> from dbcl.engines import LocalEngine, LocalTraining
@@ -184,16 +194,18 @@ class Canaries:
             raise AuditError(f"canaries take part from round 0 on, and round {server.round} is next")
         self.server, self.privacy = server, plan
         self.largest = 0.0
-        """The largest contribution of an example so far, relative to the planned clip: above 1 clients do not clip."""
+        """The largest contribution of an example so far, relative to the planned clip: above 1
+        clients do not clip.
+        """
         self._contribution = contribution or (lambda broadcast: plan.clip)
         weights = server.weights()
         self._shapes = {each.name: each.shape for each in server.plan.tensors if not each.sketched}
         self._start = self._flat({name: weights[name].detach() for name in self._shapes}).clone()
         self.count = _fitting(len(self._start)) if count is None else count
-        if self.count < FEWEST or 5 * self.count > len(self._start):
+        if self.count < MIN_CANARIES or 5 * self.count > len(self._start):
             raise AuditError(
-                f"{self.count} canaries in the {len(self._start)} numbers of what is not sketched: they are {FEWEST} "
-                f"or more, with five numbers or more for each, and by default no more than {NUMBERS} numbers in all"
+                f"{self.count} canaries in the {len(self._start)} unsketched parameters: they are {MIN_CANARIES} "
+                f"or more, with five parameters or more for each, and by default at most {MAX_VALUES} values in all"
             )
         assert server.keeper.tracker is not None
         server.keeper.tracker.clients += self.count + 1  # canaries are clients beside those of the plan
@@ -228,12 +240,14 @@ class Canaries:
         self.server.prepare()
 
     def sums(self) -> Mapping[str, Update]:
-        """Return what a server that sees only sums has seen of the last round."""
+        """Return the sums of the last round, for a server that sees only sums."""
         return self.server.sums()
 
     @torch.no_grad()
     def close_round(self, updates: Updates) -> RoundReport:
-        """Close the round with the canaries' updates among the others, and look at what the next one shows."""
+        """Close the round with the canaries' updates among the others, and record the next noisy
+        weights.
+        """
         if not isinstance(updates, Mapping):
             raise AuditError("a guarantee counts who takes part: give the updates as a dictionary by their senders")
         sent = self._sent() if self._due() else {}
@@ -248,7 +262,7 @@ class Canaries:
         return report
 
     def estimate(self) -> CanaryEstimate:
-        """What the rounds so far have shown of the canaries, beside what the plan says of them."""
+        """Estimate mu from the rounds so far, beside the stated one."""
         rounds, turns = len(self._used), sum(self._used)
         if not turns:
             raise AuditError("no canary has taken part yet")
@@ -270,7 +284,7 @@ class Canaries:
         )
 
     def _due(self) -> bool:
-        """Whether canaries send something in this round: a client also tries one round before it may."""
+        """Return True if canaries send updates in this round; clients also try one round too early."""
         turns = [round for round, used in enumerate(self._used) if used]
         if self.privacy.unit == "example":
             return self.round % self.privacy.separation == 0
@@ -278,7 +292,7 @@ class Canaries:
         return since in (self.privacy.separation - 1, self.privacy.separation)
 
     def _sent(self) -> dict[str, Update]:
-        """The canaries' updates of a round, by who sends them."""
+        """Return the canaries' updates of a round, by sender."""
         plan, rows = self.privacy, self._directions[: self.count]
         if plan.unit == "example":
             reached = self._contribution(self.server.open_round("canaries"))
@@ -287,7 +301,7 @@ class Canaries:
         examples = max(1, math.ceil(2 * plan.weight_cap))
         names = [f"canary {number}" for number in range(self.count)]
         return {
-            name: self._update(name, TOO_LONG * plan.clip * row, examples)
+            name: self._update(name, EXCESS_NORM * plan.clip * row, examples)
             for name, row in zip(names, rows, strict=True)
         }
 
@@ -302,7 +316,9 @@ class Canaries:
         return Update(broadcast.round, broadcast.plan.digest, tensors, examples)
 
     def _average(self, updates: Mapping[str, Any], refused: Sequence[str]) -> Tensor:
-        """What clients other than the canaries add to the round's average, as the validator lets it through."""
+        """Return the contribution of the other clients to the round's average, as the validator
+        accepts it.
+        """
         plan, like = self.privacy, self.server.weights()
         like = {name: like[name].detach() for name in self._shapes}
 
@@ -332,44 +348,47 @@ class Canaries:
 
 
 def _fitting(dim: int) -> int:
-    """How many canaries there are by default, where directions have so many numbers."""
-    return min(MOST, int(NUMBERS / max(dim, 1) / 2.5), int(dim / 5))
+    """Return the default number of canaries for directions of `dim` values."""
+    return min(MAX_CANARIES, int(MAX_VALUES / max(dim, 1) / 2.5), int(dim / 5))
 
 
 def _orthonormal(count: int, like: Tensor, seed: int) -> Tensor:
-    """So many random directions where `like` lies, of length 1 and at right angles. (count, dim)"""
+    """Draw orthonormal random directions on the device of `like`. (count, dim)"""
     generator = torch.Generator(like.device).manual_seed(seed)
     drawn = torch.randn(count, len(like), generator=generator, device=like.device)
     root = cholesky((drawn @ drawn.T).double()).to(drawn)
-    for part in torch.split(drawn, CHUNK, dim=1):
+    for part in torch.split(drawn, COLUMNS_PER_BLOCK, dim=1):
         part.copy_(torch.linalg.solve_triangular(root, part, upper=False))
     return drawn
 
 
 def _matched(signal: Vector, noise: Vector) -> Vector:
-    """The filter, of length 1, that finds a signal best in noise of which there are samples. (rounds, samples)
+    """Return the unit matched filter for a signal, given samples of the noise. (rounds, samples)
 
-    Noise that is white, as it should be, gives the signal itself: covariances are shrunk to what chance cannot explain.
+    Noise that is white, as it should be, gives the signal itself: covariances are shrunk to what
+    chance cannot explain.
     """
     samples = noise.shape[1]
     sizes = np.sqrt(np.mean(noise**2, axis=1))
-    logs = np.log(np.maximum(sizes, max(1e-9 * sizes.max(), LEAST)))
+    logs = np.log(np.maximum(sizes, max(1e-9 * sizes.max(), MIN_DIVISOR)))
     spread, by_chance = logs.var(), 1 / (2 * samples)
     sizes = np.exp(logs.mean() + max(0.0, 1 - by_chance / max(spread, by_chance)) * (logs - logs.mean()))
     covariance, _ = ledoit_wolf((noise / sizes[:, None]).T, assume_centered=True)
     right = torch.from_numpy(signal / sizes)[:, None]
     found: Vector = solve(torch.from_numpy(covariance), right)[:, 0].numpy() / sizes
-    return found / max(float(np.linalg.norm(found)), LEAST)
+    return found / max(float(np.linalg.norm(found)), MIN_DIVISOR)
 
 
 def _lower(column: Vector) -> Vector:
-    """The lower triangular Toeplitz matrix with this first column."""
+    """Return the lower triangular Toeplitz matrix with this first column."""
     whole: Vector = toeplitz(column, np.zeros_like(column))
     return whole
 
 
 def _together(updates: Mapping[str, Any], canaries: Mapping[str, Update]) -> Mapping[str, Any]:
-    """All updates of a round; a stack stays one where the canaries' tensors have the same shapes and kinds."""
+    """Join all updates of a round; a stack stays a stack if the canaries' tensors have the same
+    shapes and dtypes.
+    """
     if not isinstance(updates, UpdateStack):
         return {**updates, **canaries}
     own = list(canaries.values())

@@ -1,4 +1,6 @@
-"""State shared by the parts of an audit: the run, scratch space, the effort, and the progress count."""
+"""State shared by the parts of an audit: the run, scratch space, the effort, and the progress
+count.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +19,8 @@ OnProgress = Callable[[str], None]
 class AuditContext:
     """Input of every part of an audit.
 
-    `tell` is called with a line about the work in progress, `step` after each round, tensor, image or
-    shadow model. A part adds to `not_attacked` what it left out, and the reason.
+    `tell` is called with a line about the work in progress, `step` after each round, tensor, image
+    or shadow model. A part adds to `not_attacked` what it left out, and the reason.
 
     >>> from dbcl_audit.effort import QUICK
     >>> from dbcl.simulation import task_of
@@ -26,7 +28,7 @@ class AuditContext:
     >>> config = RunConfig()
     >>> plan = build_plan(config, task_of(config).make_model(0))
     >>> AuditContext(config, task_of(config), Path("run"), Path("scratch"), QUICK, 2, 0, print, plan=plan).lanes
-    1
+    2
     """
 
     config: RunConfig
@@ -58,7 +60,9 @@ class AuditContext:
 
     @property
     def follows_updates(self) -> bool:
-        """True if attacks over all rounds apply: the server is linear, and nothing else bounds the attacks."""
+        """True if attacks over all rounds apply: the server is linear, and nothing else bounds the
+        attacks.
+        """
         return not self.guaranteed and self.config.server_optimizer != "adam"
 
     def counting(self, step: Callable[[], None]) -> "AuditContext":

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 MIN_LAG = 40
-"""Observed rounds after a round that is scored: an attacker that goes backward starts from a guess, which fades."""
+"""Observed rounds after a round that is scored: an attacker that goes backward starts from a guess,
+which fades.
+"""
 
 
 @dataclass(frozen=True)

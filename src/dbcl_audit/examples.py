@@ -26,7 +26,8 @@ _folders: list[tempfile.TemporaryDirectory[str]] = []
 def example_batches(
     name: str = "paper", *, rounds: int = 3, batch: int = 1, fixed: bool = False, **settings: Any
 ) -> SimulatedRun:
-    """Play a preset with two clients on batches of the first 100 digits; with `fixed` the victim's never changes.
+    """Play a preset with two clients on batches of the first 100 digits; with `fixed` the victim's
+    never changes.
 
     >>> example_batches("paper", model="dlg-lenet").attacker.rounds
     [0, 1, 2]

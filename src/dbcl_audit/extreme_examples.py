@@ -1,8 +1,9 @@
-"""Real extreme examples through the clients' own code: how far one of them moves an update.
+"""Contribution of real extreme examples to updates, through the clients' own code.
 
-A guarantee for one example rests on clipping that happens on the clients, where no server looks. So it is measured: two
-clients train on the same examples, one of them with one more, as extreme as this task allows. Both run on the engine of
-the run, and by the same path of it. The norm of the difference of their updates is what this example contributes.
+A guarantee for one example rests on clipping that happens on the clients, where no server looks. So
+it is measured: two clients train on the same examples, one of them with one more, as extreme as
+this task allows. Both run on the engine of the run, and by the same path of it. The norm of the
+difference of their updates is what this example contributes.
 """
 
 from dataclasses import replace
@@ -25,14 +26,18 @@ PAIRS = 20
 COMPANIONS = 2
 """Ordinary examples in a client's batch beside the extreme one."""
 SCALES = (1.0, 30.0)
-"""The inputs are multiplied by these, in turn: large inputs have large gradients, unless they saturate a network."""
+"""The inputs are multiplied by these, in turn: large inputs have large gradients, unless they
+saturate a network.
+"""
 
 
 def with_extremes(task: Task, *, separation: int, seed: int = 0) -> Task:
-    """Return a task whose clients come in pairs: the first of each has an extreme example more than the second.
+    """Return a task of pairs of clients, the first of which has one extreme example more than the
+    second.
 
-    Inputs are those of training examples, scaled where they are floating-point values, and targets are those of other
-    examples. The extreme example is the last one of its client, and its turn is in rounds 0, `separation`, ...
+    Inputs are those of training examples, scaled where they are floating-point values, and targets
+    are those of other examples. The extreme example is the last one of its client, and its turn is
+    in rounds 0, `separation`, ...
 
     >>> from dbcl.simulation import RunConfig, task_of
     >>> made = with_extremes(task_of(RunConfig()), separation=3)
@@ -68,7 +73,8 @@ def with_extremes(task: Task, *, separation: int, seed: int = 0) -> Task:
 def contributions(engine: Engine, broadcast: Broadcast) -> list[float]:
     """Return the norm of what each extreme example adds to its client's update of a round.
 
-    `engine` holds the clients of `with_extremes`. They train as in a run, and nothing is sent to a server.
+    `engine` holds the clients of `with_extremes`. They train as in a run, and nothing is sent to a
+    server.
 
     >>> import dbcl
     >>> from dbcl.engines import LocalEngine, LocalTraining

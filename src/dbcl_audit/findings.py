@@ -8,17 +8,21 @@ from enum import StrEnum
 from typing import Any
 
 ADVERSARIES = ("client", "colluders", "server", "anyone")
-"""A client alone, clients of all lanes that pool their observations, the server, and anyone with the final model."""
+"""A client alone, clients of all lanes that pool their observations, the server, and anyone with
+the final model.
+"""
 ATTACKERS = ("naive", "adaptive")
 CASES = ("canaries", "images", "tested rounds", "scored rounds", "members", "rounds")
-"""Entries of a finding's budget that count the cases its value rests on; the first one present counts."""
+"""Entries of a finding's budget that count the cases its value rests on; the first one present
+counts.
+"""
 
 
 class Measure(StrEnum):
     """Measure of a finding.
 
-    Each member has its `family`, which limits name, a `text` for reports and the value `chance` that
-    guessing gives where a finding has no value of its own.
+    Each member has its `family`, which limits name, a `text` for reports and the value `chance`
+    that guessing gives where a finding has no value of its own.
 
     >>> Measure("psnr").chance, Measure.TPR_AT_1_PERCENT.family
     (13.0, 'tpr')
@@ -185,9 +189,11 @@ def cases(finding: Finding) -> tuple[int, str]:
 
 
 def with_interval(finding: Finding) -> Finding:
-    """Return the finding with a 95 % interval from its number of cases, if the attack gave none and a formula exists.
+    """Return the finding with a 95 % interval from its number of cases, if the attack gave none and
+    a formula exists.
 
-    Shares of cases get Wilson's interval, an AUC of members against as many others Hanley and McNeil's standard error.
+    Shares of cases get Wilson's interval, an AUC of members against as many others Hanley and
+    McNeil's standard error.
 
     >>> found = with_interval(Finding("a", "client", "naive", "label", "accuracy", 0.5, budget={"images": 2}))
     >>> round(found.low, 3), round(found.high, 3)

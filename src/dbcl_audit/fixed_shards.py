@@ -1,4 +1,5 @@
-"""Parts of an audit that simulate a run as it is: fixed shards, local steps, momentum and cohort of the run.
+"""Parts of an audit that simulate a run as it is: fixed shards, local steps, momentum and cohort of
+the run.
 
 Three simulated runs, from the worst case to the run itself: few parties, one of which attacks and
 observes every round; as many clients as the run has in a round, all in every round; and all clients
@@ -33,7 +34,9 @@ from dbcl_audit.guarantee import has_fixed_members
 from dbcl_audit.simulated_run import ServerObservation, ShardRun, Shards, shards_of, simulate_run
 
 SERVER_ROUND = 2
-"""Round of the update that the server attacks: the model has moved, and has not learnt the examples yet."""
+"""Round of the update that the server attacks: the model has moved, and has not learnt the examples
+yet.
+"""
 MAX_MEMBERS = 1000
 """Largest number of members that are tested; more clients give a random selection."""
 MIN_ROUNDS = 3
@@ -41,7 +44,9 @@ MIN_ROUNDS = 3
 
 
 def few_parties(context: AuditContext) -> list[Finding]:
-    """Infer members and updates, and attack one update as the server, where few parties take part in every round."""
+    """Infer members and updates, and attack one update as the server, where few parties take part
+    in every round.
+    """
     where = f"{context.clients} parties with fixed shards"
     played = _simulated(context, "few", clients=context.clients, rounds=context.effort.run_rounds, where=where)
     trajectory = _trajectory(context, played)
@@ -62,7 +67,8 @@ def few_parties(context: AuditContext) -> list[Finding]:
 
 
 def whole_cohort(context: AuditContext) -> list[Finding]:
-    """Infer members and updates, with as many clients as the run has in a round, all in every round.
+    """Infer members and updates, with as many clients as the run has in a round, all in every
+    round.
 
     One client attacks; with several lanes, then one client of each lane together.
     """
@@ -82,7 +88,9 @@ def whole_cohort(context: AuditContext) -> list[Finding]:
 
 
 def as_it_is(context: AuditContext) -> list[Finding]:
-    """Infer members with all clients of the run and its participation, as a client that observes only its own rounds."""
+    """Infer members with all clients of the run and its participation, as a client that observes
+    only its own rounds.
+    """
     config = context.config
     count, cohort = len(context.task.division or range(config.clients)), config.cohort
     where = f"as the run is: {cohort} of {count} clients in a round"
@@ -143,8 +151,8 @@ def _simulated(
     rounds = min(rounds, context.config.rounds) if context.config.privacy is not None else rounds
     shards = shards_of(context.config, context.task, clients=clients, seed=context.seed)
     return simulate_run(
-        context.config, context.task, shards, context.scratch / name, rounds=rounds, cohort=cohort, allies=allies, seed=context.seed,
-        progress=context.played,
+        context.config, context.task, shards, context.scratch / name, rounds=rounds, cohort=cohort, allies=allies,
+        seed=context.seed, progress=context.played,
     )  # fmt: skip
 
 
@@ -162,7 +170,8 @@ def _knowledge(context: AuditContext, played: ShardRun) -> Knowledge:
 
 
 def noise_covariance(plan: PrivacyPlan, rounds: Sequence[int]) -> Array:
-    """Return the covariance of a guarantee's noise over the observed rounds: sigma^2 A C^-1 C^-T A^T.
+    """Return the covariance of a guarantee's noise over the observed rounds: sigma^2 A C^-1 C^-T
+    A^T.
 
     >>> facts = {"rounds": 400, "clients": 1000, "cohort": 100}
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, correlation="independent", **facts)
@@ -190,7 +199,9 @@ def _bound(plan: PrivacyPlan) -> float:
 
 
 def _ends(context: AuditContext, played: ShardRun) -> dict[str, Knowledge]:
-    """Return the knowledge of attackers that have the initial weights, or receive the released model."""
+    """Return the knowledge of attackers that have the initial weights, or receive the released
+    model.
+    """
     truth, rounds = played.recorded.truth, context.effort.run_rounds
     first = truth.weights(0)
     released = [(released_shares(played.config, rounds), {name: played.released[name] for name in first})]
@@ -203,7 +214,8 @@ def _ends(context: AuditContext, played: ShardRun) -> dict[str, Knowledge]:
 
 
 def released_shares(config: RunConfig, rounds: int) -> Mapping[int, float]:
-    """Return the share of each round's W in the released model: all of the last one, or those of a running mean.
+    """Return the share of each round's W in the released model: all of the last one, or those of a
+    running mean.
 
     >>> {number: round(share, 3) for number, share in released_shares(RunConfig(ema_decay=0.5), 2).items()}
     {1: 0.091, 2: 0.909}
@@ -233,7 +245,9 @@ def _server(context: AuditContext, played: ShardRun) -> list[Finding]:
 
 
 def _exact_updates(context: AuditContext, played: ShardRun) -> list[Finding]:
-    """Infer members by the span of the others' updates, which a client knows exactly without veil and lanes."""
+    """Infer members by the span of the others' updates, which a client knows exactly without veil
+    and lanes.
+    """
     if context.task.pictures is None or context.config.sketch.veil or context.lanes > 1:
         return []
     shards = played.shards

@@ -43,7 +43,9 @@ def guarantee_steps(context: AuditContext) -> int:
 
 
 def has_fixed_members(context: AuditContext) -> bool:
-    """Return True if members of a run with a guarantee are attacked: its unit is a client with a fixed shard."""
+    """Return True if members of a run with a guarantee are attacked: its unit is a client with a
+    fixed shard.
+    """
     privacy = context.config.privacy
     return privacy is not None and privacy.unit == "client" and context.config.server_optimizer != "adam"
 
@@ -56,11 +58,12 @@ def measure_guarantee(
     seed: int = 0,
     step: Callable[[], None] = lambda: None,
 ) -> CanaryEstimate:
-    """Play a run's settings with canaries among its clients, and measure what these show.
+    """Play a run's settings with canaries among its clients, and measure the epsilon.
 
-    All secrets are fresh, those of a run with a seed as well; `seed` draws the canaries' directions. `rounds` is how
-    many of the run's rounds are played, all where it is None, and `step` is called after each. Where one example is the
-    unit, real extreme examples go through the clients' code on the run's own engine.
+    All secrets are fresh, those of a run with a seed as well; `seed` draws the canaries'
+    directions. `rounds` is how many of the run's rounds are played, all where it is None, and
+    `step` is called after each. Where one example is the unit, real extreme examples go through the
+    clients' code on the run's own engine.
 
     >>> from dbcl.simulation import task_of
     >>> config = RunConfig.from_options(
@@ -99,7 +102,7 @@ def _pairs(config: RunConfig, task: Task, server: Server, seed: bytes) -> Engine
 
 
 def guarantee_finding(found: CanaryEstimate) -> Finding:
-    """What was measured as a finding: epsilon with its interval, and what is stated in its budget.
+    """Return the measured epsilon as a finding with its interval; its budget has the stated values.
 
     >>> from dbcl.privacy import Spent
     >>> stated = Spent(mu=1.0, epsilon=4.38, delta=1e-5)
@@ -130,9 +133,9 @@ def guarantee_finding(found: CanaryEstimate) -> Finding:
         budget["largest example"] = found.largest
     curves = (
         _histogram("canaries that took part", found.seen),
-        _histogram("directions that nobody used", found.unseen),
+        _histogram("unused directions", found.unseen),
         _normal("took part, as stated", found.stated.mu),
-        _normal("nobody used, as stated", 0.0),
+        _normal("unused, as stated", 0.0),
     )
     return Finding(
         "matched filter",
@@ -152,7 +155,7 @@ def guarantee_finding(found: CanaryEstimate) -> Finding:
 
 
 def _histogram(label: str, scores: Sequence[float]) -> Curve:
-    """The density of scores as the outline of a histogram."""
+    """Return the density of scores as the outline of a histogram."""
     heights, edges = np.histogram(scores, bins=min(MAX_BINS, max(4, len(scores) // 5)), density=True)
     outline = [0.0, *np.repeat(heights, 2).tolist(), 0.0]
     return Curve(label, tuple(np.repeat(edges, 2).tolist()), tuple(outline))

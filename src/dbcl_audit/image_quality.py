@@ -1,4 +1,4 @@
-"""How near a recovered image is to the true one (PSNR, SSIM), and a grid of both."""
+"""Likeness of recovered images to the true ones (PSNR, SSIM), and a grid of both."""
 
 import base64
 import io
@@ -12,11 +12,11 @@ from dbcl.data import Dataset
 
 Span = tuple[float, float]
 INK, MUTED, WORST = "#1c2733", "#5f6b78", "#c0392b"
-CEILING = 200.0  # dB; what equal images get instead of infinity
+CEILING = 200.0  # dB, for equal images instead of infinity
 
 
 def span(dataset: Dataset) -> Span:
-    """The values that black and white have in a dataset: (0 - mean) / std and (1 - mean) / std.
+    """Return the values of black and white in a dataset: (0 - mean) / std and (1 - mean) / std.
 
     >>> from dbcl.data import load
     >>> low, high = span(load("digits"))
@@ -27,7 +27,7 @@ def span(dataset: Dataset) -> Span:
 
 
 def unit(images: Tensor, span: Span) -> Tensor:
-    """Pixels from 0 to 1, with what lies outside the data's range clipped to it.
+    """Scale pixels to 0..1, clipped to the data's range.
 
     >>> unit(torch.tensor([-3.0, -1.0, 0.0, 1.0]), (-1.0, 1.0))
     tensor([0.0000, 0.0000, 0.5000, 1.0000], dtype=torch.float64)
@@ -37,9 +37,11 @@ def unit(images: Tensor, span: Span) -> Tensor:
 
 
 def pair(recovered: Tensor, truth: Tensor, span: Span = (0.0, 1.0)) -> Tensor:
-    """Put recovered images into the order of the true ones: the permutation with the least squared error in all.
+    """Put recovered images into the order of the true ones: the permutation with the least squared
+    error in all.
 
-    A batch's gradient does not say which image came first, so an attack may return them in any order.
+    A batch's gradient does not say which image came first, so an attack may return them in any
+    order.
 
     >>> truth = torch.stack([torch.zeros(1, 2, 2), torch.ones(1, 2, 2)])
     >>> pair(truth.flip(0), truth).equal(truth)
@@ -52,10 +54,12 @@ def pair(recovered: Tensor, truth: Tensor, span: Span = (0.0, 1.0)) -> Tensor:
 
 
 def psnr(recovered: Tensor, truth: Tensor, span: Span = (0.0, 1.0), *, ordered: bool = False) -> Tensor:
-    """Peak signal-to-noise ratio in dB of each true image: -10 log10 of the mean squared error of pixels in 0..1.
+    """Peak signal-to-noise ratio in dB of each true image: -10 log10 of the mean squared error of
+    pixels in 0..1.
 
-    The images are those of one batch and are paired up first, unless they are `ordered`: single attacks stacked
-    together must not be paired, or each would be credited with the luckiest of them. Equal images get 200 dB.
+    The images are those of one batch and are paired up first, unless they are `ordered`: single
+    attacks stacked together must not be paired, or each would be credited with the luckiest of
+    them. Equal images get 200 dB.
 
     >>> psnr(torch.full((1, 1, 4, 4), 0.6), torch.full((1, 1, 4, 4), 0.5)).round(decimals=1)
     tensor([20.], dtype=torch.float64)
@@ -66,7 +70,8 @@ def psnr(recovered: Tensor, truth: Tensor, span: Span = (0.0, 1.0), *, ordered: 
 
 
 def ssim(recovered: Tensor, truth: Tensor, span: Span = (0.0, 1.0), *, ordered: bool = False) -> Tensor:
-    """Structural similarity of each true image, 1 for equal images (Wang 2004, Gaussian window of 11 pixels).
+    """Structural similarity of each true image, 1 for equal images (Wang 2004, Gaussian window of
+    11 pixels).
 
     >>> image = torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     >>> ssim(image, image).round(decimals=3)
@@ -83,7 +88,7 @@ def ssim(recovered: Tensor, truth: Tensor, span: Span = (0.0, 1.0), *, ordered: 
 
 
 def share_above(psnrs: Tensor | Sequence[float], threshold: float = 20.0) -> float:
-    """The share of images above a threshold; from about 20 dB on one sees what they show.
+    """Return the share of images above a threshold; above about 20 dB they are recognisable.
 
     >>> share_above([3.0, 25.0, 40.0, 19.0])
     0.5
@@ -94,8 +99,9 @@ def share_above(psnrs: Tensor | Sequence[float], threshold: float = 20.0) -> flo
 def grid_png(rows: Sequence[tuple[str, Tensor]], span: Span = (0.0, 1.0)) -> str:
     """Draw the truth above its reconstructions, as a PNG in base64.
 
-    The first row is (caption, true images), every further one (caption, reconstructions in the same order). Each
-    reconstruction has its PSNR below it, and a row's worst case for the victim, the highest PSNR, has a frame.
+    The first row is (caption, true images), every further one (caption, reconstructions in the same
+    order). Each reconstruction has its PSNR below it, and a row's worst case for the victim, the
+    highest PSNR, has a frame.
 
     >>> truth = torch.zeros(2, 1, 4, 4)
     >>> grid_png([("truth", truth), ("attack", truth + 0.1)])[:8]

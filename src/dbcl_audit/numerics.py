@@ -1,4 +1,6 @@
-"""Divisions by what was computed: by a spread that may be rounding alone, and by norms that may be tiny."""
+"""Safe divisions by computed quantities: a spread that may be rounding alone, and norms that may be
+tiny.
+"""
 
 import numpy as np
 import torch
@@ -8,11 +10,13 @@ from torch import Tensor
 Array = NDArray[np.float64]
 
 ROUNDING = 1e-5
-"""A spread below this share of the values' size is taken for rounding errors in float32, which depend on the CPU."""
+"""A spread below this share of the values' size is taken for rounding errors in float32, which
+depend on the CPU.
+"""
 
 
 def spread_floor(values: Array) -> float:
-    """The smallest spread that values of this size can have; 1 where all of them are 0.
+    """Return the smallest meaningful spread of values of this size; 1 if all of them are 0.
 
     >>> spread_floor(np.array([3.0, -100.0])), spread_floor(np.zeros(2))
     (0.001, 1.0)
@@ -21,7 +25,8 @@ def spread_floor(values: Array) -> float:
 
 
 def standardized(values: Array, known: Array) -> Array:
-    """Subtract the mean of the `known` values and divide by their standard deviation, or by `spread_floor`.
+    """Subtract the mean of the `known` values and divide by their standard deviation, or by
+    `spread_floor`.
 
     >>> standardized(np.array([2.0, 5.0]), np.array([1.0, 3.0]))
     array([0., 3.])
@@ -33,9 +38,10 @@ def standardized(values: Array, known: Array) -> Array:
 
 
 def cosine(one: Tensor, other: Tensor) -> float:
-    """The cosine of two tensors, however small they are; 0 where one of them is 0.
+    """Return the cosine of two tensors of any norm; 0 if one of them is 0.
 
-    PyTorch's `cosine_similarity` divides by 1e-8 at least, and understates that of tensors with smaller norms.
+    PyTorch's `cosine_similarity` divides by 1e-8 at least, and understates that of tensors with
+    smaller norms.
 
     >>> x = torch.tensor([3e-30, 4e-30])
     >>> cosine(x, x), cosine(x, 0 * x)

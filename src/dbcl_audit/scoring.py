@@ -1,4 +1,4 @@
-"""Compares estimates with ground truth; nothing else reads `truth/`."""
+"""Comparison of estimates with the ground truth; no other module reads `truth/`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from dbcl_audit.theory import veil_cosine
 
 @dataclass(frozen=True)
 class Scores:
-    """How well the changes of one tensor were estimated, round by round.
+    """Cosines and errors of the estimated changes of one tensor, by round.
 
-    `cosines` are with the true change, `errors` are |estimate - truth| / |truth|. `lags` counts the seen rounds that
-    came after each one: an attacker that goes backward knows old rounds best.
+    `cosines` are with the true change, `errors` are |estimate - truth| / |truth|. `lags` counts the
+    observed rounds after each one: an attacker that goes backward estimates old rounds best.
 
     >>> Scores("w", (0, 1), (2, 1), (1.0, 0.0), (0.0, 1.0)).median_cosine(min_lag=2)
     1.0
@@ -32,11 +32,13 @@ class Scores:
     errors: tuple[float, ...]
 
     def median_cosine(self, min_lag: int = 0) -> float:
-        """The median cosine of the rounds with at least so many seen rounds after them."""
+        """Return the median cosine of the rounds with at least `min_lag` observed rounds after
+        them.
+        """
         return self._median(self.cosines, min_lag)
 
     def median_error(self, min_lag: int = 0) -> float:
-        """The median relative error of the same rounds."""
+        """Return the median relative error of the same rounds."""
         return self._median(self.errors, min_lag)
 
     def _median(self, values: Sequence[float], min_lag: int) -> float:
@@ -45,10 +47,11 @@ class Scores:
 
 
 def true_change(truth: Truth, view: TensorObservations, index: int) -> Tensor:
-    """The true change of a tensor from a seen round to the next one, as a matrix, less the client's own part.
+    """Return the true change of a tensor from an observed round to the next, as a matrix, less the
+    client's own part.
 
-    `index` counts the seen rounds. With momentum on the server it is what the round's updates add, without what older
-    updates still move.
+    `index` counts the observed rounds. With momentum on the server it is the contribution of the
+    round's updates alone.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.estimators.observations import tensor_observations
@@ -64,7 +67,7 @@ def true_change(truth: Truth, view: TensorObservations, index: int) -> Tensor:
 
 
 def score(truth: Truth, view: TensorObservations, changes: Iterable[Tensor]) -> Scores:
-    """Compare an estimator's changes of one tensor with what really happened.
+    """Compare an estimator's changes of one tensor with the true ones.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.estimators.observations import tensor_observations
@@ -85,7 +88,8 @@ def score(truth: Truth, view: TensorObservations, changes: Iterable[Tensor]) -> 
 
 
 def predicted_cosine(truth: Truth, view: TensorObservations, veil: float) -> float:
-    """The isotropic formula 1 / (1 + 4 kappa^2)^(1/4), with the true size of the others' updates.
+    """Return the isotropic formula 1 / (1 + 4 kappa^2)^(1/4), with the true size of the others'
+    updates.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.estimators.observations import tensor_observations

@@ -57,7 +57,8 @@ class ScriptedTraining(LocalTraining):
 
 
 class ServerObservation(NamedTuple):
-    """The server's observation of the victim's update: alone, or the mean of several clients' updates.
+    """The server's observation of the victim's update: alone, or the mean of several clients'
+    updates.
 
     `clients` are those whose updates are in `tensors`, the victim first.
     """
@@ -110,7 +111,8 @@ class SimulatedRun:
     def server_observation(self, round: int, victim: int = VICTIM) -> ServerObservation:
         """Return what the server receives of a client's update in a round.
 
-        Under secure aggregation that is the mean of the clipped and quantized updates of the client's lane.
+        Under secure aggregation that is the mean of the clipped and quantized updates of the
+        client's lane.
         """
         seen = self.server[round]
         plan, together = self.lane_of(round, victim)
@@ -132,7 +134,8 @@ class SimulatedRun:
         return ServerObservation(seen, broadcast, tensors, tuple(together))
 
     def lane_of(self, round: int, client: int) -> tuple[str, list[int]]:
-        """Return the digest of the plan that a client answered in a round, and all clients that answered it.
+        """Return the digest of the plan that a client answered in a round, and all clients that
+        answered it.
 
         The auditor tells attackers. The server's transcript lacks it where it has sums alone.
         """
@@ -158,10 +161,11 @@ def simulate_batches(
     colluders: tuple[int, ...] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> SimulatedRun:
-    """Play single steps on scripted batches under a run's plan, veil and wire format; record attacker and server.
+    """Play single steps on scripted batches under a run's plan, veil and wire format; record
+    attacker and server.
 
-    All secrets follow from `seed`, so that the run can be repeated; that is safe, since every party is
-    the auditor's.
+    All secrets follow from `seed`, so that the run can be repeated; that is safe, since every party
+    is the auditor's.
 
     Args:
         config: Settings of the run: network, sketch, veil and lanes are taken from it.
@@ -222,9 +226,11 @@ def simulate_batches(
 
 
 def colluders_of(lanes: int) -> tuple[int, ...]:
-    """Clients that are in all lanes together, the victim not among them, of 2 x lanes parties or more.
+    """Clients that are in all lanes together, the victim not among them, of 2 x lanes parties or
+    more.
 
-    The server spreads clients over the lanes in blocks of as many as there are lanes; these are the second block.
+    The server spreads clients over the lanes in blocks of as many as there are lanes; these are the
+    second block.
 
     >>> colluders_of(2)
     (2, 3)
@@ -233,7 +239,8 @@ def colluders_of(lanes: int) -> tuple[int, ...]:
 
 
 def draw_batches(examples: NDArray[np.int64], shape: tuple[int, ...], seed: int) -> Script:
-    """Draw batches of random examples; the last axis is one batch, without repetition if there are enough examples.
+    """Draw batches of random examples; the last axis is one batch, without repetition if there are
+    enough examples.
 
     >>> draw_batches(np.arange(100), (3, 2, 8), seed=0).shape
     (3, 2, 8)
@@ -273,7 +280,8 @@ def shards_of(
 ) -> Shards:
     """Return the shards of `clients` clients of a run, or of all, and examples that no client has.
 
-    Half of the remaining examples, at most `own`, are the attacker's; at most `others` are non-members.
+    Half of the remaining examples, at most `own`, are the attacker's; at most `others` are
+    non-members.
 
     >>> from dbcl.simulation import task_of
     >>> len(shards_of(RunConfig(), task_of(RunConfig())).of_clients)
@@ -324,7 +332,8 @@ def simulate_run(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> ShardRun:
-    """Play a run's settings with fixed shards; record the server and the client that takes part most often.
+    """Play a run's settings with fixed shards; record the server and the client that takes part
+    most often.
 
     Args:
         config: Settings of the run.

@@ -39,7 +39,9 @@ SINGLE = "{clients} parties, single steps on fresh batches"
 
 
 def attack_properties(context: AuditContext) -> list[Finding]:
-    """Infer updates and properties, where the victim's batches all have the property or all lack it."""
+    """Infer updates and properties, where the victim's batches all have the property or all lack
+    it.
+    """
     own, script = property_script(context.task, context.effort, context.clients, context.seed)
     context.tell("simulated run: batches with and without a property")
     simulated = _simulate(context, script, "properties")
@@ -82,7 +84,9 @@ def _filters(effort: AuditEffort) -> int:
 
 
 def attack_colluding(context: AuditContext) -> list[Finding]:
-    """Infer updates and properties, where one client of each lane shares its observations with the others."""
+    """Infer updates and properties, where one client of each lane shares its observations with the
+    others.
+    """
     lanes, clients = context.lanes, max(context.clients, 2 * context.lanes)
     own, script = property_script(context.task, context.effort, clients, context.seed)
     context.tell(f"simulated run: {lanes} of {clients} clients collude")
@@ -117,7 +121,9 @@ def _simulate(
 
 
 def _over_all_rounds(simulated: SimulatedRun, context: AuditContext, own: Rows) -> list[Finding]:
-    """Infer updates and properties from all rounds together, with the drift of the attacker's own examples."""
+    """Infer updates and properties from all rounds together, with the drift of the attacker's own
+    examples.
+    """
     context.tell("updates, over all rounds: the drift")
     task, count = context.task, context.effort.property_examples
     examples = task.train.subset(own)
@@ -141,8 +147,8 @@ def _in_single_steps(findings: Sequence[Finding], clients: int) -> list[Finding]
 def property_script(task: Task, effort: AuditEffort, clients: int, seed: int) -> tuple[Rows, Script]:
     """Draw the attacker's own examples and every client's batches.
 
-    Half of the examples are the attacker's, the other clients train on the rest. The victim's batches
-    all have the property of the task or all lack it, if one is known.
+    Half of the examples are the attacker's, the other clients train on the rest. The victim's
+    batches all have the property of the task or all lack it, if one is known.
 
     Args:
         task: Data of the run.
@@ -222,7 +228,9 @@ def _image_rounds(effort: AuditEffort) -> int:
 
 
 def attack_fixed_images(context: AuditContext) -> list[Finding]:
-    """Recover images and labels, where two clients train and the victim has one image for all rounds."""
+    """Recover images and labels, where two clients train and the victim has one image for all
+    rounds.
+    """
     dataset, effort = context.task.pictures, context.effort
     if dataset is None or context.clients != 2:
         return []

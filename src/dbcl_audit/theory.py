@@ -1,6 +1,6 @@
-"""The theorems of the paper and the formula for the veil; simulation.py has a simulation that could contradict each.
+"""Theorems of the paper and the formula for the veil; theory_checks.py simulates each of them.
 
-What came out (tests/audit/test_theory.py shows each line):
+Results (tests/audit/test_theory.py shows each line):
 
 - E[S S^T] = I holds for every sketch of this library, and fails for the paper's listing where q does not divide dim.
 - Theorems 1 and 2 hold with equality for textbook (hashed) buckets. For balanced buckets, which the paper's own listing
@@ -26,7 +26,8 @@ COUNTS = ("count-v1", "count-hashed-v1")
 
 
 def collision(scheme: str, dim: int, width: int) -> float:
-    """The chance that two given inputs of a count sketch share a bucket: 1/s hashed, about (q - 1)/(dim - 1) balanced.
+    """Return the probability that two given inputs of a count sketch share a bucket: 1/s hashed,
+    about (q - 1)/(dim - 1) balanced.
 
     >>> collision("count-hashed-v1", 8, 4), round(collision("count-v1", 8, 4), 4)
     (0.25, 0.1429)
@@ -40,10 +41,11 @@ def collision(scheme: str, dim: int, width: int) -> float:
 
 
 def product_error(scheme: str, A: Tensor, B: Tensor, width: int) -> float:  # (n, dim), (m, dim)
-    """How far a sketched product is from the product, E |A S S^T B^T - A B^T|^2.
+    """Return the expected squared error of a sketched product, E |A S S^T B^T - A B^T|^2.
 
-    Count sketch, p = `collision`:  p (|A|^2 |B|^2 + |A B^T|^2 - 2 sum_k |a_k|^2 |b_k|^2), a_k the k-th column of A.
-    Sampling of s out of dim:       (dim - s) / (s (dim - 1)) * (dim sum_k |a_k|^2 |b_k|^2 - |A B^T|^2).
+    Count sketch, p = `collision`:  p (|A|^2 |B|^2 + |A B^T|^2 - 2 sum_k |a_k|^2 |b_k|^2), a_k the
+    k-th column of A. Sampling of s out of dim:       (dim - s) / (s (dim - 1)) * (dim sum_k |a_k|^2
+    |b_k|^2 - |A B^T|^2).
 
     >>> product_error("sampling-v1", torch.ones(1, 4), torch.ones(1, 4), 2)  # any half of 4 ones adds up to the same
     0.0
@@ -59,9 +61,11 @@ def product_error(scheme: str, A: Tensor, B: Tensor, width: int) -> float:  # (n
 
 
 def linear_error(scheme: str, W_old: Tensor, W_new: Tensor, V: Tensor, width: int) -> float:
-    """Theorem 2: how far option I puts a linear property detector V off, E |(D_hat - D) V^T|^2.
+    """Return the error of a linear property detector V on option I by theorem 2, E |(D_hat - D)
+    V^T|^2.
 
-    The sum of `product_error` for both rounds; the cross term vanishes as the new sketch is independent of the rest.
+    The sum of `product_error` for both rounds; the cross term vanishes as the new sketch is
+    independent of the rest.
 
     >>> one = torch.ones(1, 4)
     >>> round(linear_error("count-v1", one, one, one, 2), 6)
@@ -71,7 +75,8 @@ def linear_error(scheme: str, W_old: Tensor, W_new: Tensor, V: Tensor, width: in
 
 
 def printed_linear_error(W_old: Tensor, W_new: Tensor, V: Tensor, width: int) -> float:
-    """Theorem 2 letter by letter: (1/s) sum_ij sum_(k != l) (w_ik^2 v_jl^2 + w_ik v_jk w_il v_jl), for old and new.
+    """Return the error by theorem 2 as printed: (1/s) sum_ij sum_(k != l) (w_ik^2 v_jl^2 + w_ik
+    v_jk w_il v_jl), for old and new.
 
     >>> one = torch.ones(1, 4)
     >>> printed_linear_error(one, one, one, 2)
@@ -86,7 +91,8 @@ def printed_linear_error(W_old: Tensor, W_new: Tensor, V: Tensor, width: int) ->
 
 
 def option_one_error(scheme: str, W_old: Tensor, W_new: Tensor, width: int) -> float:
-    """Theorem 1: the error of a client's estimate from two rounds, E |D_hat - D|^2 = c (|W_old|^2 + |W_new|^2).
+    """Return the error of a client's estimate from two rounds by theorem 1, E |D_hat - D|^2 = c
+    (|W_old|^2 + |W_new|^2).
 
     c is (dim - 1) `collision` for a count sketch and dim/s - 1 for sampling; at ratio 2 both are 1.
 
@@ -100,7 +106,8 @@ def option_one_error(scheme: str, W_old: Tensor, W_new: Tensor, width: int) -> f
 
 
 def option_one(W_old: Tensor, W_new: Tensor, old: Sketch, new: Sketch) -> Tensor:  # (dout, dim)
-    """A client's estimate of the update, the paper's option I: D_hat = V_old D_old R_old^T - V_new D_new R_new^T.
+    """Return a client's estimate of the update by the paper's option I: D_hat = V_old D_old R_old^T
+    - V_new D_new R_new^T.
 
     >>> from dbcl.sketch import Identity
     >>> option_one(torch.ones(1, 2), torch.zeros(1, 2), Identity(2, 2), Identity(2, 2))
@@ -110,9 +117,11 @@ def option_one(W_old: Tensor, W_new: Tensor, old: Sketch, new: Sketch) -> Tensor
 
 
 def remark_residual(W_old: Tensor, W_new: Tensor, old: Sketch, new: Sketch) -> float:
-    """The paper's remark, min over Z_1, Z_2 of |W_old S_old Z_1 - W_new S_new Z_2 - D|^2 / |D|^2, by least squares.
+    """Return the residual of the paper's remark, min over Z_1, Z_2 of |W_old S_old Z_1 - W_new
+    S_new Z_2 - D|^2 / |D|^2, by least squares.
 
-    The remark hopes for Omega(1). With dout <= s the columns of one sketch span everything already, and then it is 0.
+    The remark hopes for Omega(1). With dout <= s the columns of one sketch span everything already,
+    and then it is 0.
 
     >>> from dbcl.sketch import CountSketch
     >>> W = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).double()
@@ -126,11 +135,12 @@ def remark_residual(W_old: Tensor, W_new: Tensor, old: Sketch, new: Sketch) -> f
 
 
 def veil_cosine(kappa: float) -> float:
-    """What a smoother gets of an isotropic random walk in noise: cosine (1 + 4 kappa^2)^(-1/4), kappa = tau / rms(u).
+    """Return the smoother's cosine on an isotropic random walk in noise: (1 + 4 kappa^2)^(-1/4),
+    kappa = tau / rms(u).
 
-    The Wiener smoother of u from v_(t+1) - v_t = u_t + tau (z_(t+1) - z_t) keeps the share 1 / (1 + 2 kappa^2
-    (1 - cos w)) of frequency w, and the mean of that over w is 1 / sqrt(1 + 4 kappa^2), the cosine squared.
-    It is no bound: an attacker who knows the shape of the updates gets more.
+    The Wiener smoother of u from v_(t+1) - v_t = u_t + tau (z_(t+1) - z_t) keeps the share 1 / (1 +
+    2 kappa^2 (1 - cos w)) of frequency w, and the mean of that over w is 1 / sqrt(1 + 4 kappa^2),
+    the cosine squared. It is no bound: an attacker who knows the shape of the updates gets more.
 
     >>> veil_cosine(0.0), round(veil_cosine(10.0), 4)
     (1.0, 0.2235)
@@ -139,9 +149,11 @@ def veil_cosine(kappa: float) -> float:
 
 
 def smooth(seen: NDArray[np.float64], kappa: float) -> NDArray[np.float64]:  # (rounds + 1,) -> (rounds,)
-    """The steady-state smoother of a random walk seen in noise: its steps, u_hat_t = sum_j h_j (v_(t+j+1) - v_(t+j)).
+    """Return the steady-state smoother's steps of a random walk observed in noise, u_hat_t = sum_j
+    h_j (v_(t+j+1) - v_(t+j)).
 
-    h_j = r^|j| / sqrt(1 + 4 kappa^2) with r = 1 - 2 / (1 + sqrt(1 + 4 kappa^2)): the transform of that share.
+    h_j = r^|j| / sqrt(1 + 4 kappa^2) with r = 1 - 2 / (1 + sqrt(1 + 4 kappa^2)): the transform of
+    that share.
 
     >>> smooth(np.array([0.0, 1.0, 3.0]), kappa=0.0)
     array([1., 2.])
@@ -155,9 +167,11 @@ def smooth(seen: NDArray[np.float64], kappa: float) -> NDArray[np.float64]:  # (
 
 
 def corollary_factor(mean: float, dim: int, *, width: int = 8, rows: int = 64, seed: int = 0) -> float:
-    """The corollary's constant: E |(W S S^T - W) V^T|^2 / (dim/s |W V^T|^2), for entries drawn from N(mean, 1).
+    """Return the corollary's constant: E |(W S S^T - W) V^T|^2 / (dim/s |W V^T|^2), for entries
+    drawn from N(mean, 1).
 
-    The corollary says that it stays above some constant as dim grows. Exact, by `product_error` with hashed buckets.
+    The corollary says that it stays above some constant as dim grows. Exact, by `product_error`
+    with hashed buckets.
 
     >>> [round(corollary_factor(0.0, dim), 1) for dim in (16, 1024)]
     [0.9, 1.0]

@@ -1,4 +1,4 @@
-"""Simulations of what theory.py states: the mean over many draws, with its standard error, beside the formula."""
+"""Simulations of the formulas in theory.py: means over many draws, with their standard errors."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from dbcl_audit.theory import linear_error, option_one, option_one_error, produc
 
 @dataclass(frozen=True)
 class Check:
-    """One formula against one simulation: `error` is the standard error of `measured`.
+    """Formula and simulation of one quantity: `error` is the standard error of `measured`.
 
     >>> Check("a mean", 1.02, 1.0, 0.01).deviation
     2.0
@@ -27,7 +27,7 @@ class Check:
 
     @property
     def deviation(self) -> float:
-        """How many standard errors lie between the two."""
+        """Difference in standard errors."""
         gap = self.measured - self.predicted
         return round(gap / self.error, 6) if self.error else (0.0 if abs(gap) < 1e-9 else math.copysign(math.inf, gap))
 
@@ -35,7 +35,7 @@ class Check:
 def simulate_option_one(
     scheme: str, *, dout: int = 4, dim: int = 24, width: int = 12, draws: int = 1000, seed: int = 0
 ) -> Check:
-    """Theorem 1 by simulation: the mean of |D_hat - D|^2 over fresh sketches, relative to |D|^2.
+    """Simulate theorem 1: the mean of |D_hat - D|^2 over fresh sketches, relative to |D|^2.
 
     >>> check = simulate_option_one("count-v1", draws=50)
     >>> abs(check.deviation) < 4, check.predicted > 100  # the estimate is worse than none
@@ -55,7 +55,8 @@ def simulate_option_one(
 def simulate_linear(
     scheme: str, *, dout: int = 3, dim: int = 24, width: int = 12, draws: int = 1000, seed: int = 0
 ) -> Check:
-    """Theorem 2 by simulation: the mean of |(D_hat - D) V^T|^2 over fresh sketches, relative to |D V^T|^2.
+    """Simulate theorem 2: the mean of |(D_hat - D) V^T|^2 over fresh sketches, relative to |D
+    V^T|^2.
 
     >>> abs(simulate_linear("sampling-v1", draws=50).deviation) < 4
     True
@@ -74,7 +75,8 @@ def simulate_linear(
 def simulate_product(
     scheme: str, *, rows: int = 3, dim: int = 24, width: int = 12, draws: int = 1000, seed: int = 0
 ) -> Check:
-    """Lemma 5 by simulation: the mean of |A S S^T B^T - A B^T|^2 over fresh sketches, relative to |A B^T|^2.
+    """Simulate lemma 5: the mean of |A S S^T B^T - A B^T|^2 over fresh sketches, relative to |A
+    B^T|^2.
 
     >>> abs(simulate_product("count-hashed-v1", draws=50).deviation) < 4
     True
@@ -88,7 +90,7 @@ def simulate_product(
 
 
 def simulate_unbiased(scheme: str, *, dim: int = 25, width: int = 12, draws: int = 1000, seed: int = 0) -> list[Check]:
-    """E[S S^T] = I by simulation: the mean of x S S^T y^T for a few fixed pairs, against x y^T.
+    """Simulate E[S S^T] = I: the mean of x S S^T y^T for a few fixed pairs, against x y^T.
 
     >>> [abs(check.deviation) < 4 for check in simulate_unbiased("count-v1", draws=100)]
     [True, True, True]
@@ -102,7 +104,8 @@ def simulate_unbiased(scheme: str, *, dim: int = 25, width: int = 12, draws: int
 
 
 def simulate_listing(*, dim: int = 25, ratio: int = 2, draws: int = 1000, seed: int = 0) -> Check:
-    """The bias of the paper's listing: it keeps q floor(dim / q) inputs, so E |x S|^2 is that share of |x|^2.
+    """Simulate the bias of the paper's listing: it keeps q floor(dim / q) inputs, so E |x S|^2 is
+    that share of |x|^2.
 
     >>> check = simulate_listing(draws=100)
     >>> check.predicted, abs(check.deviation) < 4
@@ -120,7 +123,8 @@ def simulate_listing(*, dim: int = 25, ratio: int = 2, draws: int = 1000, seed: 
 
 
 def simulate_veil(kappa: float, *, rounds: int = 20_000, seed: int = 0) -> Check:
-    """The veil by simulation: a scalar random walk seen in noise of size kappa, and the cosine of its smoothed steps.
+    """Simulate the veil: a scalar random walk seen in noise of size kappa, and the cosine of its
+    smoothed steps.
 
     The standard error comes from 20 blocks of rounds.
 
@@ -143,7 +147,8 @@ def simulate_veil(kappa: float, *, rounds: int = 20_000, seed: int = 0) -> Check
 
 
 def draw_weights(dout: int, dim: int, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights of the simulations, W_old and W_new = W_old - D, where D is a tenth of them; and a detector V.
+    """Draw the weights of the simulations, W_old and W_new = W_old - D, where D is a tenth of them;
+    and a detector V.
 
     >>> [tuple(each.shape) for each in draw_weights(4, 24, 2, seed=0)]
     [(4, 24), (4, 24), (2, 24)]

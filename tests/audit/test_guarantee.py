@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dbcl_audit.canaries.MOST", 60)
+    monkeypatch.setattr("dbcl_audit.canaries.MAX_CANARIES", 60)
 
 
 def run_of(folder: Path, **changes: Any) -> Path:
@@ -136,9 +136,7 @@ def test_the_command_measures_one_example_and_keeps_limits(tmp_path: Path) -> No
     said = " ".join(kept.output.split())
     assert "told canaries as well as an epsilon of" in said
     assert "8.00 is stated for these 4 rounds, at delta 1e-05" in said
-    assert (
-        "not attacked: updates, images, labels, properties and membership: the guarantee bounds how well" in said
-    )
+    assert "not attacked: updates, images, labels, properties and membership: the guarantee bounds how well" in said
     assert "the promise is a theorem" in said
     broken = invoke("client.epsilon=0.01,auc=0.9")
     assert broken.exit_code == 1

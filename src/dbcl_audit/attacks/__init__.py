@@ -1,4 +1,4 @@
-"""The attacks, one file for each thing that can leak, from transcripts to findings.
+"""Attacks, one file for each kind of leak, from transcripts to findings.
 
 | module                     | looks for                                 | reads                                       |
 |----------------------------|-------------------------------------------|---------------------------------------------|
@@ -17,10 +17,10 @@
 | `update_images.py`       | a client's few images                   | the same                                    |
 | `gan.py`                   | a class of the victim's, drawn            | client-N, as a client of the run            |
 
-In a rehearsal client 0 is the attacker, or several clients are together; client-N is any client of the run itself. The
-rest is what these attacks are made of: `trajectory.py` for all rounds together, with `layer_gradients.py`; `victim.py`
-for the lane that the victim is in; `gradients.py`, `matching.py`, `local_steps.py` and `first_layer.py` for images,
-`trajectory_likelihood.py`, `trajectory_first_layer.py` and `trajectory_victim.py` for those of all rounds;
-`sources.py`, `own_data.py`, `learners.py` and `round_filters.py` for properties; `roc.py` for all that is told apart by
-scores.
+In a simulated run client 0 is the attacker, or several clients collude; client-N is any client of
+the run itself. The other files are building blocks: `trajectory.py` for all rounds together, with
+`layer_gradients.py`; `victim.py` for the lane that the victim is in; `gradients.py`, `matching.py`,
+`local_steps.py` and `first_layer.py` for images, `trajectory_likelihood.py`,
+`trajectory_first_layer.py` and `trajectory_victim.py` for those of all rounds; `sources.py`,
+`own_data.py`, `learners.py` and `round_filters.py` for properties; `roc.py` for ROC curves.
 """

@@ -1,4 +1,6 @@
-"""One example solved from the gradient of a dense first layer with a bias: linear equations, no matching."""
+"""Recovery of one example from the gradient of a dense first layer with a bias, by linear
+equations.
+"""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ RIDGE = 1e-3  # of the examples' mean variance: what is added to each, since som
 
 @dataclass(frozen=True, eq=False)
 class FirstLayer:
-    """What one round showed of a dense first layer: the gradients of its weight and bias, and its sketch.
+    """Gradients of the weight and bias of a dense first layer in one round, and its sketch.
 
     >>> from dbcl.sketch import CountSketch
     >>> FirstLayer(torch.zeros(3, 2), torch.ones(3), CountSketch(4, 2, seed=bytes(32))).sketch
@@ -33,19 +35,21 @@ class FirstLayer:
     sketch: Sketch
 
     def inputs(self) -> Tensor:
-        """x R of a single example: dV = db^T (x R D), so every row of dV with a bias gradient holds x R D."""
+        """Return x R of a single example: dV = db^T (x R D), so that every row of dV with a bias
+        gradient holds x R D.
+        """
         weight, bias = self.weight.detach().cpu().double(), self.bias.detach().cpu().double()
         if not bias.any():
             raise ConfigError("the first layer's bias gradient is zero: no unit was active, and nothing can be read")
         return (bias @ weight) / (bias @ bias) / self.sketch.gain(weight)
 
     def sees(self, examples: Tensor) -> Array:
-        """What the layer and its bias see of examples: c = (x R D, 1)."""
+        """Return the inputs of the layer and its bias for examples: c = (x R D, 1)."""
         x = examples.detach().cpu().double().flatten(1)
         return np.concatenate([self.sketch.project(x).numpy(), np.ones((len(x), 1))], axis=1)
 
     def rows(self) -> Array:
-        """[dV, db] without the units that did not change."""
+        """Return [dV, db] without the units that did not change."""
         weight, bias = (part.detach().cpu().double().numpy() for part in (self.weight, self.bias))
         if weight.shape != (len(bias), self.sketch.width):
             raise ConfigError(
@@ -54,7 +58,7 @@ class FirstLayer:
             )
         rows: Array = np.concatenate([weight, bias[:, None]], axis=1)
         if not np.isfinite(rows).all():
-            raise ConfigError("the first layer's change holds numbers that are not finite")
+            raise ConfigError("the first layer's change holds values that are not finite")
         rows = rows[np.abs(rows).max(axis=1) > 0]
         if not len(rows) or not rows[:, -1].any():
             raise ConfigError("the first layer's bias did not change: no unit was active, and nothing can be read")
@@ -62,7 +66,8 @@ class FirstLayer:
 
 
 def metric_root(c: Array) -> Array:
-    """A root of the metric M = root root^T, the inverse of the second moments of examples, so that c root is white.
+    """Return a root of M = root root^T, the inverse of the second moments of examples, so that c
+    root is white.
 
     >>> root = metric_root(np.array([[2.0, 0.0], [0.0, 1.0]]))
     >>> (root @ root.T).round(2).tolist()
@@ -74,7 +79,8 @@ def metric_root(c: Array) -> Array:
 
 
 def dense_first_layer(broadcast: Broadcast, shape: Sequence[int]) -> str | None:
-    """The prefix of a first layer that is dense, has a bias and takes the whole image; None where there is none.
+    """Return the prefix of a dense first layer with a bias that takes the whole image; None if
+    there is none.
 
     >>> import dbcl
     >>> from torch import nn
@@ -94,9 +100,9 @@ def solve_first_layer(
 ) -> Tensor:
     """Solve for one example: min over x in the box of sum_t |x R_t - y_t|^2 + tv TV(x).
 
-    Several rounds that trained on this example alone each add equations; two rounds at ratio 2 have as many as x has
-    entries. The weight of the total variation falls to zero in stages, so that it only decides what the equations leave
-    open.
+    Several rounds that trained on this example alone each add equations; two rounds at ratio 2 have
+    as many as x has entries. The weight of the total variation falls to zero in stages, so that it
+    only decides what the equations leave open.
 
     >>> import dbcl
     >>> x, delta = torch.tensor([[0.2, 0.9, 0.4]]), torch.tensor([[1.0], [2.0]])
@@ -115,7 +121,8 @@ def solve_inputs(
     tv: float = 1e-3,
     steps: int = 300,
 ) -> Tensor:
-    """Bring a sketched example back: min over x in the box of sum_t |x R_t - y_t|^2 + tv TV(x), for known y_t = x R_t.
+    """Invert the sketch of an example: min over x in the box of sum_t |x R_t - y_t|^2 + tv TV(x),
+    for known y_t = x R_t.
 
     >>> import dbcl
     >>> x, sketch = torch.full((1, 4, 4), 0.75, dtype=torch.float64), dbcl.sketch.CountSketch(16, 8, seed=bytes(32))

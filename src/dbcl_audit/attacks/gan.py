@@ -1,10 +1,12 @@
-"""Images of a class that another client alone holds, drawn by a generator (Hitaj et al. 2017). Reads: client-N.
+"""Images of a class that another client alone holds, drawn by a generator (Hitaj et al. 2017).
+Reads: client-N.
 
-The attacker is a client that follows the protocol. In every round it trains a generator whose images the model that
-it received shall take for the victim's class. It then calls its drawings a class of their own, `fake`, and trains on
-them with its other examples, so that the victim must say better what its class looks like: the model that all share is
-the discriminator of a GAN, whose real images only the victim has. No update is estimated, and no round needs an
-earlier one; what hides updates does not stop it.
+The attacker is a client that follows the protocol. In every round it trains a generator whose
+images the model that it received shall take for the victim's class. It then calls its drawings a
+class of their own, `fake`, and trains on them with its other examples, so that the victim must say
+better what its class looks like: the model that all share is the discriminator of a GAN, whose real
+images only the victim has. No update is estimated, and no round needs an earlier one; what hides
+updates does not stop it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,15 +29,15 @@ from dbcl_audit.estimators.observations import tensor_observations
 from dbcl_audit.estimators.smoother import known_scales, smoother
 
 ATTACKER, VICTIM = 0, 1
-BLOCKS = (2, 4, 7)
-"""Sides of the blocks of pixels in what the judge learns to be no image."""
-REPLAY = 5
-"""The drawings of so many rounds are kept: a model that forgot older ones would let the generator run in circles."""
+BLOCK_SIZES = (2, 4, 7)
+"""Sides of the blocks of pixels of patterns that are no image."""
+KEPT_ROUNDS = 5
+"""Rounds whose drawings are kept: a model that forgets older ones lets the generator cycle."""
 
 
 @dataclass(frozen=True)
 class GanSettings:
-    """How the attacker trains its generator: `steps` of Adam in every round that it takes part in.
+    """Settings of the attacker's generator: `steps` of Adam in every round in which it takes part.
 
     >>> GanSettings(target=3, steps=0)
     Traceback (most recent call last):
@@ -51,7 +53,9 @@ class GanSettings:
     latent: int = 64
     channels: int = 16
     tv: float = 0.1
-    """The weight of the drawings' total variation: images are smooth, as the attacker knows from its own."""
+    """The weight of the drawings' total variation: images are smooth, as the attacker knows from
+    its own.
+    """
 
     def __post_init__(self) -> None:
         sizes = (self.steps, self.batch, self.latent, self.channels)
@@ -60,7 +64,8 @@ class GanSettings:
 
 
 def generator(shape: Sequence[int], settings: GanSettings) -> nn.Module:
-    """A small DCGAN generator: a dense layer and two transposed convolutions, from noise to pixels within +-1.
+    """Build a small DCGAN generator: a dense layer and two transposed convolutions, from noise to
+    pixels within +-1.
 
     >>> generator((1, 28, 28), GanSettings(target=3))(torch.zeros(2, 64)).shape
     torch.Size([2, 1, 28, 28])
@@ -87,7 +92,8 @@ def generator(shape: Sequence[int], settings: GanSettings) -> nn.Module:
 class GanAttacker:
     """A client's generator, with the models that it receives as discriminators.
 
-    `box` is the range of the values that images have. `drawings` holds so many, of the last `REPLAY` models.
+    `box` is the range of the values that images have. `drawings` holds so many, of the last
+    `KEPT_ROUNDS` models.
 
     >>> attacker = GanAttacker((1, 28, 28), (-1.0, 1.0), GanSettings(target=3, steps=2), count=10, seed=0)
     >>> attacker.learn(networks.build("mnist-mlp", outputs=11))
@@ -107,7 +113,9 @@ class GanAttacker:
         self.drawings = self._drawn(count)
 
     def learn(self, model: nn.Module) -> None:
-        """Train the generator so that a model takes its images for the victim's class, and draw new ones."""
+        """Train the generator so that a model takes its images for the victim's class, and draw new
+        ones.
+        """
         model.eval()
         self.generator.train()
         wanted = torch.full((self.settings.batch,), self.settings.target)
@@ -117,8 +125,8 @@ class GanAttacker:
             loss = F.cross_entropy(model(drawn), wanted) + self.settings.tv * _variation(drawn)
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
-        place = self.turns % REPLAY
-        self.drawings[place::REPLAY] = self._drawn(len(self.drawings[place::REPLAY]))
+        place = self.turns % KEPT_ROUNDS
+        self.drawings[place::KEPT_ROUNDS] = self._drawn(len(self.drawings[place::KEPT_ROUNDS]))
         self.turns += 1
 
     @torch.no_grad()
@@ -134,9 +142,11 @@ class GanAttacker:
 
 
 class GanEngine(StackedEngine):
-    """An engine one of whose clients attacks: it learns from each broadcast, and trains on what it draws.
+    """Engine with one attacking client, which learns from each broadcast and trains on its
+    drawings.
 
-    `drawings` are the rows of the examples of all clients that hold its drawings; None where it only looks on.
+    `drawings` are the rows of the examples of all clients that hold its drawings; None where it
+    only looks on.
 
     >>> import dbcl
     >>> from dbcl.engines import LocalTraining
@@ -166,12 +176,13 @@ class GanEngine(StackedEngine):
 
 
 def _variation(images: Tensor) -> Tensor:
-    """The mean absolute difference of neighbouring pixels."""
+    """Mean absolute difference of neighbouring pixels."""
     return images.diff(dim=-1).abs().mean() + images.diff(dim=-2).abs().mean()
 
 
 def with_drawings(dataset: Dataset, drawings: int) -> Dataset:
-    """The same dataset with one class more, whose training examples are the attacker's drawings: blank, so far.
+    """Return the dataset with one more class, whose training examples are the attacker's drawings,
+    blank at first.
 
     >>> from dbcl import data
     >>> more = with_drawings(data.load("digits"), 50)
@@ -189,9 +200,11 @@ def with_drawings(dataset: Dataset, drawings: int) -> Dataset:
 
 
 def divide_classes(labels: Tensor, target: int, fake: int, clients: int, *, held: bool = True) -> list[Rows]:
-    """Who has which examples: the victim all of the target class, the attacker all drawings, and all share the rest.
+    """Divide examples: the target class to the victim, the drawings to the attacker, and the rest
+    to all clients.
 
-    Where the target class is not `held`, nobody has it: what is drawn then is not the victim's.
+    Unless the target class is `held`, no client has it, and drawings of it cannot come from the
+    victim.
 
     >>> rows = divide_classes(torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]), target=1, fake=3, clients=2)
     >>> [sorted(torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])[row].tolist()) for row in rows]
@@ -208,7 +221,8 @@ def divide_classes(labels: Tensor, target: int, fake: int, clients: int, *, held
 
 
 def estimated_models(transcript: Transcript) -> Iterator[nn.Module]:
-    """The model of each round as a smoother knows it from all rounds together: W, without the sketch.
+    """Yield the model of each round, W without the sketch, as a smoother estimates it from all
+    rounds.
 
     >>> from dbcl_audit.examples import example_batches
     >>> played = example_batches("paper", model="dlg-lenet")
@@ -229,9 +243,9 @@ def estimated_models(transcript: Transcript) -> Iterator[nn.Module]:
 
 
 def judge(dataset: Dataset, *, steps: int, seed: int = 0) -> nn.Module:
-    """A classifier that no party of the run has: a CNN that learns from the held-out examples alone.
+    """Train a CNN on the held-out examples, which no party of the run has.
 
-    It has one class more, for what is no image of any, or it would call any pattern some class: held-out images
+    It has one more class for patterns that are no image of any class: held-out images
     whose blocks of pixels change places, and blots.
 
     >>> from dbcl import data
@@ -243,7 +257,7 @@ def judge(dataset: Dataset, *, steps: int, seed: int = 0) -> nn.Module:
     rng = np.random.default_rng(seed)
     for number in range(steps):
         rows = torch.from_numpy(rng.integers(len(dataset.y_test), size=64))
-        whole, block = dataset.x_test[rows], BLOCKS[number % len(BLOCKS)]
+        whole, block = dataset.x_test[rows], BLOCK_SIZES[number % len(BLOCK_SIZES)]
         none = torch.cat([scrambled(whole[::2], block, rng), blots(whole[1::2], block, quality.span(dataset), rng)])
         labels = torch.cat([dataset.y_test[rows], torch.full((len(none),), dataset.outputs)])
         optimizer.zero_grad()
@@ -253,7 +267,7 @@ def judge(dataset: Dataset, *, steps: int, seed: int = 0) -> nn.Module:
 
 
 def scrambled(images: Tensor, block: int, rng: np.random.Generator) -> Tensor:
-    """Images whose blocks of pixels change places, in each its own way.
+    """Permute the blocks of pixels of each image.
 
     >>> mixed = scrambled(torch.arange(16.0).view(1, 1, 4, 4), 2, np.random.default_rng(0))
     >>> mixed.shape, sorted(mixed.flatten().tolist()) == list(range(16))
@@ -266,7 +280,8 @@ def scrambled(images: Tensor, block: int, rng: np.random.Generator) -> Tensor:
 
 
 def blots(like: Tensor, block: int, box: tuple[float, float], rng: np.random.Generator) -> Tensor:
-    """Smooth noise of the shape of images: a normal value for every block of pixels, interpolated, in the box.
+    """Draw smooth noise of the shape of images: a normal value for every block of pixels,
+    interpolated, in the box.
 
     >>> found = blots(torch.zeros(3, 1, 28, 28), 7, (-1.0, 1.0), np.random.default_rng(0))
     >>> found.shape, float(found.abs().max()) <= 1
@@ -282,10 +297,10 @@ def blots(like: Tensor, block: int, box: tuple[float, float], rng: np.random.Gen
 
 @dataclass(frozen=True)
 class Drawn:
-    """How far drawings are images of the target class.
+    """Likeness of drawings to the target class.
 
-    `called` is the share that the judge takes for it, `nearest` the share of those nearest to the mean of that class
-    among the means of all, and `psnr` the median PSNR with that mean, in dB.
+    `called` is the share that the judge assigns to it, `nearest` the share nearest to the mean of
+    that class among the means of all, and `psnr` the median PSNR with that mean, in dB.
 
     >>> Drawn(called=0.9, nearest=0.8, psnr=12.0).called
     0.9

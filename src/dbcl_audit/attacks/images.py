@@ -1,6 +1,7 @@
-"""The victim's images, by gradient matching and by solving a dense first layer. Reads: server; client-0.
+"""Gradient inversion of the victim's images, by matching and by solving a dense first layer. Reads:
+server; client-0.
 
-From the server's seat the victim's update is known; from a client's seat an estimate of it takes its place.
+The server knows the victim's update; a client uses an estimate of it.
 """
 
 import copy
@@ -39,7 +40,9 @@ class Attack(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Attempts:
-    """Runs attacks on one image after another; `results` holds what each recovered, or why it failed."""
+    """Attacks on one image after another; `results` holds the recovered images or the reasons of
+    failures.
+    """
 
     dataset: Dataset
     settings: Matching
@@ -63,7 +66,7 @@ class _Attempts:
         count: int = 1,
     ) -> None:
         """Match a gradient with those of a model, for `count` images together."""
-        self.tell(f"images, {attack.adversary}'s seat, {attack.name}: {number + 1} of {self.images}")
+        self.tell(f"images, {attack.adversary}, {attack.name}: {number + 1} of {self.images}")
         how = replace(settings or self.settings, box=self.box)
         try:
             result: Recovered | str = recover(model, gradient, self.dataset.shape, None, count, how, seed=number)
@@ -72,7 +75,7 @@ class _Attempts:
         self.results.setdefault(attack, []).append(result)
 
     def solve(self, attack: Attack, gradient: Mapping[str, Tensor], broadcast: Broadcast) -> None:
-        """Solve the first layer, where the network has one that can be solved."""
+        """Solve the first layer, if it is dense and has a bias."""
         shape = self.dataset.shape
         layer = dense_first_layer(broadcast, shape)
         if layer is None:
@@ -101,10 +104,11 @@ def image_findings(
     inverting: Matching | None = None,
     solver_steps: int = 300,
 ) -> list[Finding]:
-    """Recover the victim's single images, from the server's seat and from the attacker's, naive and adaptive.
+    """Recover the victim's single images as the server and as a client, naive and adaptive.
 
-    `found` holds the attacker's estimates. With `inverting` the server also tries these settings, such as those of
-    Inverting Gradients. A dense first layer is solved in `solver_steps` for each weight of the total variation.
+    `found` holds the attacker's estimates. With `inverting` the server also tries these settings,
+    such as those of Inverting Gradients. A dense first layer is solved in `solver_steps` for each
+    weight of the total variation.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl import data
@@ -129,7 +133,7 @@ def image_findings(
         each = zip(results, together, strict=True)
         paired = [_victims_own(result, dataset, torch.from_numpy(rows)) for result, rows in each]
         findings += recovered_image_findings(attack, paired, dataset, victims)
-    # A sum shows which labels are in it and not whose they are: the one that was paired with the victim's says nothing.
+    # A sum shows its labels but not whose they are, so that the label paired with the victim's has no meaning.
     summed = simulated.bound is not None
     return [
         finding for finding in findings if not (summed and (finding.adversary, finding.target) == ("server", "label"))
@@ -137,7 +141,7 @@ def image_findings(
 
 
 def _victims_own(result: Recovered | str, dataset: Dataset, truth: Tensor) -> Recovered | str:
-    """Of images that were recovered together the victim's: the first, when all are paired with the true ones."""
+    """Select the victim's image from several: the first, when all are paired with the true ones."""
     if isinstance(result, str) or len(result.images) == 1:
         return result
     paired = image_quality.pair(result.images, dataset.x_train[truth].double(), image_quality.span(dataset))
@@ -146,7 +150,7 @@ def _victims_own(result: Recovered | str, dataset: Dataset, truth: Tensor) -> Re
 
 
 def _server_attacks(attempts: _Attempts, number: int, simulated: SimulatedRun, round: int, template: nn.Module) -> None:
-    """The server knows W and the victim's update, or the mean of several."""
+    """Attack as the server, which knows W and the victim's update or the mean of several."""
     (known, broadcast, sent, clients), lr = simulated.server_observation(round), simulated.server.setting.local.lr
     client, count = blinded(template, broadcast), len(clients)
     assert known.weights is not None
@@ -176,7 +180,9 @@ def _client_attacks(
     victim: VictimsRound,
     found: Mapping[str, Changes],
 ) -> None:
-    """A client has only estimates of the victim's update, and in another lane than its own of the victim's model."""
+    """Attack as a client, which estimates the victim's update and, in another lane, the victim's
+    model.
+    """
     transcript, adversary = simulated.attacker, simulated.adversary
     setting, index = transcript.setting, transcript.rounds.index(round)
     for name, changes in found.items():
@@ -227,14 +233,15 @@ def recovered_image_findings(
                 chance=chance, note="median; interval: worst and best image. Guessing: the mean of these images",
                 images=(("the true images, and below them what the attacker rebuilt", grid),)),
         Finding(**named, target="image", measure=Measure.SSIM, value=similar, note="median"),
-        Finding(**named, target="image", measure=Measure.SHARE_ABOVE_20_DB, value=image_quality.share_above(values), chance=0.0),
+        Finding(**named, target="image", measure=Measure.SHARE_ABOVE_20_DB,
+                value=image_quality.share_above(values), chance=0.0),
         Finding(**named, target="label", measure=Measure.ACCURACY, value=float(np.mean(right)),
                 chance=label_chance(dataset.y_train)),
     ]  # fmt: skip
 
 
 def _plain_model(template: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """An unsketched model that holds these weights, in double precision."""
+    """Return an unsketched model with these weights, in double precision."""
     model = copy.deepcopy(template).double()
     with torch.no_grad():
         own = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -1,4 +1,4 @@
-"""The victim's labels, from what two broadcasts show of the output layer's bias. Reads: client-0 of a rehearsal."""
+"""Inference of the victim's labels from the output layer's bias in two broadcasts. Reads: client-0."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,13 @@ from dbcl_audit.simulated_run import VICTIM, SimulatedRun
 
 
 def labels_of_gradient(weight: Tensor | None, bias: Tensor | None, count: int = 1) -> Tensor:
-    """Labels from the gradient of the output layer alone: its bias if there is one, else the rows' sums (iDLG).
+    """Infer labels from the gradient of the output layer: its bias if there is one, else the sums
+    of rows (iDLG).
 
-    The bias gradient of class c is mean(p_c) - n_c / count, and a row's sum is that times the layer's inputs, which
-    sigmoid and ReLU keep positive: one example makes exactly one entry negative. In a batch the most negative entry is
-    taken `count` times, each time with what one example adds taken back (exact for biases while p is even).
+    The bias gradient of class c is mean(p_c) - n_c / count, and a row's sum is that times the
+    layer's inputs, which sigmoid and ReLU keep positive: one example makes exactly one entry
+    negative. In a batch the most negative entry is taken `count` times, each time with what one
+    example adds taken back (exact for biases while p is even).
 
     >>> labels_of_gradient(None, torch.tensor([0.1, 0.1, -0.9, 0.7]))
     tensor([2])
@@ -44,7 +46,7 @@ def labels_of_gradient(weight: Tensor | None, bias: Tensor | None, count: int = 
 
 
 def label_chance(labels: Tensor) -> float:
-    """How often a guess is right that always names the most common class.
+    """Accuracy of always guessing the most common class.
 
     >>> label_chance(torch.tensor([0, 1, 0, 1])), label_chance(torch.tensor([0, 1, 1, 1]))
     (0.5, 0.75)
@@ -53,7 +55,8 @@ def label_chance(labels: Tensor) -> float:
 
 
 def label_finding(simulated: SimulatedRun, dataset: Dataset, rounds: Sequence[int]) -> Finding:
-    """The victim's labels in rehearsed rounds of one example each, with no attack on the rest of the network at all.
+    """Infer the victim's labels in simulated rounds of one example each, from the output layer's
+    bias alone.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl import data

@@ -1,4 +1,4 @@
-"""The gradients of single examples, layer by layer, as products of what went in and what came back."""
+"""Gradients of single examples by layer, as products of inputs and output gradients."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,8 @@ from dbcl.round_plan import RoundPlan
 
 @dataclass(frozen=True, eq=False)
 class LayerGradients:
-    """The gradients of single examples by one layer's weight and bias: deltas x (inputs, 1), (examples, ...) each.
+    """Gradients of single examples by one layer's weight and bias: deltas x (inputs, 1), (examples,
+    ...) each.
 
     >>> each = LayerGradients("weight", torch.ones(2, 3), torch.tensor([[1.0], [2.0]]))
     >>> each.squares, each.products(1)
@@ -28,7 +29,9 @@ class LayerGradients:
     deltas: Tensor
 
     def through(self, plan: RoundPlan) -> "LayerGradients":
-        """The same by V of a sketched layer: its inputs are x R D. Where there were many positions they stay."""
+        """Return the gradients by V of a sketched layer, whose inputs are x R D; convolutions over
+        positions keep theirs.
+        """
         sketch = plan.sketches.get(self.name)
         if sketch is None or sketch.dim != self.inputs.shape[1]:
             return self
@@ -36,19 +39,19 @@ class LayerGradients:
 
     @property
     def squares(self) -> Tensor:
-        """Their squared lengths."""
+        """Squared norms of the gradients."""
         return (self.inputs.square().sum(1) + 1) * self.deltas.square().sum(1)
 
     def products(self, start: int) -> Tensor:
-        """The inner products of all of them with those from `start` on."""
+        """Inner products of all gradients with those from `start` on."""
         return (self.inputs @ self.inputs[start:].T + 1) * (self.deltas @ self.deltas[start:].T)
 
 
 def layer_gradients(model: nn.Module, examples: Examples, objective: Objective) -> list[LayerGradients]:
-    """The gradients of single examples by every dense and convolutional layer, in one pass.
+    """Compute the gradients of single examples by every dense and convolutional layer, in one pass.
 
-    Of dense layers on vectors they are exact. Where a layer sees many positions of one example, they are those of the
-    mean input and the summed delta.
+    Of dense layers on vectors they are exact. Where a layer sees many positions of one example,
+    they are those of the mean input and the summed delta.
 
     >>> from dbcl.data import examples_of
     >>> from dbcl.objective import CLASSIFICATION
@@ -91,7 +94,7 @@ def layer_gradients(model: nn.Module, examples: Examples, objective: Objective) 
 
 
 def _positions(tensor: Tensor, name: str, model: nn.Module) -> tuple[int, ...]:
-    """The axes over which a layer sees many positions."""
+    """Axes of the positions at which a layer is applied."""
     dense = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear)
     return tuple(range(1, tensor.ndim - 1)) if dense else tuple(range(2, tensor.ndim))
 

@@ -1,8 +1,8 @@
-"""Two learners that tell updates with a property from those without: a random forest and a matched filter.
+"""Two classifiers of updates with and without a property: a random forest and a matched filter.
 
-The attacker makes updates of its own from batches with and without the property, learns to tell them apart, and scores
-the victim's updates (Melis et al. 2019). The forest is the published learner; the matched filter also knows how much
-noise the defence adds.
+The attacker makes updates of its own from batches with and without the property, learns to tell
+them apart, and scores the victim's updates (Melis et al. 2019). The forest is the published
+learner; the matched filter also knows how much noise the defence adds.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,8 +24,8 @@ from dbcl_audit.estimators.covariance import solve
 
 Features = NDArray[np.floating[Any]]
 
-LARGE = 5000  # entries; the originals keep only the maximum along the last axis of matrices above this
-COLUMNS = 4096  # features at a time: products in their own precision, sums of them in float64
+MAX_ENTRIES_OF_WHOLE_MATRIX = 5000  # of larger matrices only row maxima are kept, as in the original
+COLUMNS_PER_BLOCK = 4096  # features at a time: products in their own precision, sums of them in float64
 FOLDS = 5
 PRECISION = 1e-7  # of features in float32: no spread is known to be smaller, relative to the features or scores
 PENALTIES = 10.0 ** np.arange(-6.0, 2.0)  # lambda, in units of the features' total variance
@@ -33,7 +33,7 @@ PENALTIES = 10.0 ** np.arange(-6.0, 2.0)  # lambda, in units of the features' to
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Updates as rows of features, and whether the batch of each had the property.
+    """Updates as rows of features, with a flag for each whose batch had the property.
 
     >>> Samples(np.eye(4), np.array([True, True, False, False])).x.shape
     (4, 4)
@@ -54,7 +54,7 @@ class Samples:
 
 
 def flatten(update: Mapping[str, Tensor], names: Iterable[str] | None = None) -> Features:
-    """Put the raw entries of an update in one row, those of `names` only where given, in that order.
+    """Concatenate the entries of an update, or those of `names` in that order.
 
     >>> import torch
     >>> flatten({"weight": torch.eye(2), "bias": torch.tensor([3.0, 4.0])}).tolist()
@@ -65,9 +65,11 @@ def flatten(update: Mapping[str, Tensor], names: Iterable[str] | None = None) ->
 
 
 def melis_features(update: Mapping[str, Tensor], *, vectors: bool) -> Features:
-    """Make the features of Melis et al.: |u|, only its maximum over a kernel or a long row, all scaled to |row|_2 = 1.
+    """Make the features of Melis et al.: |u|, only its maximum over a kernel or a long row, all
+    scaled to |row|_2 = 1.
 
-    Theirs leave 1-D tensors out; `vectors` keeps them, and with them the biases, which are the first to leak.
+    Theirs leave 1-D tensors out; `vectors` keeps them, and with them the biases, which are the
+    first to leak.
 
     >>> import torch
     >>> update = {"weight": torch.tensor([[3.0, -4.0]]), "bias": torch.tensor([12.0])}
@@ -78,14 +80,15 @@ def melis_features(update: Mapping[str, Tensor], *, vectors: bool) -> Features:
     for name, tensor in kept.items():
         if tensor.dim() > 2:
             kept[name] = tensor.flatten(2).amax(-1)
-        elif tensor.dim() == 2 and tensor.numel() > LARGE:
+        elif tensor.dim() == 2 and tensor.numel() > MAX_ENTRIES_OF_WHOLE_MATRIX:
             kept[name] = tensor.amax(-1)
     row = flatten(kept)
     return row / (float(np.linalg.norm(row)) or 1.0)
 
 
 def forest(train: Samples, test_x: Features, seed: int) -> Array:
-    """Score updates with the published learner: standard scaling, 100 trees, 5 or more samples in a leaf.
+    """Score updates with the published learner: standard scaling, 100 trees, 5 or more samples in a
+    leaf.
 
     >>> y = np.arange(40) % 2 == 0
     >>> scores = forest(Samples(y[:, None] + np.zeros((40, 3)), y), np.array([[0.0] * 3, [1.0] * 3]), seed=0)
@@ -98,13 +101,14 @@ def forest(train: Samples, test_x: Features, seed: int) -> Array:
 
 
 class MatchedFilter:
-    """The one direction that best tells updates of two kinds apart under noise of known variance.
+    """Linear discriminant of updates of two kinds under noise of known variance.
 
-    w = (Sigma / batch + diag(noise) + lambda I)^-1 (mu_1 - mu_0), with the mean and the common covariance of the clean
-    training rows. Each tested update is a mean over `batch` such rows, plus noise that has one variance in each group
-    of features. With u = 1 / (noise + lambda), w = u X^T alpha, so that only matrices of the size of the samples are
-    inverted. lambda is `penalty`, or the one of `penalties` (in units of the features' total variance) that best
-    separates left-out rows with noise; the noise adds w^T diag(noise) w to the variance of the scores, so none is
+    w = (Sigma / batch + diag(noise) + lambda I)^-1 (mu_1 - mu_0), with the mean and the common
+    covariance of the clean training rows. Each tested update is a mean over `batch` such rows, plus
+    noise that has one variance in each group of features. With u = 1 / (noise + lambda), w = u X^T
+    alpha, so that only matrices of the size of the samples are inverted. lambda is `penalty`, or
+    the one of `penalties` (in units of the features' total variance) that best separates left-out
+    rows with noise; the noise adds w^T diag(noise) w to the variance of the scores, so none is
     drawn. The scores are log odds, so that those of several filters compare.
 
     >>> rng = np.random.default_rng(0)
@@ -132,7 +136,9 @@ class MatchedFilter:
             self.grams[number] += block @ block.T
 
     def __call__(self, test_x: Features, noise: Array) -> Array:
-        """The log odds that each update has the property; `noise` is the variance in each group of features."""
+        """Return the log odds that each update has the property; `noise` is the variance in each
+        group of features.
+        """
         if noise.shape != (len(self.grams),) or not (noise >= 0).all():
             raise ValueError(f"noise must be a variance of 0 or more for each of {len(self.grams)} groups of features")
         y, batch = self.y, self.batch
@@ -153,17 +159,19 @@ class MatchedFilter:
         return np.asarray(odds * (scores - middle), dtype=np.float64)
 
     def _centred(self, part: slice) -> Features:
-        """Some columns less their mean; a copy of all of them would take as much memory as the samples."""
+        """Subtract the mean from some columns; a copy of all would take as much memory as the
+        samples.
+        """
         return np.asarray(self.x[:, part] - self.mean[part])
 
 
 def _blocks(group: NDArray[np.integer[Any]]) -> list[tuple[int, slice]]:
-    """The columns in blocks, each of neighbours of one group."""
+    """Split the columns into blocks of adjacent columns of one group."""
     edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(group)]
     return [
-        (int(group[first]), slice(start, min(start + COLUMNS, end)))
+        (int(group[first]), slice(start, min(start + COLUMNS_PER_BLOCK, end)))
         for first, end in pairwise(edges)
-        for start in range(first, end, COLUMNS)
+        for start in range(first, end, COLUMNS_PER_BLOCK)
     ]
 
 
@@ -181,7 +189,8 @@ def _within(gram: Array, y: Flags) -> Array:
 
 
 def _dual(gram: Array, y: Flags, batch: int) -> Array:
-    """alpha = c - H (I + H G H)^-1 H G c, where mu_1 - mu_0 = X^T c: Woodbury's identity for w = u X^T alpha.
+    """alpha = c - H (I + H G H)^-1 H G c, where mu_1 - mu_0 = X^T c: Woodbury's identity for w = u
+    X^T alpha.
 
     H is that of `_less_mean` divided by sqrt(batch).
     """
@@ -193,12 +202,12 @@ def _dual(gram: Array, y: Flags, batch: int) -> Array:
 
 
 def _middle(y: Flags) -> Array:
-    """The weights of the rows whose sum is the midpoint of the two kinds' means."""
+    """Weights of the rows whose weighted sum is the midpoint of the two kinds' means."""
     return np.asarray((y / y.sum() + ~y / (~y).sum()) / 2, dtype=np.float64)
 
 
 def _folds(y: Flags) -> NDArray[np.int64]:
-    """The fold in which each update is left out; every fold has its share of both kinds."""
+    """Assign each update to a fold; every fold has its share of both kinds."""
     fold = np.empty(len(y), dtype=np.int64)
     for kind in (y, ~y):
         fold[kind] = np.arange(kind.sum()) % min(FOLDS, y.sum(), (~y).sum())
@@ -206,7 +215,8 @@ def _folds(y: Flags) -> NDArray[np.int64]:
 
 
 def _separation(gram: Array, noise: Array, y: Flags, fold: NDArray[np.int64], batch: int) -> tuple[float, float]:
-    """m_1 - m_0 and v / batch + w^T diag(noise) w, from the scores of rows that were left out when w was made.
+    """m_1 - m_0 and v / batch + w^T diag(noise) w, from the scores of rows that were left out when
+    w was made.
 
     `gram` is X diag(u) X^T, so that x_i^T w = (G alpha)_i, and `noise` is X diag(u noise u) X^T.
     """

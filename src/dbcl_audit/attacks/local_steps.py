@@ -1,4 +1,4 @@
-"""A client's local training as an attacker replays it: several steps of SGD that images can be fitted through."""
+"""Differentiable replay of a client's local training: several steps of SGD."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,12 @@ from dbcl.objective import cross_entropy
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """What a server knows of a client's training in one round: the learning rate, and who is in the batch of each step.
+    """A client's training in one round: the learning rate, and the examples in the batch of each
+    step.
 
-    Which examples come together is the client's secret, so `of` takes them in an order of its own. Where all fit into
-    one batch, that is no guess. Momentum and the proximal term are those of `LocalTraining`.
+    The order of the examples is the client's secret, so that `from_training` assumes one. If all
+    fit into one batch, it does not matter. Momentum and the proximal term are those of
+    `LocalTraining`.
 
     >>> LocalSteps.from_training(LocalTraining(lr=0.1, batch_size=2, epochs=2), examples=3)
     LocalSteps(rate=0.1, batches=((0, 1), (2,), (0, 1), (2,)), momentum=0.0, proximal=0.0)
@@ -35,7 +37,9 @@ class LocalSteps:
 
     @staticmethod
     def from_training(training: LocalTraining, examples: int, round: int = 0) -> "LocalSteps":
-        """The steps of a client with so many examples, in the order 0, 1, 2 and so on in every epoch."""
+        """Return the steps of a client with `examples` examples, in the order 0, 1, 2, ... in every
+        epoch.
+        """
         if not training.is_sgd or training.example_clip is not None:
             raise ConfigError(
                 "only the steps of SGD without clipping are replayed; other updates are read as a gradient"
@@ -48,7 +52,8 @@ class LocalSteps:
         return LocalSteps(training.rate(round), batches, training.momentum, training.proximal)
 
     def mean_gradient(self, model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Replay the steps and give the change as `as_gradient` does: -(V_end - V_sent) / (rate * steps).
+        """Replay the steps and return the change as `as_gradient` does: -(V_end - V_sent) / (rate *
+        steps).
 
         It has a derivative by the images and by labels that are probabilities, through all steps.
 

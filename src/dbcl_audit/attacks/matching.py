@@ -1,8 +1,8 @@
-"""Training examples back from a gradient, by gradient matching (DLG, iDLG, Inverting Gradients).
+"""Gradient inversion by gradient matching (DLG, iDLG, Inverting Gradients).
 
-The naive attacker, that of the papers, matches the lifted update with the gradients of the plain model W. The adaptive
-one knows the sketch: it matches the update as it was sent with the gradients of a client's own sketched model, and
-replays all local steps where the client took several.
+The naive attacker, that of the papers, matches the lifted update with the gradients of the plain
+model W. The adaptive one knows the sketch: it matches the update as it was sent with the gradients
+of a client's own sketched model, and replays all local steps where the client took several.
 """
 
 import copy
@@ -22,22 +22,24 @@ from dbcl_audit.attacks.local_steps import LocalSteps
 
 OBJECTIVES = ("l2", "cosine")
 LABELS = ("known", "inferred", "joint")
-CHUNK = 20  # iterations of L-BFGS between two evaluations of the loss, as in DLG
-SOLVED = 1e-16  # a relative squared error at which L-BFGS stops
+STEPS_PER_CHECK = 20  # iterations of L-BFGS between two evaluations of the loss, as in DLG
+SOLVED_LOSS = 1e-16  # relative squared error at which L-BFGS stops
 
 
 @dataclass(frozen=True)
 class Matching:
-    """How gradients are matched.
+    """Settings of gradient matching.
 
-    "l2" is DLG: |g - g*|^2 / |g*|^2 by L-BFGS with a strong Wolfe search. "cosine" is Inverting Gradients:
-    1 - <g, g*> / |g||g*| by signed Adam whose rate of 0.1 falls tenfold after 3/8, 5/8 and 7/8 of the steps. Both add
-    `tv` times the total variation. With `anneal_tv`, "l2" lowers that weight to zero over the first 80 % of the steps:
-    right for exact gradients, while estimated ones need the prior to the end. `box` is the range of the values that
-    inputs can have. `label` says whether labels are known, inferred from the output layer (iDLG), or optimised jointly
-    as soft labels. `per_tensor` divides each tensor's squared error by that tensor's own size; otherwise the error of
-    the large output layer hides the others. `start_std` is the standard deviation of the random start. DLG as published
-    has per_tensor=False and start_std=1. Restarts end early once one falls below `good_enough`.
+    "l2" is DLG: |g - g*|^2 / |g*|^2 by L-BFGS with a strong Wolfe search. "cosine" is Inverting
+    Gradients: 1 - <g, g*> / |g||g*| by signed Adam whose rate of 0.1 falls tenfold after 3/8, 5/8
+    and 7/8 of the steps. Both add `tv` times the total variation. With `anneal_tv`, "l2" lowers
+    that weight to zero over the first 80 % of the steps: right for exact gradients, while estimated
+    ones need the prior to the end. `box` is the range of the values that inputs can have. `label`
+    says whether labels are known, inferred from the output layer (iDLG), or optimised jointly as
+    soft labels. `per_tensor` divides each tensor's squared error by that tensor's own size;
+    otherwise the error of the large output layer hides the others. `start_std` is the standard
+    deviation of the random start. DLG as published has per_tensor=False and start_std=1. Restarts
+    end early once one falls below `good_enough`.
 
     >>> Matching("cosine", steps=4800, restarts=1, tv=0.1).label
     'inferred'
@@ -67,7 +69,7 @@ class Matching:
 
 @dataclass(frozen=True, eq=False)
 class Recovered:
-    """What an attack recovered; `loss` is the matching error of the best restart, without any prior.
+    """Recovered images; `loss` is the matching error of the best restart, without any prior.
 
     >>> Recovered(torch.zeros(1, 1, 4, 4), torch.tensor([3]), 1e-9, (1e-9,), (), 0.5).labels
     tensor([3])
@@ -91,14 +93,17 @@ def recover(
     seed: int = 0,
     steps: LocalSteps | None = None,
 ) -> Recovered:
-    """Find images whose gradients are those seen: min over x of distance(dL/dV(x), target) + tv TV(x).
+    """Find images whose gradients match the target: min over x of distance(dL/dV(x), target) + tv
+    TV(x).
 
-    `target` holds gradients by the plan's names, in the shape of the model's own parameters. Only what it holds is
-    matched, so the tensors in clear alone are an attack of their own; buffers in it are ignored. `labels` are used only
-    where the settings say that they are known. The model is copied, in float64, on the device that it lies on.
+    `target` holds gradients by the plan's names, in the shape of the model's own parameters. Only
+    what it holds is matched, so that unprotected tensors alone can be attacked; buffers in it are
+    ignored. `labels` are used only where the settings say that they are known. The model is copied,
+    in float64, on the device that it lies on.
 
-    Where the client took several `steps`, the target is its change as `as_gradient(changes, rate, number of steps)`
-    reads it, and the images are those whose replayed training changes the model so.
+    Where the client took several `steps`, the target is its change as `as_gradient(changes, rate,
+    number of steps)` reads it, and the images are those whose replayed training changes the model
+    so.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2)).double()
     >>> x = torch.tensor([[0.1, -0.2, 0.3, 0.4]]).double()
@@ -131,7 +136,7 @@ def recover(
 
 
 class _Restart:
-    """One restart: what is optimised, its objective, and the best point so far."""
+    """One restart: variables, objective, and the best point so far."""
 
     def __init__(
         self,
@@ -166,14 +171,14 @@ class _Restart:
         self.keep(math.inf)
 
     def soft_labels(self) -> Tensor:
-        """The labels that the loss takes: the classes given, or the soft labels as probabilities."""
+        """Return the targets of the loss: the given classes, or the soft labels as probabilities."""
         if self.labels is not None:
             return self.labels
         soft = self.variables[1]
         return soft.squeeze(-1).sigmoid() if soft.shape[-1] == 1 else soft.softmax(dim=-1)
 
     def distance(self) -> Tensor:
-        """How far the gradients of the images are from those seen, whatever their size."""
+        """Relative distance between the gradients of the images and the target."""
         if self.steps is None:
             found = gradients(self.model, self.images, self.soft_labels(), create_graph=True)
         else:
@@ -187,7 +192,7 @@ class _Restart:
         return 1 - inner / (size * self.size + 1e-30)
 
     def objective(self) -> Tensor:
-        """Distance and prior; sets the gradients of the variables."""
+        """Return distance plus prior; set the gradients of the variables."""
         for variable in self.variables:
             variable.grad = None
         distance = self.distance()
@@ -209,12 +214,12 @@ class _Restart:
             self.best_labels = (soft.argmax(-1) if soft.ndim == 2 else soft.round().long()).cpu()
 
     def lbfgs(self) -> str:
-        """DLG's optimiser; returns why it failed, or an empty text."""
+        """Optimise as DLG does; return the reason of a failure, or an empty text."""
         optimizer = torch.optim.LBFGS(
-            self.variables, lr=1, max_iter=CHUNK, history_size=100, tolerance_grad=0, tolerance_change=0,
+            self.variables, lr=1, max_iter=STEPS_PER_CHECK, history_size=100, tolerance_grad=0, tolerance_change=0,
             line_search_fn="strong_wolfe",
         )  # fmt: skip
-        chunks = math.ceil(self.settings.steps / CHUNK)
+        chunks = math.ceil(self.settings.steps / STEPS_PER_CHECK)
         for chunk in range(chunks):
             if self.settings.anneal_tv:
                 # Anneal total variation to zero over the first 80 % of the steps.
@@ -225,14 +230,14 @@ class _Restart:
             optimizer.step(lambda: float(self.objective()))  # type: ignore[no-untyped-call]
             loss = float(self.distance().detach())
             if not math.isfinite(loss):
-                return f"diverged within {(chunk + 1) * CHUNK} steps"
+                return f"diverged within {(chunk + 1) * STEPS_PER_CHECK} steps"
             self.keep(loss)
-            if loss < SOLVED:
+            if loss < SOLVED_LOSS:
                 break
         return ""
 
     def adam(self) -> str:
-        """The optimiser of Inverting Gradients; returns why it failed, or an empty text."""
+        """Optimise as Inverting Gradients does; return the reason of a failure, or an empty text."""
         steps = self.settings.steps
         optimizer = torch.optim.Adam(self.variables, lr=0.1)
         drops = [max(1, int(steps * part)) for part in (3 / 8, 5 / 8, 7 / 8)]
@@ -253,7 +258,7 @@ class _Restart:
 
 
 def total_variation(images: Tensor) -> Tensor:
-    """The mean of |x_ij - x_(i+1)j| + |x_ij - x_i(j+1)|, smoothed at 0 so that it has a derivative.
+    """Mean of |x_ij - x_(i+1)j| + |x_ij - x_i(j+1)|, smoothed at 0 so that it has a derivative.
 
     >>> round(float(total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]))), 3)
     1.001
@@ -265,7 +270,9 @@ def total_variation(images: Tensor) -> Tensor:
 
 
 def _matched(model: nn.Module, target: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients to be matched, in float64 on the model's device; refuses what is not of this model."""
+    """Return the gradients to match, in float64 on the model's device; reject those of another
+    model.
+    """
     own, buffers = parameters(model), dict(model.named_buffers())
     asked = {name: tuple(parameter.shape) for name, parameter in own.items() if name in target}
     problems = mismatches(asked, {name: tensor for name, tensor in target.items() if name not in buffers})
@@ -281,7 +288,7 @@ def _matched(model: nn.Module, target: Mapping[str, Tensor]) -> dict[str, Tensor
 def _labels(
     model: nn.Module, wanted: Mapping[str, Tensor], labels: Tensor | None, count: int, settings: Matching
 ) -> Tensor | None:
-    """The labels that are fixed from the start; None where they are optimised."""
+    """Return the known or inferred labels; None if they are optimised."""
     device = next(iter(wanted.values())).device
     if settings.label == "known":
         if labels is None or len(labels) != count:

@@ -2,11 +2,12 @@
 
 Reads: client-N and its allies; server, for the clients' lanes.
 
-A client that trains on the same examples in every round shows them again and again, and noise that is fresh each round
-averages out. Interference is stronger than that noise: examples are alike, and one that resembles a member moves the
-model as a member does. The attacker therefore regresses the scores of its own examples, known not to be in any other
-client's data, on their gradients, round by round, and keeps the residual of every candidate. The log-likelihood ratio
-of the residual weighs rounds and examples by how far membership would have shifted it: an example with a small gradient
+A client that trains on the same examples in every round shows them again and again, and noise that
+is fresh each round averages out. Interference is stronger than that noise: examples are alike, and
+one that resembles a member moves the model as a member does. The attacker therefore regresses the
+scores of its own examples, known not to be in any other client's data, on their gradients, round by
+round, and keeps the residual of every candidate. The log-likelihood ratio of the residual weighs
+rounds and examples by how far membership would have shifted it: an example with a small gradient
 says little whatever its score, and one with a large gradient and no score is no member.
 """
 
@@ -34,12 +35,18 @@ from dbcl_audit.simulated_run import ShardRun
 RIDGE = 0.03
 """Variance, relative to that of the scores, which gradients do not explain."""
 PROCESS_NOISE_SCALE = 10.0
-"""Ratio of the others' deviation from the drift along gradients of examples to that along any direction."""
-NEIGHBOURS = 3.0
-"""Factor by which members shift the score of a round beyond what they do in it: they train before and after as well."""
-SPREAD = 1.0
-"""Standard deviation of a member's shift, relative to its mean: the attacker knows the victim's gradients roughly."""
-LEAST = 1e-12
+"""Ratio of the others' deviation from the drift along gradients of examples to that along any
+direction.
+"""
+NEIGHBOUR_ROUNDS_FACTOR = 3.0
+"""Factor by which members shift the score of a round beyond what they do in it: they train before
+and after as well.
+"""
+SHIFT_SPREAD = 1.0
+"""Standard deviation of a member's shift, relative to its mean: the attacker knows the victim's
+gradients roughly.
+"""
+MIN_SQUARED_NORM = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +63,12 @@ class RoundScores:
     losses: Array
 
 
-def log_ratio(left: Array, variance: Array, shift: Array, spread: float = SPREAD) -> Array:
-    """Log-likelihood ratio of residuals: N(shift, variance + (spread shift)^2) for members against N(0, variance).
+def log_ratio(left: Array, variance: Array, shift: Array, spread: float = SHIFT_SPREAD) -> Array:
+    """Log-likelihood ratio of residuals: N(shift, variance + (spread shift)^2) for members against
+    N(0, variance).
 
-    Without a spread it is shift left / variance - v / 2 with v = shift^2 / variance. Its mean is v / 2 for members and
+    Without a spread it is shift left / variance - v / 2 with v = shift^2 / variance. Its mean is v
+    / 2 for members and
     -v / 2 for others, its variance v for both.
 
     >>> log_ratio(np.array([0.0, 2.0]), np.ones(2), np.full(2, 2.0), spread=0.0)
@@ -71,10 +80,11 @@ def log_ratio(left: Array, variance: Array, shift: Array, spread: float = SPREAD
 
 
 def round_scores(trajectory: Trajectory, examples: Examples, null: Examples) -> list[list[RoundScores]]:
-    """Score examples in every lane of every seen round but the last.
+    """Score examples in every lane of every observed round but the last.
 
-    With z = <d(x), pull> / |d(x)| and the cosines k of gradients, the null examples predict z by kriging:
-    k(x) (K + ridge I)^-1 z_null. `log_ratio` compares the residual with the shift of a member.
+    With z = <d(x), influence> / |d(x)| and the cosines k of gradients, the null examples predict z
+    by kriging: k(x) (K + ridge I)^-1 z_null. `log_ratio` compares the residual with the shift of a
+    member.
 
     Args:
         trajectory: the rounds as the attacker models them.
@@ -84,7 +94,8 @@ def round_scores(trajectory: Trajectory, examples: Examples, null: Examples) -> 
     >>> from dbcl_audit.examples import example_run
     >>> from dbcl_audit.attacks.trajectory import Knowledge
     >>> played = example_run("veil", model="mnist-mlp")
-    >>> own, members = (played.shards.examples.subset(rows) for rows in (played.shards.own[:100], played.shards.members()))
+    >>> shards = played.shards
+    >>> own, members = (shards.examples.subset(rows) for rows in (shards.own[:100], shards.members()))
     >>> trajectory = Trajectory(played.recorded.attacker, Knowledge(own, examples=50))
     >>> [len(lanes) for lanes in round_scores(trajectory, members, own)]
     [1, 1]
@@ -101,7 +112,7 @@ def _scored(trajectory: Trajectory, index: int, lane: Lane, both: Examples, coun
     slopes = torch.from_numpy(trajectory.example_slopes(index, lane, both))
     model = loaded(trajectory.template, trajectory.middle(lane))
     plan, objective = lane.broadcast.plan, trajectory.knowledge.objective
-    squares = torch.full((len(both),), LEAST, dtype=torch.float64)
+    squares = torch.full((len(both),), MIN_SQUARED_NORM, dtype=torch.float64)
     kernel = torch.zeros(len(both), len(both) - count, dtype=torch.float64)
     for each in layer_gradients(model, both, objective):
         if each.name in trajectory.views:
@@ -121,7 +132,7 @@ def _scored(trajectory: Trajectory, index: int, lane: Lane, both: Examples, coun
     scale = float(z[count:] @ solved[:, 0]) / len(solved)
     ratios = np.zeros(count)
     if scale > 0:  # the round shows something
-        shift = NEIGHBOURS * trajectory.entries * trajectory.rate(index, lane) ** 2 * lengths[:count] * own
+        shift = NEIGHBOUR_ROUNDS_FACTOR * trajectory.entries * trajectory.rate(index, lane) ** 2 * lengths[:count] * own
         ratios = log_ratio(left.numpy(), (scale * (own + RIDGE)).numpy(), shift.numpy())
     return RoundScores(plan.digest, lane.others, ratios, trajectory.losses(lane, both))
 
@@ -154,9 +165,11 @@ def ratio_scores(
 
 
 def loss_scores(scores: Sequence[Sequence[RoundScores]], groups: Array, null: slice) -> Array:
-    """How small the loss of each example was over all rounds, in standard deviations of its group's null examples.
+    """Score examples by their mean loss over all rounds, in standard deviations of their group's
+    null examples.
 
-    `groups` are the examples' classes, since some are harder than others; one for all where there are none.
+    `groups` are the examples' classes, since some are harder than others; one for all where there
+    are none.
 
     >>> lanes = [RoundScores("a", 1.0, np.zeros(1), np.array([0.1, 1.0, 2.0, 3.0]))]
     >>> bool(loss_scores([lanes], np.zeros(4), slice(1, 4))[0] > 2)
@@ -175,15 +188,17 @@ def loss_scores(scores: Sequence[Sequence[RoundScores]], groups: Array, null: sl
 def member_findings(
     played: ShardRun, trajectory: Trajectory, *, null: int = 600, seed: int = 0, note: str = ""
 ) -> list[Finding]:
-    """Attack the membership of the examples that the others train on, against examples that nobody has.
+    """Infer membership in the other clients' shards, against examples that no client has.
 
-    Where all clients take part in every round the attacker is told in which lane each of the others is, the worst case;
-    each client's examples are then looked for in its lanes. Where some are absent it knows neither.
+    Where all clients take part in every round the attacker is told in which lane each of the others
+    is, the worst case; each client's examples are then looked for in its lanes. Where some are
+    absent it knows neither.
 
     >>> from dbcl_audit.examples import example_run
     >>> from dbcl_audit.attacks.trajectory import Knowledge
     >>> played = example_run("veil", model="mnist-mlp")
-    >>> trajectory = Trajectory(played.recorded.attacker, Knowledge(played.shards.examples.subset(played.shards.own), examples=50))
+    >>> own = played.shards.examples.subset(played.shards.own)
+    >>> trajectory = Trajectory(played.recorded.attacker, Knowledge(own, examples=50))
     >>> sorted({finding.attack for finding in member_findings(played, trajectory, null=100)})
     ['likelihood ratio and losses over all rounds', 'likelihood ratio over all rounds', 'losses over all rounds']
     """
@@ -237,7 +252,9 @@ def _judged(
     note: str,
     seed: int,
 ) -> list[Finding]:
-    """Measure all clients' members against the non-members; each of several clients has its own scores of these."""
+    """Measure all clients' members against the non-members; each of several clients has its own
+    scores of these.
+    """
     values = np.concatenate(scores)
     truth = np.concatenate([np.arange(len(each)) < count for each, count in zip(scores, members, strict=True)])
     interval = measure_auc(values, truth, seed)
@@ -247,14 +264,16 @@ def _judged(
 
 
 def _lanes_of(played: ShardRun, client: int, rounds: Sequence[int]) -> list[str | None]:
-    """The plan of a client's lane in each round, or None where not all clients take part in every round."""
+    """Return the plan of a client's lane in each round, or None if not all clients take part in
+    every round.
+    """
     if played.config.cohort < len(played.shards.of_clients):
         return [None] * len(rounds)
     return [played.recorded.lane_of(round, client)[0] for round in rounds]
 
 
 def _groups(examples: Examples) -> Array:
-    """The class of each example; one for all where targets are no classes."""
+    """Return the class of each example; 0 for all if targets are no classes."""
     targets = examples.take(np.arange(len(examples))).targets
     if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
         return np.asarray(targets.numpy(), dtype=np.float64)

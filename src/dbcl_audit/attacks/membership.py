@@ -1,9 +1,11 @@
-"""Whether an example was trained on: loss threshold, and likelihood ratio (LiRA, Carlini et al. 2022).
+"""Membership inference on the final model: loss threshold, and likelihood ratio (LiRA, Carlini et
+al. 2022).
 
-Reads no transcript: the finished model, which anyone may have, and one broadcast of it, as a client would receive it.
+Reads no transcript: the finished model, which anyone may have, and one broadcast of it, as a client
+would receive it.
 
-Every attack gives each example a score, higher for more likely members. What counts is how many members are found at
-very few false alarms, not the average over all thresholds.
+Every attack gives each example a score, higher for more likely members. What counts is how many
+members are found at very few false alarms, not the average over all thresholds.
 """
 
 import math
@@ -29,7 +31,7 @@ from dbcl_audit.attacks.roc import Array, Flags, roc
 from dbcl_audit.context import AuditContext, OnProgress
 from dbcl_audit.findings import Curve, Finding, Measure
 
-ENOUGH = 64  # values of an example from which on it has a variance of its own, as in the original
+MIN_VALUES_FOR_OWN_VARIANCE = 64  # of an example, as in the original
 
 
 def membership_findings(
@@ -42,7 +44,7 @@ def membership_findings(
     seed: int,
     tell: OnProgress,
 ) -> list[Finding]:
-    """Loss threshold and LiRA on the finished model, and on `view`, the model that a client would receive of it.
+    """Attack the final model, and `view`, a client's broadcast of it, by loss threshold and LiRA.
 
     Shadow models are trained by `training`.
 
@@ -75,7 +77,9 @@ def membership_findings(
 
 
 def audit_final_model(context: AuditContext) -> list[Finding]:
-    """Infer membership in the training data from the finished model, and from a client's broadcast of it."""
+    """Infer membership in the training data from the finished model, and from a client's broadcast
+    of it.
+    """
     config, path = context.config, context.folder / "model.safetensors"
     if not path.exists():
         raise AuditError(f"{path} is missing: the run is not finished")
@@ -106,11 +110,12 @@ def final_model_steps(context: AuditContext) -> int:
 def confidences(
     model: nn.Module, examples: Any, objective: Objective = CLASSIFICATION, *, batch_size: int = 1000
 ) -> Array:
-    """How sure a model is of each example's own target, on a scale that is unbounded at both ends.
+    """Confidence of a model in each example's target, on a scale that is unbounded at both ends.
 
-    For classes log(p / (1 - p)), with the probability p of the example's class: z_y - log sum_(j != y) exp(z_j). A
-    model with a single output gives the logit of class 1. No probability is computed, so nothing saturates. With
-    another loss about the negative logarithm of the example's loss, -arsinh(10^6 loss), which exists for all losses.
+    For classes log(p / (1 - p)), with the probability p of the example's class: z_y - log sum_(j !=
+    y) exp(z_j). A model with a single output gives the logit of class 1. No probability is
+    computed, so nothing saturates. With another loss about the negative logarithm of the example's
+    loss, -arsinh(10^6 loss), which exists for all losses.
 
     >>> confidences(nn.Identity(), (torch.tensor([[100.0, 0.0], [0.0, 0.0]]), torch.tensor([0, 1])))
     array([100.,   0.])
@@ -158,7 +163,8 @@ def loss_threshold(target: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Shadows:
-    """What the attacker's own models say about each example, and which of them had it; a row for each model.
+    """Confidences of shadow models in each example, and the members of each model; one row for each
+    model.
 
     >>> shadows = Shadows(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[True, False], [False, True]]))
     >>> shadows.inside
@@ -171,12 +177,12 @@ class Shadows:
 
     @property
     def inside(self) -> Array:
-        """The confidences of models that had the example, NaN elsewhere."""
+        """Confidences of models trained on the example, NaN elsewhere."""
         return np.where(self.members, self.confidences, np.nan)
 
     @property
     def outside(self) -> Array:
-        """The confidences of models that had not, NaN elsewhere."""
+        """Confidences of models not trained on the example, NaN elsewhere."""
         return np.where(self.members, np.nan, self.confidences)
 
 
@@ -188,7 +194,8 @@ def shadows(
     seed: int,
     objective: Objective = CLASSIFICATION,
 ) -> Shadows:
-    """Train `count` models on random halves of the examples, two on each division, and ask all about every example.
+    """Train `count` models on random halves of the examples, two on each division, and compute the
+    confidence of all in every example.
 
     So every example is in half of the models. `make_model` makes a fresh model from a number.
 
@@ -214,11 +221,13 @@ def shadows(
 
 
 def lira(target: Array, inside: Array | None, outside: Array) -> Array:
-    """Score examples by how a target's confidence t fits those of shadow models with and without the example.
+    """Score examples by how a target's confidence t fits those of shadow models with and without
+    the example.
 
-    Online: log N(t; mu_in, s_in) - log N(t; mu_out, s_out). Offline (`inside` None): (t - mu_out) / s_out, which orders
-    as the original's one-sided test does. Rows are models, NaN where one does not count. With fewer than 64 values for
-    an example, all examples share one variance about their own means.
+    Online: log N(t; mu_in, s_in) - log N(t; mu_out, s_out). Offline (`inside` None): (t - mu_out) /
+    s_out, which orders as the original's one-sided test does. Rows are models, NaN where one does
+    not count. With fewer than 64 values for an example, all examples share one variance about their
+    own means.
 
     >>> outside = np.array([[0.0, 5.0], [1.0, 6.0]])
     >>> lira(np.array([4.0, 6.0]), None, outside).round(2)  # the second is an easy example
@@ -236,7 +245,9 @@ def lira(target: Array, inside: Array | None, outside: Array) -> Array:
 
 
 def _normal(values: Array) -> tuple[Array, Array]:
-    """The mean of each column without its NaN, and its standard deviation, or the one that all columns share."""
+    """Return mean and standard deviation of each column without its NaN; short columns share one
+    deviation.
+    """
     known = ~np.isnan(values)
     count = known.sum(axis=0)
     if count.min() < 1 or count.max() < 2:
@@ -244,17 +255,18 @@ def _normal(values: Array) -> tuple[Array, Array]:
     mean = np.where(known, values, 0).sum(axis=0) / count
     squares = np.where(known, np.square(values - mean), 0).sum(axis=0)
     shared = squares.sum() / (count - 1).sum()
-    variance = np.where(count < ENOUGH, shared, squares / np.maximum(count - 1, 1))
+    variance = np.where(count < MIN_VALUES_FOR_OWN_VARIANCE, shared, squares / np.maximum(count - 1, 1))
     return mean, np.sqrt(np.maximum(variance, 1e-12))
 
 
 @dataclass(frozen=True)
 class Membership:
-    """How well scores tell members from others.
+    """Performance of membership scores.
 
-    The rates are the shares of members found with at most 1 % and 0.1 % of the others taken for members; NaN where
-    fewer than 100 or 1,000 others were scored, which is too few to see such a rate. Guessing gives 0.5, 0.01 and 0.001.
-    `roc` holds the false and the true positive rates, both rising; draw it with logarithmic axes.
+    The rates are the shares of members found with at most 1 % and 0.1 % of the others taken for
+    members; NaN where fewer than 100 or 1,000 others were scored, which is too few to see such a
+    rate. Guessing gives 0.5, 0.01 and 0.001. `roc` holds the false and the true positive rates,
+    both rising; draw it with logarithmic axes.
 
     >>> Membership(0.5, 0.01, 0.001, ((0.0, 1.0), (0.0, 1.0))).auc
     0.5
@@ -270,7 +282,8 @@ class Membership:
     def findings(
         self, attack: str, adversary: str, attacker: str, more: Mapping[str, Any] | None = None
     ) -> list[Finding]:
-        """Return the AUC and the rates as findings, without rates that too few others were scored for.
+        """Return the AUC and the rates as findings, without rates that too few others were scored
+        for.
 
         >>> found = Membership(0.5, 0.01, math.nan, ((0.0, 1.0), (0.0, 1.0)))
         >>> [each.measure for each in found.findings("LiRA", "anyone", "adaptive")]
@@ -302,7 +315,8 @@ def judge_members(scores: Array, members: int) -> Membership:
 
 
 def judge(scores: Array, members: Flags) -> Membership:
-    """Measure an attack's scores exactly, counting equal scores against it at low rates and by half in the AUC.
+    """Measure an attack's scores exactly, counting equal scores against it at low rates and by half
+    in the AUC.
 
     >>> judge(np.arange(200.0), np.arange(200) >= 100)
     Membership(auc=1.0, tpr_at_1_percent=1.0, tpr_at_01_percent=nan, roc=((0.0, 0.0, 1.0), (0.0, 1.0, 1.0)))
@@ -317,7 +331,7 @@ def judge(scores: Array, members: Flags) -> Membership:
 
 
 def _tpr(scores: Array, members: Flags, fpr: float) -> float:
-    """The share of members above the highest threshold that lets no more than fpr of the others through."""
+    """Share of members above the threshold that at most a share fpr of the others exceeds."""
     others = np.sort(scores[~members])[::-1]
     allowed = math.floor(fpr * len(others) + 1e-9)
     return float((scores[members] > others[allowed]).mean()) if allowed else math.nan

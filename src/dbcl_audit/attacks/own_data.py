@@ -1,4 +1,6 @@
-"""What an attacker learns a property from: examples of its own, and their gradients at the models of the rounds."""
+"""The attacker's own examples, and their gradients at the models of the rounds, for property
+inference.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class OwnExamples:
-    """The attacker's own examples: rows `own` of a task's, with `holds` saying which examples have the property.
+    """The attacker's own examples: rows `own` of a task's, with `holds` saying which examples have
+    the property.
 
     >>> from dbcl.simulation import RunConfig, task_of
     >>> examples = OwnExamples(task_of(RunConfig()), np.arange(4000) % 2 == 0, np.arange(10))
@@ -31,7 +34,7 @@ class OwnExamples:
     own: NDArray[np.int64]
 
     def draw(self, rng: np.random.Generator, kind: bool, count: int) -> Tensor:
-        """Indices of examples of one kind, without repetition where there are enough."""
+        """Draw indices of examples of one kind, without repetition if there are enough."""
         pool = self.own[self.holds[self.own] == kind]
         return torch.from_numpy(rng.choice(pool, size=count, replace=count > len(pool)))
 
@@ -39,14 +42,15 @@ class OwnExamples:
         return int((self.holds[self.own] == kind).sum())
 
     def gradient(self, model: nn.Module, index: Tensor) -> Gradients:
-        """The gradient of one batch."""
+        """Return the gradient of one batch."""
         found = gradients(model, *self.task.train.take(index.numpy()), loss=self.task.objective.loss)
         return {name: gradient.detach() for name, gradient in found.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class OwnBatches:
-    """Gradients of the attacker's own batches over W's entries, which of them have the property, and their rounds.
+    """Gradients of the attacker's own batches over W's entries, which of them have the property,
+    and their rounds.
 
     `rounds` counts the rounds that the attacker tests.
 
@@ -89,9 +93,9 @@ def own_batches(
 
 
 def over_weights(broadcast: Broadcast, gradient: Gradients) -> Gradients:
-    """A gradient in V's space lifted to W's, whose entries mean the same in every round.
+    """Lift a gradient from V's space to W's, whose entries correspond between rounds.
 
-    In single precision, as many of these are held at a time.
+    Single precision, since many are held at a time.
 
     >>> import dbcl
     >>> broadcast = dbcl.Server(nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()

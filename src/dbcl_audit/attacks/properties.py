@@ -1,7 +1,8 @@
-"""Whether the victim's batch had a property, such as thick strokes. Reads: server; client-0 (with its own examples).
+"""Property inference on the victim's batches, such as thick strokes. Reads: server; client-0 (with
+its own examples).
 
-The random forest, the published learner, is trained once, on whole batches of all rounds. The two matched filters of
-round_filters.py are made anew for every round.
+The random forest, the published learner, is trained once, on whole batches of all rounds. The two
+matched filters of round_filters.py are computed for every round.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,11 +39,13 @@ def property_findings(
     tell: OnProgress,
     min_lag: int = MIN_LAG,
 ) -> list[Finding]:
-    """Infer whether the victim's batch had a property, from each seat, by forest and by matched filters.
+    """Infer a property of the victim's batches as each adversary, by random forest and by matched
+    filters.
 
-    `holds` says which training examples have it, and `own` which of them are the attacker's. For the forest the
-    attacker makes so many `batches` of each kind in each round, at the models that the victim received, as far as the
-    attacker has them (victim.py); for the filters it takes the gradients of so many `examples` of each kind.
+    `holds` says which training examples have it, and `own` which of them are the attacker's. For
+    the forest the attacker makes so many `batches` of each kind in each round, at the models that
+    the victim received, as far as the attacker has them (victim.py); for the filters it takes the
+    gradients of so many `examples` of each kind.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl.simulation import preset, task_of
@@ -69,7 +72,7 @@ def property_findings(
         made = own_batches(template, broadcasts, own_examples, batches=batches, size=size, seed=seed)
         budget = {"own batches": len(made.gradients), "tested rounds": len(tested)}
         for source in group:
-            tell(f"property: random forest on {source.name}, {source.adversary}'s seat")
+            tell(f"property: random forest on {source.name}, {source.adversary}")
             began = perf_counter()
             scores = _forest_scores(source, made, broadcasts, seed)
             forests.append(_finding("random forest", source, scores, truth, budget, began, seed))
@@ -86,7 +89,9 @@ def property_findings(
 
 
 def _by_broadcasts(every: Sequence[Source]) -> list[list[Source]]:
-    """The sources in groups that have the victim's models alike: those of the server, and those of the clients."""
+    """Group the sources that share the victim's models: those of the server, and those of the
+    clients.
+    """
     groups: dict[tuple[int, ...], list[Source]] = {}
     for source in every:
         groups.setdefault(tuple(id(victim.broadcast) for victim in source.victims), []).append(source)
@@ -105,7 +110,9 @@ def _finding(
 
 
 def _forest_scores(source: Source, made: OwnBatches, broadcasts: Sequence[Broadcast], seed: int) -> Array:
-    """Scores by the published learner; from all features of a round the mean of the attacker's own is subtracted."""
+    """Score by the published learner; subtract the mean of the attacker's own features from those
+    of each round.
+    """
     names = list(source.gradients[0])
     lifted = [over_weights(broadcast, row) for broadcast, row in zip(broadcasts, source.gradients, strict=True)]
     train, test = (

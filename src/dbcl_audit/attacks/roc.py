@@ -1,4 +1,4 @@
-"""How well scores tell two kinds of cases apart: ROC curves, the area under them, and its bootstrap interval."""
+"""ROC curves of scores, the area under them, and its bootstrap interval."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,16 @@ Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 RESAMPLES = 1000
-TOGETHER = 50  # resamples at a time
+RESAMPLES_PER_BATCH = 50
 
 
 @dataclass(frozen=True)
 class Auc:
     """The area under a ROC curve; 0.5 is guessing.
 
-    `low` and `high` are a 95 % bootstrap interval; where not one pair is in the wrong order it has no width, and the
-    number of cases is what bounds the error. `roc` holds the false and the true positive rates, both rising.
+    `low` and `high` are a 95 % bootstrap interval; where not one pair is in the wrong order it has
+    no width, and the number of cases is what bounds the error. `roc` holds the false and the true
+    positive rates, both rising.
 
     >>> Auc(0.75, 0.5, 1.0, ((0.0, 1.0), (0.0, 1.0))).auc
     0.75
@@ -42,8 +43,8 @@ def measure_auc(scores: Array, truth: Flags, seed: int) -> Auc:
     below, upto = (np.searchsorted(without, with_, side=side) for side in ("left", "right"))
     aucs = []
     rng = np.random.default_rng(seed)
-    for _ in range(RESAMPLES // TOGETHER):
-        cumulated = np.zeros((TOGETHER, len(without) + 1))
+    for _ in range(RESAMPLES // RESAMPLES_PER_BATCH):
+        cumulated = np.zeros((RESAMPLES_PER_BATCH, len(without) + 1))
         np.cumsum(_resample(rng, len(without)), axis=1, out=cumulated[:, 1:])
         beaten = (cumulated[:, below] + cumulated[:, upto]) / 2
         aucs.append((_resample(rng, len(with_)) * beaten).sum(axis=1))
@@ -53,9 +54,9 @@ def measure_auc(scores: Array, truth: Flags, seed: int) -> Auc:
 
 
 def _resample(rng: np.random.Generator, size: int) -> NDArray[np.int64]:
-    """How often each of `size` samples is drawn when as many are drawn with replacement; a row for each resample."""
-    drawn = rng.integers(size, size=(TOGETHER, size)) + size * np.arange(TOGETHER)[:, None]
-    return np.bincount(drawn.ravel(), minlength=TOGETHER * size).reshape(TOGETHER, size)
+    """Count the draws of each of `size` samples with replacement; one row for each resample."""
+    drawn = rng.integers(size, size=(RESAMPLES_PER_BATCH, size)) + size * np.arange(RESAMPLES_PER_BATCH)[:, None]
+    return np.bincount(drawn.ravel(), minlength=RESAMPLES_PER_BATCH * size).reshape(RESAMPLES_PER_BATCH, size)
 
 
 def roc(scores: Array, truth: Flags) -> tuple[tuple[float, ...], tuple[float, ...]]:

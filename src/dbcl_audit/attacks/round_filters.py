@@ -1,8 +1,9 @@
-"""Matched filters that are made anew for every round, at the very model that the victim received.
+"""Matched filters of each round, computed at the model that the victim received.
 
-The sketch changes from round to round and all gradients with it, and the attacker can compute the gradient of every
-example that it has. One filter takes gradients as they are and knows the variance of the noise in what it tests. The
-other takes each tensor's |g| / |g|_2, which does not change sign with the labels of a batch, and assumes no noise.
+The sketch changes from round to round and all gradients with it, and the attacker can compute the
+gradient of every example that it has. One filter takes gradients as they are and knows the variance
+of the noise in what it tests. The other takes each tensor's |g| / |g|_2, which does not change sign
+with the labels of a batch, and assumes no noise.
 """
 
 from collections.abc import Sequence
@@ -20,14 +21,15 @@ from dbcl_audit.attacks.roc import Array, Flags
 from dbcl_audit.attacks.sources import Source
 from dbcl_audit.context import OnProgress
 
-UNSEEN = 1e150  # the variance of the noise in a tensor of which nothing is seen
-MIXED = 300  # batches of each kind, at most, that are mixed from single examples in each round
-LEAST_SPREAD = 0.03  # relative to a tensor's typical feature; what varies less may be an estimate's rounding
-FAR = 6.0  # features of a tested batch are clipped at so many standard deviations from the mean
+UNOBSERVED = 1e150  # variance of the noise in an unobserved tensor
+MAX_MIXED_BATCHES = 300  # of each kind, mixed from single examples in each round
+MIN_RELATIVE_SPREAD = 0.03  # relative to a tensor's typical feature; what varies less may be an estimate's rounding
+MAX_DEVIATIONS = 6.0  # from the mean, to which features of a tested batch are clipped
 
 
 class Fidelity(NamedTuple):
-    """What share of the true gradient an estimate of one tensor shows, and the variance of the noise in it.
+    """Share of the true gradient in an estimate of one tensor, and the variance of the estimate's
+    noise.
 
     >>> Fidelity(gain=0.1, noise=0.0025).gain
     0.1
@@ -48,10 +50,10 @@ def filter_scores(
     seed: int,
     tell: OnProgress,
 ) -> dict[str, Array]:
-    """The log odds of every source in every tested round, by filter: (sources, rounds) each.
+    """Return the log odds of every source in every tested round, by filter: (sources, rounds) each.
 
-    `models` are those that the victim was sent in the tested rounds, as the attacker has them; `size` is the victim's
-    batch size.
+    `models` are those that the victim was sent in the tested rounds, as the attacker has them;
+    `size` is the victim's batch size.
 
     >>> from dbcl import Server, SketchConfig, blinded
     >>> from dbcl_audit.attacks.victim import VictimsRound
@@ -87,15 +89,17 @@ def filter_scores(
         for number, source in enumerate(sources):
             tested, noise = _tested(source, index, known[number], list(found), group, mean)
             scores[0, number, index] = linear(tested[None], noise)[0]
-            scores[1, number, index] = magnitudes(tested, np.where(noise == UNSEEN, UNSEEN, 0.0))
+            scores[1, number, index] = magnitudes(tested, np.where(noise == UNOBSERVED, UNOBSERVED, 0.0))
     return {"matched filter": scores[0], "matched filter of magnitudes": scores[1]}
 
 
 def _tested(
     source: Source, index: int, known: dict[str, Fidelity], names: list[str], group: NDArray[np.integer], mean: Array
 ) -> tuple[Array, Array]:
-    """The victim's gradient as one row, and the variance of the noise in each tensor; the mean where it is unseen."""
-    row, noise = mean.copy(), np.full(len(names), UNSEEN)
+    """Return the victim's gradient as one row, and the variance of the noise in each tensor; the
+    mean if unobserved.
+    """
+    row, noise = mean.copy(), np.full(len(names), UNOBSERVED)
     for column, name in enumerate(names):
         gain, variance = known.get(name, Fidelity(0.0, 0.0))
         if gain > 0:
@@ -107,11 +111,13 @@ def _tested(
 
 
 class MagnitudeFilter:
-    """A filter of magnitudes |g| / |g|_2 for the model of one round, made from mixtures of the attacker's examples.
+    """Filter of magnitudes |g| / |g|_2 for the model of one round, made from mixtures of the
+    attacker's examples.
 
-    Mixed batches share examples, so cross-validation would not show how strong a penalty must be. Instead every feature
-    is divided by its own standard deviation, and the features' correlations are halved (penalty 1). `least_spread`
-    bounds that deviation from below, relative to the tensor's typical one.
+    Mixed batches share examples, so cross-validation would not show how strong a penalty must be.
+    Instead every feature is divided by its own standard deviation, and the features' correlations
+    are halved (penalty 1). `least_spread` bounds that deviation from below, relative to the
+    tensor's typical one.
 
     >>> rng = np.random.default_rng(0)
     >>> y = np.arange(40) % 2 == 0
@@ -129,9 +135,9 @@ class MagnitudeFilter:
         group: NDArray[np.integer],
         size: int,
         *,
-        least_spread: float = LEAST_SPREAD,
+        least_spread: float = MIN_RELATIVE_SPREAD,
     ) -> None:
-        kinds = np.repeat([True, False], min(MIXED, len(rows)))
+        kinds = np.repeat([True, False], min(MAX_MIXED_BATCHES, len(rows)))
         shares = np.zeros((len(kinds), len(rows)), dtype=rows.dtype)
         for share, kind in zip(shares, kinds, strict=True):
             among = np.flatnonzero(y == kind)
@@ -144,14 +150,16 @@ class MagnitudeFilter:
         self.filter = MatchedFilter(Samples(self._standardize(made), kinds), group, penalty=1.0)
 
     def __call__(self, row: Features, noise: Array) -> float:
-        """The log odds that a gradient has the property; `noise` is 0 for tensors that are seen, UNSEEN for others."""
+        """Return the log odds that a gradient has the property; `noise` is 0 for observed tensors,
+        UNOBSERVED for others.
+        """
         return float(self.filter(self._standardize(_magnitudes(row[None], self.group)), noise)[0])
 
     def _standardize(self, rows: Features) -> Features:
-        """In place, as there may be a million features."""
+        """Standardise in place, since there may be a million features."""
         rows -= self.mean
         rows /= self.spread
-        return np.clip(rows, -FAR, FAR, out=rows)
+        return np.clip(rows, -MAX_DEVIATIONS, MAX_DEVIATIONS, out=rows)
 
 
 def _magnitudes(rows: Features, group: NDArray[np.integer]) -> Features:
@@ -166,11 +174,11 @@ def _magnitudes(rows: Features, group: NDArray[np.integer]) -> Features:
 def fidelities(
     sources: Sequence[Source], models: Sequence[nn.Module], examples: OwnExamples, made: OwnBatches, seed: int
 ) -> list[dict[str, Fidelity]]:
-    """For every source and tensor the gain and the noise of the estimate; without tensors of which nothing is seen.
+    """Return gain and noise of the estimate of every source and tensor, without unobserved tensors.
 
-    An estimate shrinks what it is unsure of. With the mean m of all gradients of a round, which the attacker knows from
-    examples of its own, E <estimate, m> = gain * crowd * <m, m>, summed over the rounds. Two independent means make
-    <m, m> unbiased.
+    An estimate shrinks what it is unsure of. With the mean m of all gradients of a round, which the
+    attacker knows from examples of its own, E <estimate, m> = gain * crowd * <m, m>, summed over
+    the rounds. Two independent means make <m, m> unbiased.
 
     >>> from dbcl import Server, SketchConfig, blinded
     >>> from dbcl_audit.attacks.victim import VictimsRound
@@ -224,7 +232,9 @@ def fidelities(
 def _gain_and_noise(
     exact: bool, crowds: Array, inner: float, power: float, square: float, typical: float
 ) -> tuple[float, float]:
-    """The gain, and the squared length of the noise, from sums over the rounds; `crowds` are who is in each sum."""
+    """Return the gain and the squared norm of the noise from sums over the rounds; `crowds` count
+    the clients of each.
+    """
     if exact:
         # With two parties nothing else is in it; with more, the bystanders' batches are.
         return 1.0, max(0.0, typical - square) * float(crowds.mean() - 1)

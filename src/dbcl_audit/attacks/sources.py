@@ -1,4 +1,6 @@
-"""What each seat takes for the victim's gradients when it looks for a property. Reads: server; client-0."""
+"""Estimates of the victim's gradients by each adversary, for property inference. Reads: server;
+client-0.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +18,11 @@ from dbcl_audit.simulated_run import SimulatedRun
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The sum of the other clients' gradients in the space of the victim's V as an attacker has it, for tested rounds.
+    """Sums of the other clients' gradients in the space of the victim's V, for the tested rounds.
 
-    `victims` holds for each of these rounds what the victim was sent, as the attacker has it, and how many clients are
-    in the sum. `exact` says that the attacker knows it to be the very sum, because there was no veil on what it was
-    computed from.
+    `victims` holds the victim's broadcast in each round, as far as the attacker knows it, and the
+    number of clients in the sum. `exact` is true if the attacker knows the sum exactly, since there
+    was no veil.
 
     >>> Source("rewind", "client", "adaptive", [], [], exact=True).adversary
     'client'
@@ -35,9 +37,9 @@ class Source:
 
 
 def sources(simulated: SimulatedRun, found: Mapping[str, Changes], tested: Sequence[int]) -> list[Source]:
-    """The server's, each estimator's, and what a client gets from the unsketched tensors alone.
+    """Return the sources of the server, of each estimator, and of the unsketched tensors alone.
 
-    Where clients collude, it is they who are rehearsed, and the server is left out. Buffers, such as running means,
+    Where clients collude, the server is left out. Buffers, such as running means,
     have no gradient and are left out.
 
     >>> from dbcl_audit.examples import example_batches
@@ -52,7 +54,7 @@ def sources(simulated: SimulatedRun, found: Mapping[str, Changes], tested: Seque
 
 
 def _of_server(simulated: SimulatedRun, tested: Sequence[int], held: Sequence[VictimsRound]) -> Source:
-    """The server has what the victim was sent; where a client has the same (`held`), its object is taken."""
+    """Return the server's source; a client's equal broadcast (`held`) is reused."""
     lr, trained = simulated.server.setting.local.lr, _trained(simulated.server)
     rounds = [simulated.server_observation(round) for round in tested]
     sent = [saw.broadcast for saw in rounds]
@@ -81,7 +83,7 @@ def _of_client(simulated: SimulatedRun, found: Mapping[str, Changes], tested: Se
 
     sources = []
     lanes = transcript[tested[0]].broadcast.plan.lanes
-    whole = all(view.sketches[0].width == view.dim for view in seen.values())  # who sees all lanes sees everything
+    whole = all(view.sketches[0].width == view.dim for view in seen.values())  # all lanes together show everything
     for name, changes in found.items():
         kind = ESTIMATORS[name][0]
         exact = setting.veil == 0 and kind == "adaptive" and (lanes == 1 or whole)
@@ -96,7 +98,7 @@ def _of_client(simulated: SimulatedRun, found: Mapping[str, Changes], tested: Se
 
 
 def _equal(one: Broadcast, other: Broadcast) -> bool:
-    """Whether two broadcasts are of one lane and number for number the same."""
+    """Return True if two broadcasts are of one lane and have equal values."""
     tensors = one.tensors.items()
     return one.plan.digest == other.plan.digest and all(tensor.equal(other.tensors[name]) for name, tensor in tensors)
 

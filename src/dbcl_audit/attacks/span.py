@@ -1,4 +1,5 @@
-"""Membership inference from one update of several local steps, whose rows span the client's examples.
+"""Membership inference from one update of several local steps, whose rows span the client's
+examples.
 
 Reads no transcript: one client's change of a dense first layer with a bias, which the server has
 without secure aggregation. For any number of steps [dV, db] = sum_i delta_i (x_i R D, 1) over the
@@ -23,7 +24,8 @@ from dbcl_audit.findings import Finding
 def first_layer_change(
     broadcast: Broadcast, tensors: Mapping[str, Tensor], shape: tuple[int, ...]
 ) -> FirstLayer | None:
-    """Return an update's change of a dense first layer with a bias that takes whole images; None if there is none.
+    """Return an update's change of a dense first layer with a bias that takes whole images; None if
+    there is none.
 
     >>> import dbcl
     >>> from torch import nn
@@ -39,12 +41,14 @@ def first_layer_change(
 
 
 def span_scores(change: FirstLayer, candidates: Tensor) -> Array:
-    """Score candidates by how well the rows Y = [dV, db] of an update make up c = (x R D, 1); higher for members.
+    """Score candidates by how well the rows Y = [dV, db] of an update make up c = (x R D, 1);
+    higher for members.
 
-    The score is -log of min_w (|c - w Y|^2 + s^2 tr(M) |w|^2) / |c|^2, in the metric M of the inverse covariance of all
-    candidates: what is common to all images tells nothing. s is the rounding error of an entry in the update's dtype.
-    With fewer examples than rows members are exact; with more they still stand out, the more so the more they changed
-    the model. A larger s for updates with noise was tried and made the scores worse.
+    The score is -log of min_w (|c - w Y|^2 + s^2 tr(M) |w|^2) / |c|^2, in the metric M of the
+    inverse covariance of all candidates: what is common to all images tells nothing. s is the
+    rounding error of an entry in the update's dtype. With fewer examples than rows members are
+    exact; with more they still stand out, the more so the more they changed the model. A larger s
+    for updates with noise was tried and made the scores worse.
 
     >>> import dbcl
     >>> x = torch.rand(50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

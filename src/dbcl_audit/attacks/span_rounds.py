@@ -1,6 +1,8 @@
-"""Span attack over several rounds: on one client's updates, on sums of several, or on a client's estimates.
+"""Span attack over several rounds: on one client's updates, on sums of several, or on a client's
+estimates.
 
-Reads: server, or client-N. Where clients train on the same examples in every round, each round spans them anew.
+Reads: server, or client-N. Where clients train on the same examples in every round, each round
+spans them anew.
 """
 
 from collections.abc import Sequence
@@ -26,7 +28,8 @@ ROUNDS = 6
 
 
 def sent_changes(recorded: SimulatedRun, victim: int, rounds: int = ROUNDS) -> tuple[list[FirstLayer], tuple[int, ...]]:
-    """Return the changes of a client's first rounds, alone or in sums, and the clients that are in all of them.
+    """Return the changes of a client's first rounds, alone or in sums, and the clients that are in
+    all of them.
 
     Empty if the network has no dense first layer with a bias.
 
@@ -70,8 +73,9 @@ def rewound_changes(transcript: Transcript, rounds: int = ROUNDS) -> list[FirstL
 def round_span_scores(changes: Sequence[FirstLayer], candidates: Tensor) -> Array:
     """Score candidates by the rows of several rounds' changes; higher for members.
 
-    Without a sketch all rounds' rows lie in the span of the same examples, so they are taken together. With sketches
-    that change, each round has scores of its own, and their standardised values are added.
+    Without a sketch all rounds' rows lie in the span of the same examples, so they are taken
+    together. With sketches that change, each round has scores of its own, and their standardised
+    values are added.
 
     >>> x = torch.rand(50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> deltas = torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -1,14 +1,16 @@
-"""All rounds that an attacker saw as one observation, and matched filters over them. Reads: client-N and its allies.
+"""All observed rounds as one observation, and matched filters over them. Reads: client-N and its
+allies.
 
-The attacker models every tensor by a `StateSpaceModel`: unknown W_0, known sketches, veil, momentum, its own updates. What the
-others are expected to do, the drift, it computes from examples of its own, by training as a client would on what the
-clients of every lane were sent. What is left over, it explains by the likelihood. Anything that would move the others'
-updates by d_t, such as one more example among theirs, adds
+The attacker models every tensor by a `StateSpaceModel`: unknown W_0, known sketches, veil,
+momentum, its own updates. What the others are expected to do, the drift, it computes from examples
+of its own, by training as a client would on what the clients of every lane were sent. What is left
+over, it explains by the likelihood. Anything that would move the others' updates by d_t, such as
+one more example among theirs, adds
 
-    sum_t <d_t, pull_t>
+    sum_t <d_t, influence_t>
 
-to the log-likelihood, to first order, where pull_t is its derivative by the update of round t. So one pass over the
-rounds serves any number of examples, groups of them or labels.
+to the log-likelihood, to first order, where influence_t is its derivative by the update of round t.
+So one pass over the rounds serves any number of examples, groups of them or labels.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,24 +38,25 @@ from dbcl_audit.estimators.smoother import known_scales
 from dbcl_audit.estimators.state_space import Observation, Posterior, StateSpaceModel
 
 STEP = 1e-2
-"""How far weights are moved along a direction to see how losses change, relative to their size."""
-TOGETHER = 2000
-"""Examples in a forward pass."""
-SMOOTH = 5
-"""Over so many rounds sizes are averaged."""
-LARGEST = 1e9
-"""Loss that stands for one that is not finite."""
+"""Step of finite differences along a direction, relative to the norm of the weights."""
+EXAMPLES_PER_PASS = 2000
+ROUNDS_PER_AVERAGE = 5
+"""Rounds over which sizes are averaged."""
+DIVERGED_LOSS = 1e9
+"""Loss in place of one that is not finite."""
 
 
 @dataclass(frozen=True, eq=False)
 class Knowledge:
-    """What an attacker has besides its transcript.
+    """Knowledge of an attacker besides its transcript.
 
-    `own` are examples like the others', `examples` of them for the drift of a round. `start` is W_0 where it is known.
-    `released` are published means of W, by the rounds' shares: {60: 1.0} is W before round 60. `noise` is the
-    covariance of the veil over rounds where that is known and not white, as a function of the seen rounds. `clip` is
-    the length to which updates are clipped. `process_noise_scale` is how many times as far as the attacker's own update the others'
-    may be from what is expected: more makes single rounds stand out from their neighbours, less adds up all of them.
+    `own` are examples like the others', `examples` of them for the drift of a round. `start` is W_0
+    where it is known. `released` are published means of W, by the rounds' shares: {60: 1.0} is W
+    before round 60. `noise` is the covariance of the veil over rounds where that is known and not
+    white, as a function of the seen rounds. `clip` is the length to which updates are clipped.
+    `process_noise_scale` is how many times as far as the attacker's own update the others' may be
+    from what is expected: more makes single rounds stand out from their neighbours, less adds up
+    all of them.
 
     >>> Knowledge(None).clip is None
     True
@@ -71,10 +74,11 @@ class Knowledge:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """A lane of a round as an attacker has it: what its clients were sent, and how many others are expected in it.
+    """A lane of a round: its broadcast, as far as an attacker knows it, and the expected number of
+    other clients.
 
-    `change` is what a client with the attacker's own examples changes there, the mean client, and `kept` what clipping
-    leaves of it.
+    `change` is what a client with the attacker's own examples changes there, the mean client, and
+    `kept` what clipping leaves of it.
 
     >>> import dbcl
     >>> Lane(dbcl.Server(nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round(), others=1.0).kept
@@ -88,7 +92,9 @@ class Lane:
 
 
 class Own(NamedTuple):
-    """What one of the attackers received in a round and answered; nothing where it was only shown the round."""
+    """Broadcast and answer of one attacker in a round; the answer is empty if it only observed the
+    round.
+    """
 
     broadcast: Broadcast
     tensors: Mapping[str, Tensor]
@@ -96,7 +102,7 @@ class Own(NamedTuple):
 
 
 class Trajectory:
-    """What an attacker knows of all rounds together, alone or with allies.
+    """Model of all rounds together, by one attacker or with allies.
 
     >>> from dbcl_audit.examples import example_run
     >>> played = example_run("veil", rounds=4, model="dlg-lenet")
@@ -123,7 +129,7 @@ class Trajectory:
         self.scales = {name: known_scales(view, self.setting.veil) for name, view in self.views.items()}
 
     def knowing(self, knowledge: Knowledge) -> "Trajectory":
-        """The same rounds for an attacker that knows more or looks otherwise; estimates of what was sent are shared."""
+        """Return the trajectory for other knowledge; estimates of the broadcasts are shared."""
         other = Trajectory(self.transcript, knowledge, allies=self.pooled[1:], step=self.step)
         other.lanes, other._own = self.lanes, self._own
         return other
@@ -143,7 +149,7 @@ class Trajectory:
 
     @cached_property
     def steps(self) -> int:
-        """How many steps a client takes in a round: as the attacker, with as many examples."""
+        """Local steps of a client with as many examples as the attacker."""
         training = self.setting.local
         if training.steps is not None:
             return training.steps
@@ -151,18 +157,22 @@ class Trajectory:
 
     @cached_property
     def examples(self) -> int:
-        """Number of a client's examples: as many as the attacker has; one batch where it trains on none."""
+        """Number of a client's examples: as many as the attacker has; one batch where it trains on
+        none.
+        """
         counts = [own.examples for present in self.received for own in present if own.examples]
         return int(np.median(counts or [self.setting.local.batch_size]))
 
     @property
     def entries(self) -> float:
-        """Expected number of steps of a round that use an example, weighted by its share in their batches."""
+        """Expected number of steps of a round that use an example, weighted by its share in their
+        batches.
+        """
         return self.steps / self.examples
 
     @cached_property
     def lanes(self) -> list[list[Lane]]:
-        """For each seen round the lanes that others are in, with what the mean client changes in each."""
+        """Lanes of the other clients in each observed round, with the mean client's change."""
         found = []
         for index in range(len(self.rounds)):
             held = {own.broadcast.plan.digest: own.broadcast for own in self.received[index]}
@@ -180,7 +190,9 @@ class Trajectory:
         return found
 
     def _estimated(self, plan: RoundPlan, own: Broadcast, index: int) -> Broadcast:
-        """What clients of another lane were sent: W as all rounds show it, corrected by what this one shows."""
+        """Estimate the broadcast of another lane: W from all rounds, corrected by this round's
+        observation.
+        """
         tensors = dict(own.tensors)
         for name, sketch in plan.sketches.items():
             view, guess = self.views[name], self._weights[name][index]
@@ -191,7 +203,9 @@ class Trajectory:
 
     @cached_property
     def _weights(self) -> dict[str, list[Tensor]]:
-        """W before each seen round, as a smoother without drift expects it, of every sketched tensor."""
+        """Expected W before each observed round, by a smoother without drift, of every sketched
+        tensor.
+        """
         found = {}
         for name, view in self.views.items():
             if view.sketched:
@@ -205,7 +219,8 @@ class Trajectory:
         return self.scales[name].veil if noise is None else torch.from_numpy(noise(self.rounds))
 
     def _mean_client(self, broadcast: Broadcast) -> dict[str, Tensor]:
-        """Update of a client that takes as many steps as others, each on many of the attacker's examples.
+        """Update of a client that takes as many steps as others, each on many of the attacker's
+        examples.
 
         Where that training diverges, nothing is expected of the others: the update is 0.
         """
@@ -223,14 +238,14 @@ class Trajectory:
         return change
 
     def _kept(self, change: Mapping[str, Tensor]) -> float:
-        """What clipping leaves of an update."""
+        """Factor by which clipping scales an update."""
         clip = self.knowledge.clip
         length = sum(float(tensor.square().sum()) for tensor in change.values()) ** 0.5
         return 1.0 if clip is None or length <= clip else clip / length
 
     @cached_property
     def drift(self) -> dict[str, list[Tensor]]:
-        """For each tensor and seen round the expected sum of the others' updates, over W's columns."""
+        """Expected sum of the others' updates in each observed round, by tensor, over W's columns."""
         found: dict[str, list[Tensor]] = {name: [] for name in self.views}
         for index, lanes in enumerate(self.lanes):
             parts = [(lane.broadcast.plan, lane.others, lane.change) for lane in lanes]
@@ -239,7 +254,9 @@ class Trajectory:
         return found
 
     def over_columns(self, name: str, parts: Sequence[tuple[RoundPlan, float, Mapping[str, Tensor]]]) -> Tensor:
-        """The round's change of W by clients of several lanes: the sum of count / cohort times the lifted change."""
+        """Return a round's change of W by clients of several lanes: the sum of count / cohort times
+        the lifted change.
+        """
         view = self.views[name]
         total = torch.zeros(len(view.seen[0]), view.dim)
         for plan, count, change in parts:
@@ -250,7 +267,7 @@ class Trajectory:
 
     @cached_property
     def _own(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """For each tensor the attacker's own update and that of the mean client, for all seen rounds it answered."""
+        """The attacker's own update and the mean client's in each answered round, by tensor."""
         found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self.views}
         for index in self.answered:
             own = next(own for own in self.received[index] if own.examples)
@@ -265,28 +282,29 @@ class Trajectory:
 
     @cached_property
     def answered(self) -> list[int]:
-        """Which of the seen rounds the attacker answered."""
+        """Indices of the observed rounds that the attacker answered."""
         return [index for index, present in enumerate(self.received) if any(own.examples for own in present)]
 
     @cached_property
     def share(self) -> dict[str, Array]:
-        """For each tensor and seen round what share of the drift clients really do.
+        """Share of the drift in real updates, by tensor and observed round.
 
-        They learn their own examples by heart, and then change less than strangers to them would. How much is left the
-        attacker sees by itself: <own, mean client> / |mean client|^2, smoothed over rounds. It is 1 but for what is
-        beyond the error of that.
+        They learn their own examples by heart, and then change less than strangers to them would.
+        How much is left the attacker sees by itself: <own, mean client> / |mean client|^2, smoothed
+        over rounds. It is 1 but for what is beyond the error of that.
         """
         found = {}
         for name, pairs in self._own.items():
             shares = [float((own * mean).sum() / (mean.square().sum() + 1e-30)) for own, mean in pairs]
             mean, square = self._over_rounds(shares), self._over_rounds([share**2 for share in shares])
-            error = np.maximum(square - mean**2, 0) / min(SMOOTH, len(shares))
+            error = np.maximum(square - mean**2, 0) / min(ROUNDS_PER_AVERAGE, len(shares))
             found[name] = 1 + (mean - 1) * np.maximum(0, 1 - error / np.maximum((mean - 1) ** 2, 1e-12))
         return found
 
     @cached_property
     def spread(self) -> dict[str, Array]:
-        """For each tensor the standard deviation of an entry of the others' summed update beyond the drift, by round.
+        """Standard deviation of an entry of the others' summed update beyond the drift, by tensor
+        and round.
 
         One client's differs from what is expected as much as the attacker's own does.
         """
@@ -300,22 +318,22 @@ class Trajectory:
         return found
 
     def _over_rounds(self, values: Sequence[float]) -> Array:
-        """A running mean of what is known of the rounds that the attacker answered, for all that it saw."""
+        """Extend values of the answered rounds to all observed rounds, by a running mean."""
         every = np.interp(np.arange(len(self.rounds)), self.answered, values)
-        kernel = np.ones(min(SMOOTH, len(every)))
+        kernel = np.ones(min(ROUNDS_PER_AVERAGE, len(every)))
         return np.convolve(every, kernel, mode="same") / np.convolve(np.ones(len(every)), kernel, mode="same")
 
     @cached_property
     def posteriors(self) -> dict[str, Posterior]:
-        """What all rounds say of each tensor."""
+        """Posterior of each tensor given all rounds."""
         found = {}
         for name in self.views:
-            found[name] = self.world(name).solve()
+            found[name] = self.model_of(name).solve()
             self.step()
         return found
 
-    def world(self, name: str) -> StateSpaceModel:
-        """The attacker's model of one tensor."""
+    def model_of(self, name: str) -> StateSpaceModel:
+        """Return the attacker's model of one tensor."""
         view, known = self.views[name], self.knowledge
         start = None if known.start is None else view.matrix(known.start[name])
         more = [Observation(dict(shares), view.matrix(weights[name])) for shares, weights in known.released]
@@ -330,26 +348,32 @@ class Trajectory:
         )
 
     def information(self, name: str) -> Array:
-        """How much the seen rounds but the last show of a tensor's updates, by entry: the covariance of its pulls."""
+        """Fisher information of the observed rounds but the last about an entry of a tensor's
+        updates.
+        """
         world = self.posteriors[name].world
         places = [int(np.flatnonzero(world.ticks == round)[0]) for round in self.rounds[:-1]]
         found: Array = world.information[np.ix_(places, places)]
         return found
 
     def changes(self) -> dict[str, list[Tensor]]:
-        """For each tensor the expected change of W by the others from each seen round to the next."""
+        """Expected change of W by the others from each observed round to the next, by tensor."""
         return {name: posterior.changes() for name, posterior in self.posteriors.items()}
 
     def example_slopes(self, index: int, lane: Lane, examples: Examples) -> Array:
-        """How much likelier all rounds are by what each example adds in one lane of a seen round: <d(x), pull>.
+        """Return the derivative of the log-likelihood by each example's update in one lane of a
+        round: <d(x), influence>.
 
-        A client's step on an example moves V by -lr dL/dV, and W by 1 / cohort of that. Of the rounds that were missed
-        after this one the attacker does not know the sketches: it takes their mean, which is no sketch.
+        A client's step on an example moves V by -lr dL/dV, and W by 1 / cohort of that. Of the
+        rounds that were missed after this one the attacker does not know the sketches: it takes
+        their mean, which is no sketch.
         """
         return -self.rate(index, lane) * self._slopes(lane, self._along(index, lane), examples)
 
     def weighted_change(self, index: int, lane: Lane, examples: Examples, weights: Array) -> dict[str, Tensor]:
-        """How W changes, over its columns, by a step of a client of a lane on the weighted sum of examples' losses."""
+        """Return the change of W, over its columns, by a client's step on the weighted sum of
+        examples' losses.
+        """
         model = loaded(self.template, self.middle(lane))
         names = [name for name in self.views if name in dict(model.named_parameters())]
         batch = examples.take(np.arange(len(examples)))
@@ -364,11 +388,13 @@ class Trajectory:
         return found
 
     def rate(self, index: int, lane: Lane) -> float:
-        """By how many of its gradients an example moves W in one step of its client."""
+        """Factor of an example's gradient in one step of its client."""
         return self.setting.local.rate(self.rounds[index]) * lane.kept / self.cohort
 
     def _along(self, index: int, lane: Lane) -> dict[str, Tensor]:
-        """The direction of the effective weights V D R^T along which a client's steps are looked for."""
+        """Return the direction of the effective weights V D R^T that matches the influence of a
+        round.
+        """
         found = {}
         for name, posterior in self.posteriors.items():
             influence, missed = posterior.influence(index)
@@ -377,17 +403,19 @@ class Trajectory:
         return found
 
     def middle(self, lane: Lane) -> dict[str, Tensor]:
-        """The weights that a client of a lane computes with halfway through its steps."""
+        """Return the effective weights of a client of a lane halfway through its steps."""
         change, sent = lane.change, lane.broadcast.tensors
         moved = {name: V + change[name] / 2 if name in change else V for name, V in sent.items()}
         return effective(Broadcast(lane.broadcast.plan, moved, lane.broadcast.veil))
 
     def losses(self, lane: Lane, examples: Examples) -> Array:
-        """Each example's loss by what the clients of a lane were sent."""
+        """Return each example's loss at a lane's broadcast."""
         return example_losses(loaded(self.template, effective(lane.broadcast)), examples, self.knowledge.objective)
 
     def _slopes(self, lane: Lane, along: Mapping[str, Tensor], examples: Examples) -> Array:
-        """The derivative of each example's loss along a direction, halfway through a client's steps."""
+        """Return the derivative of each example's loss along a direction, halfway through a
+        client's steps.
+        """
         weights = self.middle(lane)
         shapes = {part.name: part.layout for part in lane.broadcast.plan.tensors if part.sketched}
         directions = {
@@ -408,7 +436,8 @@ class Trajectory:
 
 
 def effective(broadcast: Broadcast) -> dict[str, Tensor]:
-    """The weights that a client's model computes with: V D R^T of what is sketched, and the rest as it is.
+    """Return the effective weights of a client's model: V D R^T of sketched tensors, and the others
+    unchanged.
 
     >>> import dbcl
     >>> broadcast = dbcl.Server(nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
@@ -425,7 +454,7 @@ def effective(broadcast: Broadcast) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def loaded(template: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """The template with these weights, in place.
+    """Load weights into the template, in place.
 
     >>> loaded(nn.Linear(1, 1), {"bias": torch.ones(1), "weight": torch.zeros(1, 1)})(torch.ones(1)).item()
     1.0
@@ -438,7 +467,7 @@ def loaded(template: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
 
 @torch.no_grad()
 def example_losses(model: nn.Module, examples: Examples, objective: Objective) -> Array:
-    """Loss of each example by itself; of a model that diverged, a large number.
+    """Return the loss of each example; of a diverged model, `DIVERGED_LOSS`.
 
     >>> from dbcl.data import examples_of
     >>> examples = examples_of((torch.tensor([[9.0, 0.0], [0.0, 0.0]]), torch.tensor([0, 1])))
@@ -448,16 +477,18 @@ def example_losses(model: nn.Module, examples: Examples, objective: Objective) -
     training = model.training
     model.eval()
     found = []
-    for start in range(0, len(examples), TOGETHER):
-        batch = examples.take(np.arange(start, min(start + TOGETHER, len(examples))))
+    for start in range(0, len(examples), EXAMPLES_PER_PASS):
+        batch = examples.take(np.arange(start, min(start + EXAMPLES_PER_PASS, len(examples))))
         outputs = call(model, batch.inputs)
-        found.append(each_loss(outputs, batch.targets, objective).double().nan_to_num(LARGEST, LARGEST).numpy())
+        found.append(
+            each_loss(outputs, batch.targets, objective).double().nan_to_num(DIVERGED_LOSS, DIVERGED_LOSS).numpy()
+        )
     model.train(training)
     return np.concatenate(found)
 
 
 def each_loss(outputs: Tree, targets: Tree, objective: Objective) -> Tensor:
-    """The loss of each example of a batch.
+    """Return the loss of each example of a batch.
 
     >>> each_loss(torch.zeros(2, 4), torch.tensor([0, 1]), CLASSIFICATION)
     tensor([1.3863, 1.3863])
@@ -474,5 +505,5 @@ def each_loss(outputs: Tree, targets: Tree, objective: Objective) -> Tensor:
 
 
 def train_on(model: nn.Module, examples: Examples, training: LocalTraining, round: int, objective: Objective) -> None:
-    """Train a model in place as a client does, with randomness that is nobody's secret."""
+    """Train a model in place as a client does, with public randomness."""
     training.train(model, examples, seed=bytes(seeds.SEED_BYTES), round=round, client=0, loss=objective.loss)

@@ -1,11 +1,12 @@
-"""The victim's images by maximum likelihood over all rounds, where it trains on the same ones in every round.
+"""Recovery of images on which the victim trains in every round, by maximum likelihood over all
+rounds.
 
 Reads: client-0 and its allies; server, for the victim's plan.
 
 Such images x are the parameters of one regression over all that the attacker saw. In round t it saw
-V_t = W_t R_t + tau Z_t, and W_t = W_0 + S_t(x): its own updates are known, and the victim's follow from x by the
-gradients of the loss at the model that the victim was sent. W_0 is integrated out, and noise averages
-out over the rounds.
+V_t = W_t R_t + tau Z_t, and W_t = W_0 + S_t(x): its own updates are known, and the victim's follow
+from x by the gradients of the loss at the model that the victim was sent. W_0 is integrated out,
+and noise averages out over the rounds.
 """
 
 import math
@@ -39,20 +40,23 @@ from dbcl_audit.simulated_run import VICTIM, SimulatedRun
 Array = NDArray[np.float64]
 OnStep = Callable[[], None]
 Limit = float | None
-PARTS = 3
-"""A simulated victim is believed to have been sent what follows from its images so far, so many times."""
+FIT_STAGES = 3
+"""A simulated victim is believed to have been sent what follows from its images so far, so many
+times.
+"""
 SIZE_KNOWN = 0.02
 """How far the logarithm of an image's size may be off while it is fitted."""
 
 
 @dataclass(frozen=True)
 class TrajectoryMatching:
-    """How images are fitted to a trajectory: by L-BFGS with bounds, in `steps` steps.
+    """Settings of fitting images to a trajectory by L-BFGS with bounds, in `steps` steps.
 
-    `starts` points are tried for `trial` steps each, and the likeliest goes on. The prior is Laplacian: `tv` times the
-    sum of the differences of neighbouring pixels, in a range from 0 to 1, is added to -log p; where the victim is
-    simulated it is `simulated_tv`. There the `candidates` that the output layer's bias makes likeliest are tried, if
-    labels are unknown, and `local_steps` is how many steps of SGD on all its images the victim takes in a round.
+    `starts` points are tried for `trial` steps each, and the likeliest goes on. The prior is
+    Laplacian: `tv` times the sum of the differences of neighbouring pixels, in a range from 0 to 1,
+    is added to -log p; where the victim is simulated it is `simulated_tv`. There the `candidates`
+    that the output layer's bias makes likeliest are tried, if labels are unknown, and `local_steps`
+    is how many steps of SGD on all its images the victim takes in a round.
 
     >>> TrajectoryMatching(steps=40).tv
     6.0
@@ -76,7 +80,7 @@ class TrajectoryMatching:
 
 
 class VictimsTrajectory(NamedTuple):
-    """What a fit takes from a rehearsal: what the attacker saw, and the plans that the victim was sent."""
+    """Input of a fit: the attacker's observations, and the plans of the victim's broadcasts."""
 
     template: nn.Module
     setting: Setting
@@ -88,7 +92,7 @@ class VictimsTrajectory(NamedTuple):
 
 
 def trajectory_of(simulated: SimulatedRun, dataset: Dataset) -> VictimsTrajectory:
-    """What the attacker of a rehearsal of two parties, or of its colluders and one more, fits images to."""
+    """Return the input of a fit from a simulated run of two parties, or of colluders and one more."""
     attackers = simulated.colluders or (0,)
     setting = simulated.attacker.setting
     if setting.cohort != len(attackers) + 1:
@@ -114,11 +118,13 @@ def fit_images(
     seed: int = 0,
     on_step: OnStep = lambda: None,
 ) -> Recovered:
-    """The `count` images that make what the attacker saw likeliest; `on_step` is called after every step.
+    """Find the `count` images that maximise the likelihood of the observations; `on_step` is called
+    after every step.
 
-    One image behind a dense first layer follows from that layer alone (trajectory_first_layer.py). Several would be
-    known only up to mixtures of them: there, and behind other layers, the victim is simulated (trajectory_victim.py),
-    with `labels` where they are known. `start` is W_0, where that is known.
+    One image behind a dense first layer follows from that layer alone (trajectory_first_layer.py).
+    Several would be known only up to mixtures of them: there, and behind other layers, the victim
+    is simulated (trajectory_victim.py), with `labels` where they are known. `start` is W_0, where
+    that is known.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl import data
@@ -136,7 +142,7 @@ def fit_images(
 
 
 class _Point(NamedTuple):
-    """Where a fit stands: -log p with the prior, the images, their labels, and all else that is fitted."""
+    """State of a fit: -log p with the prior, the images, their labels, and all other variables."""
 
     value: float
     images: Tensor  # (count, *shape)
@@ -145,7 +151,7 @@ class _Point(NamedTuple):
 
 
 class _Fit:
-    """A fit of images and of some more numbers, by L-BFGS with bounds: what both kinds share."""
+    """Base of both fits: images and further variables, by L-BFGS with bounds."""
 
     def __init__(self, trajectory: VictimsTrajectory, settings: TrajectoryMatching, on_step: OnStep) -> None:
         self.trajectory, self.settings, self.on_step = trajectory, settings, on_step
@@ -153,13 +159,15 @@ class _Fit:
         self.output_bias = names[-1] if names else None
 
     def label_scores(self, sizes: Tensor, likelihood: TensorLikelihood) -> Tensor:  # (rounds,) -> (classes,)
-        """How fast -log p falls where the output layer's bias grows for a class, by the size of each round's errors."""
+        """Return the slope of -log p by the output layer's bias of each class, weighted by the size
+        of each round's deltas.
+        """
         return (sizes[:, None] * likelihood.at_zero[:, 0].double()).sum(dim=0)
 
     def minimized(
         self, objective: Callable[[Tensor, Tensor], Tensor], point: _Point, bounds: tuple[Limit, Limit], steps: int
     ) -> _Point:
-        """Steps of L-BFGS from a point; `bounds` are those of the rest."""
+        """Run L-BFGS from a point; `bounds` are those of the other variables."""
         shape, inside = point.images.shape, point.images.numel()
 
         def of_values(values: Array) -> tuple[float, Array]:
@@ -182,10 +190,12 @@ class _Fit:
 
 
 class _DenseFit(_Fit):
-    """Images from a dense first layer; the rest are the logarithms of the errors' sizes in every round.
+    """Fit by a dense first layer; the other variables are the logarithms of the deltas' sizes in
+    every round.
 
-    How bright an image is, the layer hardly says: a darker one with larger errors is as likely, and leaves the noise
-    more room within the box. So its size is held at that of the attacker's own images, until it is `stretched`.
+    The layer hardly determines brightness: a darker image with larger deltas is as likely, and
+    leaves the noise more room within the box. So its size is held at that of the attacker's own
+    images, until it is `stretched`.
     """
 
     def __init__(
@@ -206,7 +216,7 @@ class _DenseFit(_Fit):
         self.typical = _log_size(trajectory.own).mean()
 
     def best(self, count: int, labels: Tensor | None, generator: torch.Generator) -> _Point:
-        """The likeliest of several starts, taken further, stretched and fitted again."""
+        """Return the likeliest of several starts, after more steps, stretching and another fit."""
         size, unknown = self.typical.expand(count), torch.zeros(count, dtype=torch.long)
         tried = []
         for images in self._starts(count, self.settings.starts, generator):
@@ -221,7 +231,7 @@ class _DenseFit(_Fit):
         return best._replace(labels=guessed if labels is None else labels)
 
     def _starts(self, count: int, starts: int, generator: torch.Generator) -> list[Tensor]:
-        """The mean of the attacker's own images, then means of it and single ones, to tell several apart."""
+        """Return the mean of the attacker's own images, then means of it and single ones."""
         own, found = self.trajectory.own, list[Tensor]()
         mean = own.mean(dim=0, keepdim=True).repeat(count, *(1 for _ in self.trajectory.setting.shape))
         for number in range(starts):
@@ -243,7 +253,9 @@ class _DenseFit(_Fit):
         return self.minimized(objective, point, (-12.0, 3.0), steps)
 
     def _stretched(self, images: Tensor) -> Tensor:
-        """As bright as the box lets them be, apart from a tenth of the dark and a hundredth of the bright pixels."""
+        """Scale images to the box, except for a tenth of the dark and a hundredth of the bright
+        pixels.
+        """
         low, high = self.trajectory.box
         darkest, brightest = (images.flatten(1).quantile(part, dim=1) for part in (0.1, 0.99))
         times = torch.minimum(
@@ -253,7 +265,9 @@ class _DenseFit(_Fit):
 
 
 class _SimulatedFit(_Fit):
-    """Images by simulating the victim; the rest is the veil of what it was sent, where that is unknown."""
+    """Fit by simulating the victim; the other variables are the veil of its broadcasts, if that is
+    unknown.
+    """
 
     def __init__(
         self,
@@ -267,20 +281,24 @@ class _SimulatedFit(_Fit):
         self.victim = SimulatedVictim(template, setting, seen, plans, start=start, local_steps=settings.local_steps)
 
     def best(self, count: int, labels: Tensor | None, generator: torch.Generator) -> _Point:
-        """The likeliest labels by a few steps each; the steps with them in three parts, each with a better W."""
+        """Choose the likeliest labels by a few steps each; fit them in stages, each with a better
+        estimate of W.
+        """
         rest = np.zeros(sum(each.numel() for each in self.victim.noise().values()))
         asked = self._candidates(count) if labels is None else [labels]
         points = [_Point(math.inf, self._start(each, generator), each, rest) for each in asked]
         if len(points) > 1:
             points = [self._fitted(point, self.settings.trial) for point in points]
         best = min(points, key=lambda point: point.value)
-        for _ in range(PARTS):
-            best = self._fitted(best, -(-self.settings.steps // PARTS))
+        for _ in range(FIT_STAGES):
+            best = self._fitted(best, -(-self.settings.steps // FIT_STAGES))
             self.victim.believe(self.victim.changes(best.images, best.labels, self._noise(torch.from_numpy(best.rest))))
         return best
 
     def _start(self, labels: Tensor, generator: torch.Generator) -> Tensor:
-        """For each label the mean of the attacker's own images with it; of several, half of that and half of one."""
+        """Return the mean of the attacker's own images of each label; of several, mixed with a
+        single one.
+        """
         own, found = self.trajectory.own, list[Tensor]()
         for label in labels:
             alike = own[self.trajectory.own_labels == label]
@@ -290,7 +308,9 @@ class _SimulatedFit(_Fit):
         return torch.stack(found)
 
     def _candidates(self, count: int) -> list[Tensor]:
-        """The labels that the output layer's bias makes likeliest: for one image several, for more one choice."""
+        """Return the likeliest labels by the output layer's bias: several for one image, one choice
+        for more.
+        """
         if self.output_bias is None:
             raise AuditError("labels cannot be guessed without a bias of the output layer: give them")
         likelihood = self.victim.likelihoods[self.output_bias]
@@ -316,7 +336,8 @@ class _SimulatedFit(_Fit):
 
 
 def variation(images: Tensor, box: tuple[float, float]) -> Tensor:
-    """The sum of |x_ij - x_(i+1)j| + |x_ij - x_i(j+1)| of each image, with pixels from 0 to 1, smoothed at 0.
+    """Sum of |x_ij - x_(i+1)j| + |x_ij - x_i(j+1)| of each image, with pixels from 0 to 1, smoothed
+    at 0.
 
     >>> variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]), (0.0, 1.0)).round(decimals=2)
     tensor([2.])
@@ -328,7 +349,7 @@ def variation(images: Tensor, box: tuple[float, float]) -> Tensor:
 
 
 def _log_size(images: Tensor) -> Tensor:
-    """The logarithm of the root mean square of each image's pixels."""
+    """Logarithm of the root mean square of each image's pixels."""
     return images.flatten(1).square().mean(dim=1).clamp(min=1e-12).log() / 2
 
 
@@ -346,7 +367,8 @@ def trajectory_image_findings(
     tell: OnProgress = lambda text: None,
     step: OnStep = lambda: None,
 ) -> list[Finding]:
-    """Fit the victim's images in each of several rehearsals of two parties, in all rounds of which it has the same.
+    """Recover the victim's images in several simulated runs of two parties, where they are the same
+    in every round.
 
     `step` is called after every step of a fit.
 
@@ -360,7 +382,7 @@ def trajectory_image_findings(
     """
     results, victims, adversary = list[Recovered | str](), list[int](), simulated_runs[0].adversary
     for number, simulated in enumerate(simulated_runs):
-        tell(f"images, {adversary}'s seat, all rounds together: {number + 1} of {len(simulated_runs)}")
+        tell(f"images, {adversary}, all rounds together: {number + 1} of {len(simulated_runs)}")
         rows = simulated.script[0, VICTIM]
         victims += rows.tolist()
         try:
@@ -378,7 +400,9 @@ def trajectory_image_findings(
 
 
 def _paired(found: Recovered, truth: Tensor, span: image_quality.Span) -> list[Recovered | str]:
-    """Images that were found together one by one, in the order of the true ones that they are nearest to."""
+    """Images that were found together one by one, in the order of the true ones that they are
+    nearest to.
+    """
     ordered = image_quality.pair(found.images, truth, span)
     places = [next(n for n, each in enumerate(found.images) if torch.equal(each, image)) for image in ordered]
     share = found.seconds / len(places)

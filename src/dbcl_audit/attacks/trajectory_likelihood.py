@@ -1,4 +1,6 @@
-"""How likely a client's broadcasts are, given what another client did in every round. Reads: no transcript, views."""
+"""Likelihood of a client's broadcasts, given another client's changes in every round. Reads: tensor
+observations.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -16,15 +18,16 @@ Map = Callable[[Tensor], Tensor]
 
 
 class TensorLikelihood:
-    """How likely one tensor's broadcasts are, given how the victim changed the server's velocity in every round.
+    """Likelihood of one tensor's broadcasts, given the victim's change of the server's velocity in
+    every round.
 
     With y_t = V_t - S_t R_t = W_0 R_t + tau Z_t and W_0 ~ N(0, w^2) integrated out,
 
         -log p = 1/2 sum |y_t - W R_t|^2 / tau^2 + 1/2 |W|^2 / w^2 + constant,     W = b Lambda^-1,
         b = sum y_t R_t^T / tau^2,     Lambda = sum R_t R_t^T / tau^2 + I / w^2.
 
-    S_t is linear in the changes c, so this is a quadratic form with a gradient g(c) = g(0) + H c. Where W_0 is known it
-    is `start`, and nothing is integrated.
+    S_t is linear in the changes c, so this is a quadratic form with a gradient g(c) = g(0) + H c.
+    Where W_0 is known it is `start`, and nothing is integrated.
 
     >>> seen, own = tuple(torch.full((1, 1), float(t)).double() for t in range(3)), (torch.zeros(1, 1).double(),) * 3
     >>> view = TensorObservations("w", (0, 1, 2), (1,) * 3, (Identity(1),) * 3, seen, own)
@@ -62,18 +65,18 @@ class TensorLikelihood:
         self.moved, self.lifted = torch.stack(moved).to(self.dtype), kept.sum(dim=0).to(self.dtype)
 
     def weights(self, changes: Tensor) -> Tensor:  # (rounds - 1, rows, dim) -> (rounds, rows, dim)
-        """The expected W before every round, given the changes: W_0 as it follows from them, and what was added."""
+        """Return the expected W before every round, given the changes."""
         added, kept = self._added(changes)
         return self.moved + added + self.expected_start(self.lifted - kept.sum(dim=0))
 
     def __call__(self, changes: Tensor) -> tuple[float, Tensor]:  # (rounds - 1, rows, dim)
-        """-log p(changes) + log p(0), and its gradient: c (g(0) + g(c)) / 2 and g(c)."""
+        """Return -log p(changes) + log p(0), and its gradient: c (g(0) + g(c)) / 2 and g(c)."""
         slopes, flat = self._adjoint(self._added(changes)[1]), changes.flatten()
         value = float(flat @ self.at_zero.flatten()) + float(flat @ slopes.flatten()) / 2
         return value, slopes.add_(self.at_zero)
 
     def _added(self, changes: Tensor) -> tuple[Tensor, Tensor]:
-        """S_t of every round, and S_t R_t R_t^T."""
+        """Return S_t of every round, and S_t R_t R_t^T."""
         added = changes.new_zeros(len(changes) + 1, *changes.shape[1:])
         kept, velocity = torch.zeros_like(added), added[0]
         for t, change in enumerate(changes):
@@ -83,14 +86,16 @@ class TensorLikelihood:
         return added, kept
 
     def expected_start(self, total: Tensor) -> Tensor:
-        """W = b Lambda^-1, from the sum of all y_t R_t^T; 0 where W_0 is known."""
+        """Return W = b Lambda^-1, from the sum of all y_t R_t^T; 0 if W_0 is known."""
         if self.inverse is None:
             return torch.zeros_like(total)
         b = total * self.precision
         return b @ self.inverse.to(b) if isinstance(self.inverse, Tensor) else b * self.inverse
 
     def _adjoint(self, kept: Tensor) -> Tensor:
-        """From y_t R_t^T of all rounds to the sum of (y_t - W R_t) R_t^T / tau^2 over the rounds after a change."""
+        """Map y_t R_t^T of all rounds to the sum of (y_t - W R_t) R_t^T / tau^2 over the rounds
+        after a change.
+        """
         weights = self.expected_start(kept.sum(dim=0))
         out, total, entering = torch.empty_like(kept[1:]), torch.zeros_like(kept[0]), torch.zeros_like(kept[0])
         for t in range(len(out), 0, -1):
@@ -115,7 +120,7 @@ def _inverse(view: TensorObservations, precision: float, prior: float) -> Tensor
 
 
 def projection(sketch: Sketch, power: int = 0, scale: float = 1.0) -> Map:
-    """The map x -> scale x R D^power R^T, of rows.
+    """Return the map x -> scale x R D^power R^T, of rows.
 
     >>> from dbcl.sketch import CountSketch
     >>> sketch, x = CountSketch(4, 2, seed=bytes(32)), torch.arange(4.0)
@@ -133,7 +138,7 @@ def projection(sketch: Sketch, power: int = 0, scale: float = 1.0) -> Map:
     made: dict[torch.dtype, tuple[Tensor, Tensor, Tensor]] = {}
 
     def of_pairs(x: Tensor) -> Tensor:
-        """With two inputs in every bucket, R D^power R^T adds to each a multiple of its partner."""
+        """Apply the map for two inputs in every bucket: it adds to each a multiple of its partner."""
         if x.dtype not in made:
             tables = sketch.tables(x)
             one, other = tables.layers

@@ -1,14 +1,16 @@
-"""Whether the victim's batch had a property, from all rounds together.
+"""Property inference on the victim's batches, from all rounds together.
 
 Reads: client-N and its allies; server, for the victim's lane.
 
-In every round the attacker has gradients of its own examples, with the property and without, and knows how much noise
-is on what it sees of the victim's. The filter that tells the two means apart best is
+In every round the attacker has gradients of its own examples, with the property and without, and
+knows how much noise is on what it sees of the victim's. The filter that tells the two means apart
+best is
 
     w = (Sigma / batch + I)^-1 (mu_with - mu_without)
 
-in coordinates in which that noise is 1. It is computed from inner products of the examples alone. What is seen of one
-round is mixed with what its neighbours did, in a way that the attacker knows, so the scores are unmixed at last.
+in coordinates in which that noise is 1. It is computed from inner products of the examples alone.
+What is seen of one round is mixed with what its neighbours did, in a way that the attacker knows,
+so the scores are unmixed at last.
 """
 
 from collections.abc import Sequence
@@ -29,13 +31,14 @@ from dbcl_audit.findings import Curve, Finding, Measure
 from dbcl_audit.simulated_run import VICTIM, SimulatedRun
 
 RIDGE = 0.1
-"""Relative to the mean variance of the scores: how much of it is not the veil's."""
+"""Variance of the scores that is not due to the veil, relative to their mean variance."""
 
 
 def group_direction(
     trajectory: Trajectory, index: int, lane: Lane, examples: Examples, holds: NDArray[np.bool_], batch: int
 ) -> dict[str, Tensor]:
-    """The change of W to look for, if a client of a lane trains on a batch of examples of which `holds` is true.
+    """Return the direction in which a batch with the property moves W, for a client of a lane;
+    `holds` flags examples.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.attacks.trajectory import Knowledge
@@ -63,10 +66,12 @@ def group_direction(
 
 
 def unmixed_scores(trajectory: Trajectory, directions: Sequence[dict[str, Tensor]]) -> Array:
-    """How far the others went along the direction of each round: <d_t, pull_t>, unmixed over the rounds.
+    """Estimate the others' step along the direction of each round: <d_t, influence_t>, unmixed over
+    the rounds.
 
-    Since pull is K^-1 of what was seen, E <d_t, pull_t> = sum_s H_ts x_s for others that went x_s d_s, and its
-    covariance is H, with H_ts = J_ts <d_t, d_s>: so x = (H + ridge)^-1 s.
+    Since the influence is K^-1 of the observation, E <d_t, influence_t> = sum_s H_ts x_s for others
+    that went x_s d_s, and its covariance is H, with H_ts = J_ts <d_t, d_s>: so x = (H + ridge)^-1
+    s.
     """
     count = len(directions)
     mixing, scores = np.zeros((count, count)), np.zeros(count)
@@ -91,9 +96,10 @@ def trajectory_property_findings(
     *,
     seed: int = 0,
 ) -> list[Finding]:
-    """How well it is told whether the victim's batch had the property: the filter of every seen round but the last.
+    """Score the filter of every observed round but the last against the victim's batches.
 
-    `holds` says which of the attacker's own `examples` have it, and `truth` which of the victim's batches have.
+    `holds` says which of the attacker's own `examples` have it, and `truth` which of the victim's
+    batches have.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.attacks.trajectory import Knowledge

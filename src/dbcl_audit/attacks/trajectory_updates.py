@@ -1,8 +1,9 @@
-"""The others' updates from all rounds together, beside what the drift alone says. Reads: client-N and its allies.
+"""Estimates of the others' updates from all rounds together, beside the drift alone. Reads:
+client-N and its allies.
 
-The drift is what anybody with examples of the same kind would expect of the others. Only what an estimate has beyond it
-is about them, so every cosine stands beside that of the drift. Of sums over many rounds more is seen than of a single
-one: noise that is fresh in every round averages out.
+The drift is the expectation of anyone with similar examples. Only the part of an estimate beyond it
+is about the others, so that every cosine stands beside that of the drift. Sums over many rounds
+have larger cosines than single rounds: noise that is fresh in every round averages out.
 """
 
 from collections.abc import Sequence
@@ -19,12 +20,12 @@ from dbcl_audit.findings import Curve, Finding, Measure
 from dbcl_audit.numerics import cosine
 from dbcl_audit.scoring import true_change
 
-SUMS = (1, 5, 20, 60)
-"""Over so many rounds updates are added up."""
+SUM_LENGTHS = (1, 5, 20, 60)
+"""Numbers of rounds over which updates are added."""
 
 
 def trajectory_update_findings(trajectory: Trajectory, truth: Truth, adversary: str, note: str = "") -> list[Finding]:
-    """Cosines of the smoother with drift, of what it has beyond the drift, and of sums over rounds.
+    """Score the smoother with drift, its part beyond the drift, and sums over rounds, by cosines.
 
     The cosine that counts is that of the tensor in which the estimate is best beyond the drift.
 
@@ -52,14 +53,14 @@ def trajectory_update_findings(trajectory: Trajectory, truth: Truth, adversary: 
     }
     budget = {"rounds seen": rounds, "scored rounds": rounds - 1, "tensors": ", ".join(scored)}
     found = []
-    for length in SUMS:
+    for length in SUM_LENGTHS:
         if length >= rounds:
             continue
         own, drift = worst.sums(length)
         value, expected = float(np.median(own)), float(np.median(drift))
         low, high = (float(np.quantile(own, q)) for q in (0.025, 0.975))
         what = "" if length == 1 else f", sums of {length} rounds"
-        said = f"{worst.name}; the drift alone, which tells nothing of the others, has {expected:.2f}"
+        said = f"{worst.name}; the drift alone, which is independent of the others, has {expected:.2f}"
         found.append(
             Finding(
                 f"smoother with drift{what}", value=value, low=low, high=high, chance=max(expected, 0.0), budget=budget,
@@ -82,7 +83,7 @@ def trajectory_update_findings(trajectory: Trajectory, truth: Truth, adversary: 
 
 
 class _Cosines:
-    """How well the changes of one tensor were estimated, with and without what was expected of them."""
+    """Cosines of the estimated changes of one tensor, with and without the drift."""
 
     def __init__(self, trajectory: Trajectory, truth: Truth, name: str) -> None:
         view, count = trajectory.views[name], len(trajectory.rounds) - 1
@@ -94,7 +95,7 @@ class _Cosines:
 
     @property
     def left(self) -> list[float]:
-        """The cosine beyond the drift, by round."""
+        """Cosine beyond the drift, by round."""
         each = zip(self.found, self.true, self.drift, strict=True)
         return [cosine(found - drift, true - drift) for found, true, drift in each]
 
@@ -103,7 +104,7 @@ class _Cosines:
         return float(np.median(self.left))
 
     def sums(self, length: int) -> tuple[list[float], list[float]]:
-        """The cosines of sums over so many rounds: of the estimate, and of the drift."""
+        """Return the cosines of sums over `length` rounds: of the estimate, and of the drift."""
         starts = range(0, len(self.true) - length + 1, max(1, length // 4))
         pairs = [[_summed(each, start, length) for each in (self.found, self.drift, self.true)] for start in starts]
         return [cosine(found, true) for found, _, true in pairs], [cosine(drift, true) for _, drift, true in pairs]

@@ -1,4 +1,4 @@
-"""A victim with given images, as an attacker who saw all rounds simulates it. Reads: views and plans."""
+"""Simulation of a victim with given images over all rounds. Reads: tensor observations and plans."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,16 +16,18 @@ from dbcl_audit.estimators.smoother import known_scales
 
 Stacks = dict[str, Tensor]
 """For each tensor its values in all rounds."""
-NUMBERS = 1_000_000
-"""A hidden veil of more numbers is not estimated: it would take minutes an image."""
+MAX_HIDDEN_VALUES = 1_000_000
+"""Values of a hidden veil, above which it is not estimated: that would take minutes an image."""
 
 
 def likelihood_of(
     view: TensorObservations, setting: Setting, plans: Sequence[RoundPlan], start: Mapping[str, Tensor] | None = None
 ) -> TensorLikelihood:
-    """How likely a tensor's broadcasts are, given the only other client's summed gradients dL/dW_eff in every round.
+    """Return the likelihood of a tensor's broadcasts, given the other client's gradients dL/dW_eff
+    in every round.
 
-    `plans` are those that it was sent in all rounds but the last; `start` holds W_0 where it is known.
+    `plans` are those that it was sent in all rounds but the last; `start` holds W_0 where it is
+    known.
     """
     sketches = [plan.sketches.get(view.name) or Identity(view.dim) for plan in plans]
     maps = [projection(sketch, 1, -setting.local.lr / setting.cohort) for sketch in sketches]
@@ -33,13 +35,14 @@ def likelihood_of(
 
 
 class SimulatedVictim:
-    """The only other client of a run, which trains on the same images in every round.
+    """Simulation of the only other client of a run, which trains on the same images in every round.
 
-    Its gradients of all rounds are computed at once, at the effective weights V D R^T of what it was sent. In the
-    attacker's own lane that is what the attacker was sent. In another lane it is (W + N) R with an unknown N; W is as
-    the changes say that are believed at the time, and `hidden` names the tensors whose N R is estimated together with
-    the images, unless it has more than `NUMBERS`; then it is taken for 0. `plans` are the victim's,
-    of all rounds but the last.
+    Its gradients of all rounds are computed at once, at the effective weights V D R^T of what it
+    was sent. In the attacker's own lane that is what the attacker was sent. In another lane it is
+    (W + N) R with an unknown N; W is as the changes say that are believed at the time, and `hidden`
+    names the tensors whose N R is estimated together with the images, unless it has more than
+    `MAX_HIDDEN_VALUES`; then it is taken for 0. `plans` are the victim's, of all rounds but the
+    last.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class SimulatedVictim:
             for name, likelihood in self.likelihoods.items()
             if name in hidden
         )
-        self.hidden = hidden if numbers <= NUMBERS else []
+        self.hidden = hidden if numbers <= MAX_HIDDEN_VALUES else []
         self.model = template.to(self.dtype)
         self.of_rounds = torch.func.vmap(torch.func.grad(self._loss), in_dims=(0, None, None))
         self.believe({})
@@ -78,7 +81,7 @@ class SimulatedVictim:
         return cross_entropy(torch.func.functional_call(self.model, weights, (images,)), labels)
 
     def believe(self, changes: Mapping[str, Tensor]) -> None:
-        """Take the victim to have been sent what follows from W as these changes, or none, say that it was."""
+        """Recompute the broadcasts the victim would have received, given estimated weight changes."""
         self.sent = {}
         for name, view in self.seen.items():
             likelihood = self.likelihoods[name]
@@ -95,7 +98,7 @@ class SimulatedVictim:
             self.sent[name] = self._effective(name, _stack(guesses))
 
     def noise(self) -> Stacks:
-        """No veil, in units of its size, for each hidden tensor in the space of V."""
+        """Return zero noise for each hidden tensor, in the space of V."""
         found = {}
         for name in self.hidden:
             width = max(sketch.width for sketch in self.sketches[name])
@@ -103,12 +106,12 @@ class SimulatedVictim:
         return found
 
     def changes(self, images: Tensor, labels: Tensor, noise: Mapping[str, Tensor] | None = None) -> Stacks:
-        """The summed gradients of every round, as matrices over W's columns: what the likelihoods take."""
+        """Return the summed gradients of every round, as matrices over W's columns."""
         found = self._gradients(self.held(noise or {}), images.to(self.dtype), labels)
         return {name: self.matrices(name, found[name]) for name in self.likelihoods}
 
     def __call__(self, images: Tensor, labels: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
-        """-log p of the broadcasts given images and veil, up to a constant, for autograd."""
+        """Return -log p of the broadcasts given images and veil, up to a constant, for autograd."""
         found = self._gradients(self.held(noise), images.to(self.dtype), labels)
         value = torch.zeros((), dtype=torch.float64)
         for name, likelihood in self.likelihoods.items():
@@ -117,7 +120,7 @@ class SimulatedVictim:
         return value
 
     def held(self, noise: Mapping[str, Tensor]) -> Stacks:
-        """The effective weights of all rounds under a veil."""
+        """Return the effective weights of all rounds under a veil."""
         held = dict(self.sent)
         for name, each in noise.items():
             size = self.likelihoods[name].precision ** -0.5 * self.unknown[name].to(self.dtype)
@@ -125,7 +128,7 @@ class SimulatedVictim:
         return held
 
     def _gradients(self, held: Stacks, images: Tensor, labels: Tensor) -> Stacks:
-        """The sum of dL/dW_eff over the local steps, for all rounds."""
+        """Return the sum of dL/dW_eff over the local steps, for all rounds."""
         total: Stacks = self.of_rounds(held, images, labels)
         last = total
         for _ in range(self.local_steps - 1):
@@ -145,7 +148,7 @@ class SimulatedVictim:
         return self._shaped(name, torch.stack([sketch.expand(V[..., : sketch.width]) for sketch, V in pairs]))
 
     def matrices(self, name: str, stacked: Tensor) -> Tensor:
-        """A tensor of all rounds as matrices."""
+        """Reshape a tensor of all rounds to matrices."""
         layout = self.layouts.get(name)
         if layout is None or not layout.inputs:
             return stacked.reshape(len(stacked), -1, self.likelihoods[name].view.dim)
@@ -159,7 +162,7 @@ class SimulatedVictim:
 
 
 class _LogLikelihood(torch.autograd.Function):
-    """A tensor's -log p as a function of its changes, with the gradient that it comes with."""
+    """Tensor's -log p as a function of its changes, with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, changes: Tensor, likelihood: TensorLikelihood) -> Tensor:
@@ -173,12 +176,12 @@ class _LogLikelihood(torch.autograd.Function):
 
 
 def _stack(matrices: Sequence[Tensor]) -> Tensor:
-    """Matrices whose widths may differ from round to round, filled up with zeros."""
+    """Stack matrices of different widths, padded with zeros."""
     width = max(each.shape[-1] for each in matrices)
     return torch.stack([torch.nn.functional.pad(each, (0, width - each.shape[-1])) for each in matrices])
 
 
 def _shows(held: Sketch, asked: Sketch) -> bool:
-    """Whether what comes through one sketch can be told from what comes through another."""
+    """Return True if a sketch preserves the range of another."""
     probe = asked.lift(torch.linspace(1, 2, asked.width, dtype=torch.float64))
     return bool(torch.allclose(held.lift(held.apply(probe)), probe))

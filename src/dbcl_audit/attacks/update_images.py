@@ -1,7 +1,9 @@
-"""A client's few images, from one update of several local steps, by replaying its training.
+"""Recovery of a client's few images from one update of several local steps, by replaying its
+training.
 
-Reads no transcript: one client's update, which the server has without secure aggregation, and its broadcast. For a
-client with a dense first layer and many images `span.py` finds more; this attack is for any network and few images.
+Reads no transcript: one client's update, which the server has without secure aggregation, and its
+broadcast. For a client with a dense first layer and many images `span.py` finds more; this attack
+is for any network and few images.
 """
 
 from collections.abc import Sequence
@@ -41,8 +43,9 @@ def recover_from_update(
 ) -> Recovered:
     """Find the images whose replayed training changes the model as the update says.
 
-    All `settings` are tried, and that whose images come nearest is kept. With a `reader` the labels of two images
-    or more are what it reads; a single one is plain to see in the output layer's gradient.
+    All `settings` are tried, and that whose images come nearest is kept. With a `reader` the labels
+    of two images or more are what it reads; a single one is plain to see in the output layer's
+    gradient.
 
     >>> import numpy as np
     >>> from dbcl import Server, SketchConfig, make_update
@@ -74,7 +77,7 @@ def recover_from_update(
 
 
 def _misfit(model: nn.Module, target: dict[str, Tensor], steps: LocalSteps, found: Recovered) -> float:
-    """|g - g*|^2 of the replayed training, with each tensor in units of its own size."""
+    """Return |g - g*|^2 of the replayed training, with each tensor in units of its own size."""
     replayed = steps.mean_gradient(model, found.images, found.labels)
     parts = [
         (replayed[name].detach() - wanted).square().sum() / wanted.square().sum()
@@ -94,7 +97,8 @@ def update_image_findings(
     reader: LabelReader | None = None,
     tell: OnProgress = lambda text: None,
 ) -> list[Finding]:
-    """Recover clients' images from one update of each, by `recover_from_update`, and measure them over all images.
+    """Recover clients' images from one update of each, by `recover_from_update`, and measure them
+    over all images.
 
     `rows` of the updates are those of the dataset's training images.
 
@@ -113,7 +117,7 @@ def update_image_findings(
     box, results = image_quality.span(dataset), list[Recovered | str]()
     boxed = [replace(one, box=box) for one in settings]
     for number, each in enumerate(updates):
-        tell(f"images, server's seat, replaying local steps: {number + 1} of {len(updates)}")
+        tell(f"images, server, replaying local steps: {number + 1} of {len(updates)}")
         try:
             found = recover_from_update(template, each, dataset.shape, training, boxed, reader=reader, seed=number)
             results += _in_order(found, dataset.x_train[each.rows].double(), box)
@@ -130,7 +134,7 @@ def update_image_findings(
 
 
 def _in_order(found: Recovered, truth: Tensor, box: tuple[float, float]) -> list[Recovered]:
-    """What was recovered together as single images, in the order of the true ones that they are nearest to."""
+    """Split a recovered batch into single images, in the order of the nearest true ones."""
     paired = image_quality.pair(found.images, truth, box)
     order = [next(n for n, image in enumerate(found.images) if torch.equal(image, one)) for one in paired]
     return [

@@ -1,9 +1,10 @@
-"""The labels of a client's shard, and how many it has of each, from one update of several local steps.
+"""Inference of the label counts of a client's shard from one update of several local steps.
 
-Reads no transcript: one client's update, which the server has without secure aggregation, and its broadcast. The bias
-of the output layer changes by -lr times the sum over steps of mean(p_c) - n_c / batch. The probabilities p move with
-every step, so the server plays the client: it trains the model that it sent on shards of its own examples with known
-counts, and learns from these updates to read the counts of others.
+Reads no transcript: one client's update, which the server has without secure aggregation, and its
+broadcast. The bias of the output layer changes by -lr times the sum over steps of mean(p_c) - n_c /
+batch. The probabilities p move with every step, so the server plays the client: it trains the model
+that it sent on shards of its own examples with known counts, and learns from these updates to read
+the counts of others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ Counts = NDArray[np.int64]
 
 
 class Answered(NamedTuple):
-    """What a client was sent and what it answered; and, for measuring alone, which examples it trained on."""
+    """Broadcast and update of a client; `rows` are its examples, for measuring only."""
 
     broadcast: Broadcast
     tensors: Mapping[str, Tensor]
@@ -40,11 +41,12 @@ class Answered(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LabelReader:
-    """Reads label counts from updates, by a regression over `simulations` updates of the server's own.
+    """Regression of label counts on updates, trained on `simulations` updates of the server's own.
 
-    `own` are examples of the server's, with their labels. Half of the simulations are of shards whose shares of labels
-    are spread evenly over all shares (Dirichlet 1); the others are near the first estimate. The regression sees the
-    change of the output layer and, for a dense first layer, how much of each class lies in the span of its change.
+    `own` are examples of the server's, with their labels. Half of the simulations are of shards
+    whose shares of labels are spread evenly over all shares (Dirichlet 1); the others are near the
+    first estimate. The regression sees the change of the output layer and, for a dense first layer,
+    how much of each class lies in the span of its change.
 
     >>> from dbcl import Server, SketchConfig
     >>> x, y = torch.eye(3).repeat(8, 1), torch.arange(3).repeat(8)
@@ -74,9 +76,9 @@ class LabelReader:
             )
 
     def counts(self, broadcast: Broadcast, tensors: Mapping[str, Tensor], examples: int) -> Counts:
-        """How many of a client's `examples` have each label, from the update `tensors` that it answered."""
+        """Return how many of a client's `examples` have each label, from its update `tensors`."""
         if not _finite(tensors):
-            raise ConfigError("the update holds numbers that are not finite, and no label can be read from it")
+            raise ConfigError("the update holds values that are not finite, and no label can be read from it")
         rng = np.random.default_rng(self.seed)
         look = _Look.from_broadcast(broadcast, self.own)
         seen = look.features(tensors)
@@ -95,7 +97,7 @@ class LabelReader:
         return _whole(_regressed(simulated, known, seen), examples)
 
     def _update(self, broadcast: Broadcast, rows: NDArray[np.int64], rng: np.random.Generator) -> dict[str, Tensor]:
-        """What a client with these examples of the server's would answer."""
+        """Return the update of a client with these examples of the server's."""
         local = blinded(self.template, broadcast)
         examples = tuple(part[rows] for part in self.own)
         self.training.train(local, examples, seed=rng.bytes(32), round=broadcast.round, client=0)
@@ -103,10 +105,12 @@ class LabelReader:
 
 
 class ClassEnergies:
-    """How much of each class lies in the row space of an update: the mean of |P c|^2 / |c|^2 over its examples.
+    """Energy of each class in the row space of an update: the mean of |P c|^2 / |c|^2 over its
+    examples.
 
-    P projects onto the row space, in the metric of `span_scores`. Each example that a client has adds one direction to
-    that space, however little it changed the model, and examples of its class lie nearer to it than others.
+    P projects onto the row space, in the metric of `span_scores`. Each example that a client has
+    adds one direction to that space, however little it changed the model, and examples of its class
+    lie nearer to it than others.
 
     >>> from dbcl import Server, SketchConfig
     >>> broadcast = Server(nn.Linear(4, 8), SketchConfig(sketch="identity-v1")).open_round()
@@ -129,7 +133,7 @@ class ClassEnergies:
         self.c = np.split(c, np.cumsum([len(each) for each in examples])[:-1])
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> Array:
-        """The energy of each class in an update; zeros where its first layer did not change."""
+        """Return the energy of each class in an update; zeros if its first layer did not change."""
         change = first_layer_change(self.broadcast, tensors, self.shape)
         assert change is not None
         if not change.bias.any():
@@ -143,7 +147,7 @@ class ClassEnergies:
 
 @dataclass(frozen=True, eq=False)
 class _Look:
-    """What is looked at in an update, and which of the server's examples of each class shards are drawn from."""
+    """Features of an update, and the server's examples of each class from which shards are drawn."""
 
     output: Sequence[str]
     energies: ClassEnergies | None
@@ -169,20 +173,24 @@ class _Look:
         return len(self.pools)
 
     def shard(self, counts: Counts, rng: np.random.Generator) -> NDArray[np.int64]:
-        """So many examples of each class; of a class with too few some twice, of one with none those of others."""
+        """Draw `counts` examples of each class, with repetition if there are too few; of an empty
+        class, those of others.
+        """
         every = np.concatenate(self.pools)
         pools = [pool if len(pool) else every for pool in self.pools]
         drawn = [rng.choice(p, c, replace=len(p) < c) for p, c in zip(pools, counts, strict=True)]
         return np.concatenate(drawn)
 
     def features(self, tensors: Mapping[str, Tensor]) -> list[Array]:
-        """Groups of features, each of which counts as much as the others."""
+        """Return groups of features of equal weight."""
         groups = [tensors[name].detach().cpu().double().flatten().numpy() for name in self.output]
         return groups if self.energies is None else [*groups, self.energies(tensors)]
 
 
 def _regressed(simulated: Sequence[Sequence[Array]], known: Sequence[Counts], seen: Sequence[Array]) -> Array:
-    """The counts of what was seen, by ridge regression with the penalty that does best on each simulation left out."""
+    """Predict the counts of an update by ridge regression, with the penalty of the best
+    leave-one-out error.
+    """
     if len(simulated) < 2:
         raise ConfigError(f"{len(simulated)} of the server's simulations did not diverge, and 2 are needed; lower lr")
     rows, wanted = [], []
@@ -205,7 +213,7 @@ def _finite(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _whole(estimate: Array, examples: int) -> Counts:
-    """The whole numbers from 0 on with the sum `examples` that are nearest: one example after another."""
+    """Round an estimate to the nearest counts with the sum `examples`."""
     counts = np.zeros(len(estimate), dtype=np.int64)
     for _ in range(examples):
         counts[int(np.argmax(estimate - counts))] += 1
@@ -213,7 +221,8 @@ def _whole(estimate: Array, examples: int) -> Counts:
 
 
 def named_correctly(guessed: Counts, true: Counts) -> float:
-    """The share of examples whose labels a guess names, in whatever order: sum of min(guessed, true) / examples.
+    """Share of examples whose labels a guess names, in any order: sum of min(guessed, true) /
+    examples.
 
     >>> named_correctly(np.array([2, 2, 0]), np.array([1, 2, 1]))
     0.75
@@ -222,10 +231,10 @@ def named_correctly(guessed: Counts, true: Counts) -> float:
 
 
 def update_label_findings(updates: Sequence[Answered], labels: Tensor, reader: LabelReader) -> list[Finding]:
-    """How well the server names how many examples of each label a client has, from one update of each client.
+    """Infer the label counts of clients as the server, from one update of each.
 
-    `labels` are those of all examples. Counts are compared by `named_correctly`, and guessing is to name every label
-    equally often.
+    `labels` are those of all examples. Counts are compared by `named_correctly`, and guessing is to
+    name every label equally often.
 
     >>> from dbcl import Server, SketchConfig
     >>> x, y = torch.eye(3).repeat(8, 1), torch.arange(3).repeat(8)

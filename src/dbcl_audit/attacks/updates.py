@@ -1,4 +1,6 @@
-"""Estimates of the others' updates, by every estimator. Reads: client-N, simulated or in the run itself."""
+"""Estimates of the others' updates, by every estimator. Reads: client-N, simulated or in the run
+itself.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +21,9 @@ from dbcl_audit.findings import Curve, Finding, Measure
 from dbcl_audit.scoring import Scores, score
 
 MIN_ENTRIES_FOR_COSINE = 8
-"""Smallest number of entries of a tensor that is scored by its cosine: in few dimensions chance cosines are large."""
+"""Smallest number of entries of a tensor that is scored by its cosine: in few dimensions chance
+cosines are large.
+"""
 
 ESTIMATORS: dict[str, tuple[str, Callable[[TensorObservations, float], list[Tensor]]]] = {
     "option I": ("naive", lambda view, veil: option_1(view)),
@@ -32,7 +36,9 @@ ESTIMATORS: dict[str, tuple[str, Callable[[TensorObservations, float], list[Tens
     ),
     "shaped smoother": ("adaptive", lambda view, veil: shaped_smoother(view, known_scales(view, veil))),
 }
-"""By name the kind of attacker that uses it, and the estimator: a function of observations and the veil's size."""
+"""By name the kind of attacker that uses it, and the estimator: a function of observations and the
+veil's size.
+"""
 
 
 def estimates(
@@ -69,7 +75,8 @@ def update_findings(
     min_lag: int = MIN_LAG,
     allies: Sequence[Transcript] = (),
 ) -> list[Finding]:
-    """Score estimates of the others' updates: the median cosine over the rounds, of the worst tensor.
+    """Score estimates of the others' updates: the median cosine over the rounds, of the worst
+    tensor.
 
     Sketched and unprotected tensors have separate findings: unprotected tensors need no attack.
 
@@ -98,8 +105,9 @@ def update_findings(
         curves = tuple(Curve(t, tuple(map(float, s.lags)), s.cosines) for t, s in scores.items() if t in sketched)
         findings.append(
             Finding(
-                name, adversary, attacker, "update", Measure.COSINE, scores[worst].median_cosine(min_lag), low, high, 0.0,
-                budget, note=note, curves=curves, axes=("rounds seen after it", "cosine with the update"),
+                name, adversary, attacker, "update", Measure.COSINE, scores[worst].median_cosine(min_lag),
+                low, high, 0.0, budget, note=note, curves=curves,
+                axes=("rounds seen after it", "cosine with the update"),
             )
         )  # fmt: skip
         error = scores[worst].median_error(min_lag)
@@ -155,7 +163,8 @@ def recording_steps(context: AuditContext) -> int:
 
 
 def others_update_lifted(changes: Changes, index: int, cohort: int) -> dict[str, Tensor]:
-    """Return an estimate of the others' average update in W's space, as matrices; `index` counts the observed rounds.
+    """Return an estimate of the others' average update in W's space, as matrices; `index` counts
+    the observed rounds.
 
     >>> import torch
     >>> others_update_lifted({"w": [torch.ones(1, 2)]}, 0, cohort=2)

@@ -1,11 +1,13 @@
-"""The victim's lane, as an attacker has it: what the victim was sent, and who else trained in that lane.
+"""The victim's lane as an attacker knows it: the victim's broadcast, and the other clients of that
+lane.
 
 Reads: server, for the victim's plan; client-0 and its allies.
 
-A client of another lane does not hold what the victim was sent, V_k = (W + N) R_k. It knows R_k and estimates the rest:
-W by a smoother over all rounds, corrected by what it saw itself, W_hat + (V - W_hat R) R^T. Who is in which lane no
-client is told. An auditor gives the attacker the plan of the victim's lane, and how many others were in it: the worst
-case, as an attacker could try one lane after another.
+A client of another lane does not hold what the victim was sent, V_k = (W + N) R_k. It knows R_k and
+estimates the rest: W by a smoother over all rounds, corrected by what it saw itself, W_hat + (V -
+W_hat R) R^T. Who is in which lane no client is told. An auditor gives the attacker the plan of the
+victim's lane, and how many others were in it: the worst case, as an attacker could try one lane
+after another.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,15 +23,18 @@ from dbcl_audit.estimators.smoother import known_scales, smoother
 from dbcl_audit.simulated_run import VICTIM, SimulatedRun
 
 Changes = dict[str, list[Tensor]]
-"""For each tensor the estimated changes from each seen round to the next, as matrices over W's columns."""
+"""For each tensor the estimated changes from each seen round to the next, as matrices over W's
+columns.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class VictimsRound:
-    """One round of the victim as an attacker has it.
+    """One round of the victim as an attacker knows it.
 
-    `broadcast` is what the victim was sent, or an estimate of it. The updates of `others` clients are in the change of
-    a tensor that is not sketched, and those of `in_lane` clients in what the victim's sketch shows of one that is.
+    `broadcast` is what the victim was sent, or an estimate of it. The updates of `others` clients
+    are in the change of a tensor that is not sketched, and those of `in_lane` clients in what the
+    victim's sketch shows of one that is.
 
     >>> import dbcl, torch
     >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
@@ -43,11 +48,12 @@ class VictimsRound:
     in_lane: int
 
     def crowd(self, name: str) -> int:
-        """How many clients' updates are in the sum that is seen of a tensor."""
+        """Number of clients in the observed sum of a tensor."""
         return self.in_lane if name in self.broadcast.plan.sketches else self.others
 
     def others_sum(self, changes: Mapping[str, Sequence[Tensor]], index: int, cohort: int) -> dict[str, Tensor]:
-        """The estimated sum of the others' updates in the space of the victim's V, as matrices.
+        """Return the estimated sum of the others' updates in the space of the victim's V, as
+        matrices.
 
         `index` counts the rounds that the attacker saw.
 
@@ -66,7 +72,7 @@ class VictimsRound:
         return found
 
     def others_update(self, changes: Mapping[str, Sequence[Tensor]], index: int, cohort: int) -> dict[str, Tensor]:
-        """Their average, as a client of the victim's lane would have sent it: with one other client, its update.
+        """Return the others' average update in the victim's lane; of one other client, its update.
 
         >>> import dbcl, torch
         >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
@@ -80,7 +86,7 @@ class VictimsRound:
 def victims_rounds(
     simulated: SimulatedRun, seen: Mapping[str, TensorObservations], found: Mapping[str, Changes], rounds: Sequence[int]
 ) -> list[VictimsRound]:
-    """The victim's rounds as the attacker has them: exactly in a lane of its own or its allies', else estimated.
+    """Return the victim's rounds: exact in a lane of the attacker or its allies, else estimated.
 
     The estimate of W is that of a smoother in `found`, or is made here.
 
@@ -109,7 +115,7 @@ def victims_rounds(
 
 
 class _Weights:
-    """W before a round as a smoother expects it; rounds must be asked for in rising order."""
+    """Expected W before a round, by a smoother; rounds must be requested in rising order."""
 
     def __init__(self, seen: Mapping[str, TensorObservations], found: Mapping[str, Changes], veil: float) -> None:
         smoothed = (each for each in found.values() if all(isinstance(one, Smoothed) for one in each.values()))
@@ -132,7 +138,9 @@ class _Weights:
 def _estimated(
     own: Broadcast, plan: RoundPlan, seen: Mapping[str, TensorObservations], weights: _Weights, round: int
 ) -> Broadcast:
-    """What the victim was sent by its plan: what all lanes share as it is, and the rest from the estimate of W."""
+    """Estimate the victim's broadcast: shared tensors as received, and sketched ones from the
+    estimate of W.
+    """
     tensors = dict(own.tensors)
     for name, sketch in plan.sketches.items():
         view = seen[name]

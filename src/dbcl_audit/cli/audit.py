@@ -12,7 +12,7 @@ from dbcl.cli.console import check_place, console, errors, print_path, table
 from dbcl.cli.options import AllowCode, DataDir
 from dbcl.errors import ConfigError
 from dbcl.files import user_path, write_atomic
-from dbcl.simulation.run import read_config
+from dbcl.simulation.run_folder import read_config
 from dbcl.simulation.user_code import user_code
 from dbcl_audit.cli import missing_extra
 
@@ -32,8 +32,8 @@ def audit(
     fail_above: Annotated[
         str | None,
         typer.Option(
-            help="Exit with status 1 if an attack exceeds a limit: client.psnr=15,server.auc=0.8. Adversaries are client, "
-            "colluders, server and anyone; without one, as in psnr=15, all count. For a run with a guarantee: epsilon=8."
+            help="Exit with status 1 if an attack exceeds a limit: client.psnr=15,server.auc=0.8. Adversaries are "
+            "client, colluders, server and anyone; psnr=15 is for all. With a guarantee: epsilon=8."
         ),
     ] = None,
     out: Annotated[
@@ -46,11 +46,12 @@ def audit(
 ) -> None:
     """Attack a run as its clients, its server and owners of its model could, and report what leaks.
 
-    Attacks the recorded transcripts of the run (train with --transcripts 0,server), and short simulated runs with the
-    same settings, in which the victim's examples are known. Writes one page for any browser, and JSON beside it. RUN is
-    the folder of a finished run.
+    Attacks the recorded transcripts of the run (train with --transcripts 0,server), and short
+    simulated runs with the same settings, in which the victim's examples are known. Writes one page
+    for any browser, and JSON beside it. RUN is the folder of a finished run.
 
-    For a run with a guarantee it measures the epsilon, with canaries in a simulated run and fresh secrets.
+    For a run with a guarantee it measures the epsilon, with canaries in a simulated run and fresh
+    secrets.
 
     Examples:
 
@@ -120,7 +121,8 @@ def audit(
 
 
 def worst_rows(audit: "Audit") -> Iterator[tuple[str, str, str, str, str]]:
-    """Return a row for each target, adversary and measure: the value of guessing and the worst attacks.
+    """Return a row for each target, adversary and measure: the value of guessing and the worst
+    attacks.
 
     >>> from dbcl_audit.findings import Audit, Finding
     >>> finding = Finding("rewind, twice", "client", "adaptive", "update", "cosine", 0.99, 0.98, 1.0, 0.0)

@@ -25,7 +25,8 @@ def compare(
 ) -> None:
     """Compare audits: accuracy and cost of each run beside the worst results of attacks on it.
 
-    RUNS are folders of audited runs, or their audit.json files. Prints two tables, and writes a page with both.
+    RUNS are folders of audited runs, or their audit.json files. Prints two tables, and writes a
+    page with both.
 
     Example:
 

@@ -1,4 +1,6 @@
-"""Covariances: of an unknown update over W's columns, the same for every row, and how to invert any of them."""
+"""Covariances of an unknown update over W's columns, the same for every row, and their Cholesky
+factors.
+"""
 
 from collections.abc import Iterator
 
@@ -15,11 +17,13 @@ GROWTH = 10.0
 
 
 def cholesky(covariance: Tensor) -> Tensor:
-    """Lower Cholesky factor of a covariance matrix, which may be singular or, by rounding, slightly indefinite.
+    """Lower Cholesky factor of a covariance matrix, which may be singular or, by rounding, slightly
+    indefinite.
 
-    A pivot below the rounding error of its diagonal entry is noise: its sign and size depend on the CPU. Jitter in
-    proportion to the diagonal therefore grows from that rounding error on until every pivot exceeds it. A matrix that
-    is well-conditioned after scaling to a unit diagonal gets none.
+    A pivot below the rounding error of its diagonal entry is noise: its sign and size depend on the
+    CPU. Jitter in proportion to the diagonal therefore grows from that rounding error on until
+    every pivot exceeds it. A matrix that is well-conditioned after scaling to a unit diagonal gets
+    none.
 
     Raises:
         AuditError: The matrix holds NaN or infinity, or no jitter makes it positive definite.
@@ -30,7 +34,7 @@ def cholesky(covariance: Tensor) -> Tensor:
     tensor([2., 3.])
     """
     if not covariance.isfinite().all():
-        raise AuditError("a covariance of the attacker's model is not finite: the numbers behind it diverged")
+        raise AuditError("a covariance of the attacker's model is not finite: the values behind it diverged")
     rounding, smallest = torch.finfo(covariance.dtype).eps, torch.finfo(covariance.dtype).tiny
     least = max(rounding * float(covariance.detach().abs().max()), smallest)
     scale = covariance.detach().diagonal().clamp(min=least)
@@ -56,11 +60,11 @@ def solve(covariance: Tensor, right: Tensor) -> Tensor:
 
 
 class WhiteUpdates:
-    """Updates whose entries in V's space are independent, with standard deviation `update`: covariance R R^T in W's.
+    """White updates in V's space, with standard deviation `update`: covariance R R^T in W's space.
 
-    With several lanes it is the mean of R_k R_k^T over the others, by the share of them in each lane. Of a round that
-    the client missed it does not know the sketch, so there the covariance is isotropic; without `known_range` it is so
-    in all rounds.
+    With several lanes it is the mean of R_k R_k^T over the others, by the share of them in each
+    lane. Of a round that the client missed it does not know the sketch, so there the covariance is
+    isotropic; without `known_range` it is so in all rounds.
 
     >>> from dbcl.sketch import Identity
     >>> seen = (torch.zeros(1, 2), torch.ones(1, 2))
@@ -73,11 +77,13 @@ class WhiteUpdates:
         self.view, self.variance, self.known_range = view, update**2, known_range
 
     def isotropic(self, t: int) -> float:
-        """The variance of each entry in a missed round, so that the update has the length of a seen round's."""
+        """Return the variance of an entry in a missed round; the update has the norm of an observed
+        round's.
+        """
         return self.variance * self.view.update_width(t) / self.view.dim
 
     def add(self, t: int, covariance: Tensor, factor: float) -> None:
-        """Add `factor` times the covariance of the t-th seen round's update, in place."""
+        """Add `factor` times the covariance of the t-th observed round's update, in place."""
         if not self.known_range:
             return self.add_missed(t, covariance, factor)
         for sketch, share in self.view.lanes(t):
@@ -86,11 +92,13 @@ class WhiteUpdates:
         return None
 
     def add_missed(self, t: int, covariance: Tensor, factor: float) -> None:
-        """Add `factor` times the covariance of one missed round's update after the t-th seen one, in place."""
+        """Add `factor` times the covariance of one missed round's update after the t-th observed
+        one, in place.
+        """
         covariance.diagonal().add_(factor * self.isotropic(t))
 
     def times(self, t: int, x: Tensor) -> Tensor:
-        """x times the covariance of a seen round's update."""
+        """Return x times the covariance of an observed round's update."""
         if not self.known_range:
             return self.times_missed(t, x)
         found = torch.zeros_like(x)
@@ -99,12 +107,12 @@ class WhiteUpdates:
         return found
 
     def times_missed(self, t: int, x: Tensor) -> Tensor:
-        """x times the covariance of a missed round's update."""
+        """Return x times the covariance of a missed round's update."""
         return self.isotropic(t) * x
 
 
 class ShapedUpdates(WhiteUpdates):
-    """Updates whose columns vary together as a matrix C over W's columns says, seen through R_t of each lane.
+    """Updates with a covariance C over W's columns, observed through R_t of each lane.
 
     >>> from dbcl.sketch import Identity
     >>> seen = (torch.zeros(1, 2), torch.ones(1, 2))
@@ -140,7 +148,9 @@ class ShapedUpdates(WhiteUpdates):
 
 
 def sketch_range(sketch: Sketch, like: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The nonzero entries of R R^T as (rows, columns, values), no place twice: it joins the inputs of one bucket."""
+    """Yield the nonzero entries of R R^T as (rows, columns, values), each once: it joins the inputs
+    of one bucket.
+    """
     if not isinstance(sketch, BucketSketch):
         every = torch.arange(sketch.dim)
         yield every, every, like.new_ones(sketch.dim)

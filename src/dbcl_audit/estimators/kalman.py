@@ -1,4 +1,10 @@
-"""A Kalman filter over the rounds that a client saw, and the smoother that goes back over them."""
+"""Kalman filter over the rounds that a client observed, and its backward smoother.
+
+The model is that of state_space.py without drift and further observations. It stays beside the
+solver there for three reasons: without a veil it is exact, where conjugate gradients do not
+converge and the solver has to assume a least noise; it gives the likelihood, with its determinant,
+for fitted scales; and its updates may have any covariance over columns (`ShapedUpdates`).
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +24,8 @@ OnStep = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Scales:
-    """The standard deviations that a smoother assumes: of the veil, of an entry of an update, of an entry of W.
+    """Standard deviations of a smoother's model: of the veil, of an entry of an update, of an entry
+    of W.
 
     >>> Scales(veil=0.1, update=0.01, weight=1.0).veil
     0.1
@@ -30,7 +37,8 @@ class Scales:
 
 
 class Smoothed(list[Tensor]):
-    """The expected changes of W from each seen round to the next, less the client's own part; `start` is W at first.
+    """Expected changes of W from each observed round to the next, less the client's own part;
+    `start` is the first W.
 
     >>> from dbcl.sketch import Identity
     >>> one = torch.ones(1, 1)
@@ -44,7 +52,7 @@ class Smoothed(list[Tensor]):
         self.start = start
 
     def weights(self, view: TensorObservations) -> Iterator[Tensor]:
-        """The expected W before each seen round, one after another: all that the rounds together say of it."""
+        """Yield the expected W before each observed round, given all rounds."""
         if view.momentum and max(view.gaps) > 1:
             raise AuditError(f"{view.name}: with momentum, W follows from its changes only where no round was missed")
         weights, velocity = self.start, torch.zeros_like(self.start)
@@ -57,13 +65,16 @@ class Smoothed(list[Tensor]):
 
 
 class KalmanSmoother:
-    """A Kalman filter over the seen rounds for all rows at once, and the disturbance smoother behind it.
+    """Kalman filter over the observed rounds for all rows at once, and the disturbance smoother
+    behind it.
 
-    With momentum m on the server the state is (W, m): m' = beta m + u, W' = W + lr m'. The covariance P is that of one
-    row's state. G = P Z^T with Z = (R^T, 0), F = Z G + tau^2 I, and e = v F^-1 for the innovation v = V - W R.
+    With momentum m on the server the state is (W, m): m' = beta m + u, W' = W + lr m'. The
+    covariance P is that of one row's state. G = P Z^T with Z = (R^T, 0), F = Z G + tau^2 I, and e =
+    v F^-1 for the innovation v = V - W R.
 
-    The filter keeps P every `segment` rounds; the backward pass computes those between again, which saves memory. P is
-    updated in strips of `strip` columns. With more than `single_above` inputs and a veil it is in single precision.
+    The filter keeps P every `segment` rounds; the backward pass computes those between again, which
+    saves memory. P is updated in strips of `strip` columns. With more than `single_above` inputs
+    and a veil it is in single precision.
 
     >>> from dbcl.sketch import Identity
     >>> seen, own = tuple(torch.full((1, 1), float(t)).double() for t in range(4)), (torch.zeros(1, 1).double(),) * 4
@@ -96,7 +107,7 @@ class KalmanSmoother:
         self.total = len(view.rounds)
 
     def likelihood(self) -> float:
-        """The log-likelihood of all that was seen, up to a constant."""
+        """Return the log-likelihood of all observations, up to a constant."""
         total = 0.0
         state, covariance = self._start()
         for t in range(self.total):
@@ -109,9 +120,11 @@ class KalmanSmoother:
         return total
 
     def smooth(self) -> Smoothed:
-        """The expected change of W from each seen round to the next, less the client's own part, and W at first.
+        """Return the expected change of W from each observed round to the next, less the client's
+        own part, and the first W.
 
-        The adjoint r of the first round, before it was seen, gives E[W_0 | all that was seen] = var(W_0) r.
+        The adjoint r of the first round, before its observation, gives E[W_0 | all observations] =
+        var(W_0) r.
         """
         kept: dict[int, Tensor] = {}
         errors = []
@@ -149,7 +162,7 @@ class KalmanSmoother:
         return state, covariance
 
     def _gain(self, t: int, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """G and the Cholesky factor of F."""
+        """Return G and the Cholesky factor of F."""
         sketch = self.view.sketches[t]
         gain = _apply_to_rows(sketch, covariance[: sketch.dim]).T  # (blocks * dim, width): P is symmetric
         inner = _apply_to_rows(sketch, gain[: sketch.dim].contiguous())
@@ -178,7 +191,7 @@ class KalmanSmoother:
         return covariance
 
     def _predict(self, t: int, covariance: Tensor, add: Callable[[int, Tensor, float], None]) -> Tensor:
-        """The covariance one round later."""
+        """Return the covariance one round later."""
         if self.blocks == 1:
             add(t, covariance, self.view.lr**2)
             return covariance
@@ -192,7 +205,7 @@ class KalmanSmoother:
         return parts.reshape(2 * dim, 2 * dim)
 
     def _again(self, covariance: Tensor, start: int, end: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """G and F's factor of the rounds of one segment, from the covariance that was kept at its start."""
+        """Yield G and F's factor of the rounds of one segment, from the covariance at its start."""
         for t in range(start, end):
             gain, factor = self._gain(t, covariance)
             yield t, gain, factor
@@ -200,7 +213,7 @@ class KalmanSmoother:
                 covariance = self._next_covariance(t, covariance, gain, factor)
 
     def _at_entry(self, r: Tensor) -> Tensor:
-        """The adjoint state at the point where an update enters: lr r_W + r_m."""
+        """Return the adjoint state at the point where an update enters: lr r_W + r_m."""
         entry: Tensor = torch.einsum("i,mid->md", self.enter, r.reshape(len(r), self.blocks, -1))
         return entry
 
@@ -214,7 +227,7 @@ class KalmanSmoother:
 
 
 def _apply_to_rows(sketch: Sketch, matrix: Tensor) -> Tensor:  # (dim, n) -> (width, n)
-    """R^T M; unlike `apply` of the transpose it reads and writes whole rows of memory."""
+    """Return R^T M; unlike `apply` of the transpose it reads and writes whole rows of memory."""
     if isinstance(sketch, Identity):
         return matrix.clone()
     if not isinstance(sketch, BucketSketch):
@@ -227,7 +240,7 @@ def _apply_to_rows(sketch: Sketch, matrix: Tensor) -> Tensor:  # (dim, n) -> (wi
 
 
 def _minus_square(matrix: Tensor, half: Tensor, strip: int) -> Tensor:
-    """A symmetric matrix less half^T half: strips below the diagonal, mirrored, so that little is computed twice."""
+    """Subtract half^T half from a symmetric matrix, in mirrored strips below the diagonal."""
     less = matrix.clone()
     for start in range(0, len(less), strip):
         end = min(start + strip, len(less))

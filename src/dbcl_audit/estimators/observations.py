@@ -1,4 +1,5 @@
-"""What one client, or several that pool it, saw of each tensor over all rounds: the input of every estimator.
+"""Observations of each tensor over all rounds by one client or several: the input of every
+estimator.
 
 Reads: client-N.
 """
@@ -20,12 +21,15 @@ from dbcl_audit.estimators.pooled import Part, pool
 
 @dataclass(frozen=True, eq=False)
 class TensorObservations:
-    """One tensor over all rounds that a client saw, as matrices; `own` is its own part of each update, in V's space.
+    """One tensor over all observed rounds, as matrices; `own` is the client's part of each update,
+    in V's space.
 
-    `gaps` says how many rounds lie from each seen round to the next. `momentum` and `lr` are the server's.
+    `gaps` are the numbers of rounds from each observed round to the next. `momentum` and `lr` are
+    the server's.
 
     >>> import torch
-    >>> view = TensorObservations("w", (0, 2), (2, 1), (Identity(3),) * 2, (torch.zeros(4, 3),) * 2, (torch.zeros(4, 3),) * 2)
+    >>> seen = (torch.zeros(4, 3),) * 2
+    >>> view = TensorObservations("w", (0, 2), (2, 1), (Identity(3),) * 2, seen, seen)
     >>> view.dim, view.rows(slice(2)).seen[0].shape, view.first(1).rounds
     (3, torch.Size([2, 3]), (0,))
     """
@@ -39,16 +43,16 @@ class TensorObservations:
     momentum: float = 0.0
     lr: float = 1.0
     layout: Layout | None = None
-    """How the tensor is a matrix, where it is sketched."""
+    """Layout of the tensor as a matrix, if it is sketched."""
     others: tuple[Lanes, ...] = ()
-    """For each round the sketches that the others' updates come through; empty where that is the client's own."""
+    """Sketches of the others' updates by round; empty if they are the client's own."""
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """A change of the tensor as the matrix that the view is of."""
+        """Reshape a change of the tensor to the matrix of the observations."""
         return weight.reshape(-1, self.dim) if self.layout is None else self.layout.matrix(weight)
 
     def lanes(self, index: int) -> Lanes:
-        """The sketches that the others' updates of a seen round come through, with the share of each.
+        """Return the sketches of the others' updates of an observed round, with the share of each.
 
         >>> import torch
         >>> TensorObservations("w", (0,), (1,), (Identity(3),), (torch.zeros(4, 3),), (torch.zeros(4, 3),)).lanes(0)
@@ -57,10 +61,12 @@ class TensorObservations:
         return self.others[index] if self.others else ((self.sketches[index], 1.0),)
 
     def update_width(self, index: int) -> float:
-        """How many numbers of a row one other client's update has in a seen round, in V's space.
+        """Return the expected width of one other client's update in an observed round, in V's
+        space.
 
         >>> import torch
-        >>> TensorObservations("w", (0,), (1,), (Identity(3),), (torch.zeros(4, 3),), (torch.zeros(4, 3),)).update_width(0)
+        >>> seen = (torch.zeros(4, 3),)
+        >>> TensorObservations("w", (0,), (1,), (Identity(3),), seen, seen).update_width(0)
         3.0
         """
         return sum(share * sketch.width for sketch, share in self.lanes(index))
@@ -71,15 +77,17 @@ class TensorObservations:
 
     @property
     def sketched(self) -> bool:
-        """Whether the tensor is sent sketched; clients of all lanes together may still see the whole of it."""
+        """True if the tensor is sent sketched; clients of all lanes together may still observe all
+        of it.
+        """
         return self.layout is not None or self.sketches[0].width < self.dim
 
     def rows(self, which: slice | Tensor) -> "TensorObservations":
-        """The same view of some rows only."""
+        """Return the observations of some rows."""
         return replace(self, seen=tuple(v[which] for v in self.seen), own=tuple(u[which] for u in self.own))
 
     def first(self, count: int) -> "TensorObservations":
-        """The same view of the first rounds only."""
+        """Return the observations of the first rounds."""
         parts = ("rounds", "gaps", "sketches", "seen", "own", "others")
         return replace(self, **{part: getattr(self, part)[:count] for part in parts})
 
@@ -87,10 +95,11 @@ class TensorObservations:
 def tensor_observations(
     transcript: Transcript, names: Sequence[str] | None = None, *, allies: Sequence[Transcript] = ()
 ) -> dict[str, TensorObservations]:
-    """Gather what a client saw, tensor by tensor, or of the tensors in `names` only.
+    """Gather a client's observations by tensor, or of the tensors in `names` only.
 
-    `allies` are clients that show it what they saw: in every round the V of all their lanes are one observation. The
-    clients' share of a round's average is taken to be 1 / cohort each: they do not know how many examples others have.
+    `allies` are clients that share their observations: in every round the V of all their lanes are
+    one observation. Each client's share of a round's average is taken to be 1 / cohort, since the
+    others' example counts are secret.
 
     >>> import tempfile, dbcl, torch
     >>> from pathlib import Path
@@ -107,13 +116,13 @@ def tensor_observations(
     >>> one, two = (Transcript(folder / f"client-{number}") for number in (0, 1))
     >>> {name: (view.rounds, view.dim) for name, view in sorted(tensor_observations(one).items())}
     {'bias': ((0, 1, 2), 2), 'weight': ((0, 1, 2), 6)}
-    >>> tensor_observations(one)["weight"].sketches[0].width, tensor_observations(one, allies=[two])["weight"].sketches[0].width
-    (3, 6)
+    >>> [tensor_observations(one, allies=each)["weight"].sketches[0].width for each in ([], [two])]
+    [3, 6]
     """
     pooled, setting = (transcript, *allies), transcript.setting
     for each in pooled:
         if each.client is None:
-            raise AuditError(f"{each.party}: updates are estimated from a client's seat; the server knows them")
+            raise AuditError(f"{each.party}: updates are estimated by a client; the server knows them")
     rounds = tuple(sorted({round for each in pooled for round in each.rounds}))
     if len(rounds) < 3:
         raise NotAttackableError(f"{transcript.party} saw {len(rounds)} rounds; estimating takes 3 or more")
@@ -151,9 +160,11 @@ _Entry = tuple[Sketch, Tensor, Tensor, Lanes]
 
 
 def _part(seen: RoundRecord, client: str, name: str, cohort: int) -> Part:
-    """What one client received of a tensor in a round, and its own part of the round's change, as matrices."""
+    """Return a client's broadcast of a tensor in a round, and its own part of the round's change,
+    as matrices.
+    """
     tensor = seen.broadcast.tensors[name].double()
     matrix = tensor.reshape(len(tensor), -1) if tensor.ndim > 1 else tensor.reshape(1, -1)
-    sent = seen.updates.get(client)  # none where the client was only shown the round
+    sent = seen.updates.get(client)  # none if the client only observed the round
     own = torch.zeros_like(matrix) if sent is None else (sent.tensors[name] / cohort).double().reshape(matrix.shape)
     return Part(seen.broadcast.plan.sketches.get(name) or Identity(matrix.shape[1]), matrix, own)

@@ -1,4 +1,4 @@
-"""Through which sketches the others' updates of a round come, as far as clients of it can know."""
+"""Sketches of the others' updates of a round, as far as its clients can know."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,14 +8,16 @@ from dbcl.round_plan import RoundPlan
 from dbcl.sketch import Sketch
 
 Lanes = tuple[tuple[Sketch, float], ...]
-"""The sketches that the others' updates of one round come through, each with the share of the others in it."""
+"""Sketches of the others' updates of one round, each with the share of the others in it."""
 
 
 def lanes_of_others(plans: Sequence[RoundPlan], names: Sequence[str], cohort: int) -> dict[str, Lanes]:
-    """For each sketched tensor the sketches of all lanes, with the share of the others that is expected in each.
+    """Return the sketches of all lanes, with the expected share of the others in each, by sketched
+    tensor.
 
-    `plans` are those that the clients were sent who look. Seed and number of lanes are public, so a client can draw the
-    sketches of every lane; it does not know who is in which, but that all lanes have as many clients.
+    `plans` are those of the observing clients. Seed and number of lanes are public, so a client can
+    draw the sketches of every lane; it does not know the clients of each, but that all lanes have
+    as many.
 
     >>> import dbcl, torch
     >>> plan = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all", lanes=2)).open_round().plan
@@ -49,7 +51,8 @@ def plans_of_others(plans: Sequence[RoundPlan], cohort: int) -> list[tuple[Round
 
 
 def expected_others(taken: Sequence[int], cohort: int) -> list[float]:
-    """How many others are in each lane, where `taken` says how many clients of each lane one knows.
+    """Return the expected number of others in each lane, given the known clients of each lane
+    (`taken`).
 
     Lanes differ by one client at most; those that are left over may be in any lane.
 
@@ -64,6 +67,6 @@ def expected_others(taken: Sequence[int], cohort: int) -> list[float]:
 
 
 def _lane(held: dict[str, RoundPlan], one: RoundPlan, lane: int) -> RoundPlan:
-    """The plan of a lane; one that was received has drawn its sketches already."""
+    """Return the plan of a lane; a received one has drawn its sketches already."""
     plan = one if one.lane == lane else replace(one, lane=lane)
     return held.get(plan.digest, plan)

@@ -1,4 +1,6 @@
-"""The paper's two estimates of an update, options I and II: differences of two broadcasts. Reads: client-N."""
+"""The two estimates of an update in the paper, options I and II: differences of two broadcasts.
+Reads: client-N.
+"""
 
 from collections.abc import Callable
 
@@ -9,7 +11,8 @@ from dbcl_audit.estimators.observations import TensorObservations
 
 
 def option_1(view: TensorObservations) -> list[Tensor]:
-    """The paper's first estimate of a change: the difference of two effective weights, V_new D R^T - V_old D R^T.
+    """Estimate a change by option I of the paper: the difference of two effective weights, V_new D
+    R^T - V_old D R^T.
 
     >>> import torch
     >>> from dbcl.sketch import Identity
@@ -21,7 +24,7 @@ def option_1(view: TensorObservations) -> list[Tensor]:
 
 
 def option_2(view: TensorObservations) -> list[Tensor]:
-    """The paper's second estimate: the same without the gain, V_new R^T - V_old R^T.
+    """Estimate a change by option II of the paper, without the gain: V_new R^T - V_old R^T.
 
     >>> import torch
     >>> from dbcl.sketch import Identity

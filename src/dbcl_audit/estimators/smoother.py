@@ -1,4 +1,6 @@
-"""The best linear estimate of every update from all rounds together, with known or fitted scales. Reads: client-N."""
+"""Best linear estimates of every update from all rounds together, with known or fitted scales.
+Reads: client-N.
+"""
 
 import math
 from collections.abc import Sequence
@@ -17,12 +19,13 @@ from dbcl_audit.estimators.observations import TensorObservations
 from dbcl_audit.estimators.others import Lanes
 from dbcl_audit.estimators.pooled import is_complete
 
-LOGS = 40.0
-"""Fitted scales lie between e^-40 and e^40, so that their squares are finite and positive."""
+MAX_LOG_SCALE = 40.0
+"""Bound on the logarithms of fitted scales, so that their squares are finite and positive."""
 
 
 def known_scales(view: TensorObservations, veil: float) -> Scales:
-    """The scales of an attacker who knows the veil's relative size: the rest follows from what it sees and sends.
+    """Return the scales for a known relative size of the veil; the others follow from the
+    observations.
 
     >>> view = TensorObservations("w", (0,), (1,), (Identity(2),), (torch.ones(4, 2),), (torch.full((4, 2), 0.5),))
     >>> known_scales(view, 0.0)
@@ -36,33 +39,36 @@ def known_scales(view: TensorObservations, veil: float) -> Scales:
 def fitted_scales(
     view: TensorObservations, start: Scales, *, rounds: int = 24, rows: int = 64, steps: int = 40
 ) -> Scales:
-    """The scales under which the first rounds are likeliest: for an attacker who knows neither veil nor update size.
+    """Return the maximum-likelihood scales of the first rounds, for unknown sizes of veil and
+    updates.
 
     >>> rng = torch.Generator().manual_seed(0)
     >>> seen = tuple(torch.randn(30, 1, generator=rng).double().cumsum(0) for _ in range(3))
-    >>> view = TensorObservations("w", (0, 1, 2), (1,) * 3, (Identity(1),) * 3, seen, (torch.zeros(30, 1).double(),) * 3)
+    >>> own = (torch.zeros(30, 1).double(),) * 3
+    >>> view = TensorObservations("w", (0, 1, 2), (1,) * 3, (Identity(1),) * 3, seen, own)
     >>> fitted_scales(view, Scales(1.0, 1.0, 3.0), steps=5).weight
     3.0
     """
     few = view.first(rounds).rows(slice(0, rows))
 
     def unlikely(logs: NDArray[np.float64]) -> float:
-        veil, update = np.exp(np.clip(logs, -LOGS, LOGS))
+        veil, update = np.exp(np.clip(logs, -MAX_LOG_SCALE, MAX_LOG_SCALE))
         return -KalmanSmoother(few, Scales(veil, update, start.weight), WhiteUpdates(few, update)).likelihood()
 
-    begin = np.log(np.maximum([start.veil, start.update], math.exp(-LOGS)))
+    begin = np.log(np.maximum([start.veil, start.update], math.exp(-MAX_LOG_SCALE)))
     best = minimize(unlikely, begin, method="Nelder-Mead", options={"maxfev": steps})
-    veil, update = np.exp(np.clip(best.x, -LOGS, LOGS))
+    veil, update = np.exp(np.clip(best.x, -MAX_LOG_SCALE, MAX_LOG_SCALE))
     return Scales(float(veil), float(update), start.weight)
 
 
 def smoother(
     view: TensorObservations, scales: Scales, *, known_range: bool = True, on_step: OnStep | None = None
 ) -> Smoothed:
-    """The best linear estimate of every change given all rounds: a Kalman filter and a backward pass.
+    """Return the best linear estimate of every change given all rounds, by a Kalman filter and a
+    backward pass.
 
-    Updates are taken to be white with the variance `scales.update`^2 in V's space, in the range of R_t of every lane
-    that others are in; or, without `known_range`, anywhere.
+    Updates are taken to be white with the variance `scales.update`^2 in V's space, in the range of
+    R_t of every lane that others are in; or, without `known_range`, anywhere.
 
     >>> seen, own = tuple(torch.full((1, 1), float(t)).double() for t in range(4)), (torch.zeros(1, 1).double(),) * 4
     >>> view = TensorObservations("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, seen, own)
@@ -88,13 +94,15 @@ def smoother(
 def shaped_smoother(
     view: TensorObservations, scales: Scales, *, groups: int = 4, on_step: OnStep | None = None
 ) -> Smoothed:
-    """The smoother with updates shaped by rows and columns as the client's own are: vec(U) ~ N(0, A x C).
+    """Return the smoother's estimates for updates with the row and column covariances of the
+    client's own: vec(U) ~ N(0, A x C).
 
-    In the basis of A's eigenvectors rows are independent again, with variances that are A's eigenvalues, and the veil
-    stays white. Rows of similar variance share a filter, in `groups`.
+    In the basis of A's eigenvectors rows are independent again, with variances that are A's
+    eigenvalues, and the veil stays white. Rows of similar variance share a filter, in `groups`.
 
     >>> seen = tuple(torch.full((1, 1), float(t)).double() for t in range(4))
-    >>> view = TensorObservations("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, seen, (torch.full((1, 1), 0.5).double(),) * 4)
+    >>> own = (torch.full((1, 1), 0.5).double(),) * 4
+    >>> view = TensorObservations("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, seen, own)
     >>> [round(float(change), 3) for change in shaped_smoother(view, Scales(veil=1e-6, update=1.0, weight=1.0))]
     [0.5, 0.5, 0.5]
     """
@@ -121,7 +129,9 @@ def shaped_smoother(
 
 
 def _isotropic(lanes: Lanes) -> float | None:
-    """The share s for which the mean of R_k R_k^T over the others is s I; None where there is no such number."""
+    """Return the share s for which the mean of R_k R_k^T over the others is s I; None if there is
+    none.
+    """
     if all(isinstance(sketch, Identity) for sketch, _ in lanes):
         return sum(share for _, share in lanes)
     shares = [share for _, share in lanes]
@@ -130,7 +140,7 @@ def _isotropic(lanes: Lanes) -> float | None:
 
 
 def _shrunk(matrix: Tensor, weight: float = 0.1) -> Tensor:
-    """A covariance with mean variance 1, moved by `weight` towards the identity."""
+    """Return a covariance with mean variance 1, shrunk by `weight` towards the identity."""
     eye = torch.eye(len(matrix), dtype=matrix.dtype)
     size = float(matrix.diagonal().mean())
     return torch.lerp(matrix / size, eye, weight) if size > 0 else eye

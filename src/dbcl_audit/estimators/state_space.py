@@ -1,14 +1,16 @@
-"""One tensor over all rounds as an attacker models it: what is unknown, how it moves, and what was seen of it.
+"""Linear Gaussian state-space model of one tensor over all rounds, as an attacker knows it.
 
-The world is linear and Gaussian, so that every estimator, detector and reconstruction is a likelihood under it:
+Every estimator, detector and reconstruction is a likelihood under it:
 
     W_0 ~ N(start, weight^2)                     unknown, or known where `weight` is 0
     m_(s+1) = beta m_s + own_s + drift_s + u_s   the server's momentum; u_s ~ N(0, update^2) in the lanes of the others
     W_(s+1) = W_s + lr m_(s+1)
     V_t = (W_t + N_t) R_t                        N white or correlated over the rounds, with a known covariance
 
-The drift is what the others are expected to do, as the attacker's own examples say (attacks/trajectory.py); u_s is what
-is left. The smoother of smoother.py is the case without drift, with a white veil.
+The drift is the others' expected update, computed from the attacker's own examples
+(attacks/trajectory.py); u_s is the remainder. smoother.py solves the case without drift and with a
+white veil by kalman.py, which says why both exist. Slightly over 350 lines: the model and its
+posterior share every quantity.
 """
 
 from collections.abc import Sequence
@@ -29,21 +31,24 @@ Array = NDArray[np.float64]
 
 TOLERANCE = 1e-3
 """Relative residual at which conjugate gradients stop."""
-STEPS = 200
-"""More of them are never taken."""
-LEAST_NOISE = 0.1
-"""Of sketches, noise of less than so many of the others' updates is taken for as much: steps without it do not end."""
+MAX_STEPS = 200
+"""Largest number of steps of conjugate gradients."""
+MIN_NOISE = 0.1
+"""Smallest noise that is assumed for sketches, relative to the others' updates: with less, steps do
+not converge.
+"""
 NO_NOISE = 1e-12
-"""Standard deviation taken for none at all, as of a tensor that is 0 in every round: 1 / noise^2 must stay finite."""
-NUMBERS = 40_000_000
-"""So many numbers a stack over all rounds has, at most: more rows are solved in parts."""
+"""Smallest standard deviation, for a tensor that is 0 in every round: 1 / noise^2 must stay finite."""
+MAX_STACK_VALUES = 40_000_000
+"""Largest number of values of a stack over all rounds; more rows are solved in parts."""
 
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """One more observation than the rounds give: a mean of W over rounds, known up to `noise`.
+    """Additional observation: a mean of W over rounds, known up to `noise`.
 
-    `shares` are by round: {60: 1.0} is W before round 60, and a running mean has all of its weights.
+    `shares` are by round: {60: 1.0} is W before round 60, and a running mean has all of its
+    weights.
 
     >>> Observation({60: 1.0}, torch.zeros(4, 3)).noise
     0.0
@@ -55,23 +60,28 @@ class Observation:
 
 
 class StateSpaceModel:
-    """A tensor's observations as one Gaussian vector; `solve` says what they tell of every update.
+    """Joint Gaussian model of a tensor's observations; `solve` returns the posterior of every
+    update.
 
-    `veil` is the standard deviation of the noise, or its covariance over the seen rounds. `update` is that of an entry
-    of the others' summed update beyond `drift`, which has a matrix over W's columns for each seen round. `start` is the
-    expected W before the first seen round, and `weight` how far off that may be. `more` are other observations of W,
-    such as the published model.
+    `veil` is the standard deviation of the noise, or its covariance over the observed rounds.
+    `update` is that of an entry of the others' summed update beyond `drift`, which has a matrix
+    over W's columns for each observed round. `start` is the expected W before the first seen round,
+    and `weight` its standard deviation. `more` are other observations of W, such as the published
+    model.
 
     The covariance of what was seen in rounds t and t' is
 
         K_tt' = G_tt' R_t^T R_t' + sum_s C_ts C_t's R_t^T Q_s R_t',      C_ts = lr (1 - beta^(t-s)) / (1 - beta)
 
-    with G of everything that is isotropic over W's columns (W_0, the veil, rounds that were missed) and Q_s of what the
-    lanes of round s carry. K is never formed: K e = y is solved by conjugate gradients, after W_0 is taken out exactly.
+    with G of everything that is isotropic over W's columns (W_0, the veil, rounds that were missed)
+    and Q_s of what the lanes of round s carry. K is never formed: K e = y is solved by conjugate
+    gradients, after W_0 is taken out exactly.
 
     >>> one, zero = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
-    >>> view = TensorObservations("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, tuple(t * one for t in range(4)), (zero,) * 4)
-    >>> [round(float(change), 3) for change in StateSpaceModel(view, veil=1e-3, update=1.0, weight=1.0).solve().changes()]
+    >>> seen = tuple(t * one for t in range(4))
+    >>> view = TensorObservations("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, seen, (zero,) * 4)
+    >>> found = StateSpaceModel(view, veil=1e-3, update=1.0, weight=1.0).solve()
+    >>> [round(float(change), 3) for change in found.changes()]
     [1.0, 1.0, 1.0]
     """
 
@@ -104,7 +114,7 @@ class StateSpaceModel:
         for place, each in enumerate(more, len(rounds)):
             self.noise[place, place] = max(each.noise, 1e-6 * (weight + size)) ** 2
         if view.sketches[0].width < view.dim:
-            np.fill_diagonal(self.noise, np.maximum(self.noise.diagonal(), (LEAST_NOISE * size) ** 2))
+            np.fill_diagonal(self.noise, np.maximum(self.noise.diagonal(), (MIN_NOISE * size) ** 2))
         np.fill_diagonal(self.noise, np.maximum(self.noise.diagonal(), NO_NOISE**2))
         # Where the veil is not tiny, its noise is far above the rounding of single precision, which is faster.
         floor = float(self.noise.diagonal().min()) ** 0.5
@@ -112,7 +122,7 @@ class StateSpaceModel:
         self.dtype = torch.float32 if coarse else torch.float64
 
     def _response(self, shares: dict[int, float]) -> Array:
-        """How much of an update of each tick is in a mean of W over rounds."""
+        """Return the coefficient of each tick's update in a mean of W over rounds."""
         beta, found = self.view.momentum, np.zeros(len(self.ticks))
         for round, share in shares.items():
             age = np.maximum(round - self.ticks, 0)
@@ -121,18 +131,18 @@ class StateSpaceModel:
 
     @cached_property
     def known(self) -> NDArray[np.bool_]:
-        """Which ticks are rounds that were seen, so that their sketches are known."""
+        """Flags of the ticks that are observed rounds, whose sketches are known."""
         return np.isin(self.ticks, list(self.index))
 
     @cached_property
     def lanes(self) -> list[list[tuple[Sketch, float]]]:
-        """For each seen tick the sketches that updates come through, with the variance of an entry in each."""
+        """Sketches of the updates of each observed tick, with the variance of an entry in each."""
         seen = [self.index[int(tick)] for tick in self.ticks[self.known]]
         return [[(sketch, share * self.update[t] ** 2) for sketch, share in self.view.lanes(t)] for t in seen]
 
     @cached_property
     def isotropic(self) -> Array:
-        """G: the covariance over observations of all that treats W's columns alike."""
+        """G: the covariance over observations of all terms that are isotropic over W's columns."""
         found = self.noise + self.weight**2
         missed = np.flatnonzero(~self.known)
         if len(missed):
@@ -145,17 +155,19 @@ class StateSpaceModel:
         return found
 
     def before(self, place: int) -> int:
-        """The seen round at a tick, or the last one before it."""
+        """Return the observed round at a tick, or the last one before it."""
         return int(np.searchsorted(self.view.rounds, self.ticks[place], side="right")) - 1
 
     def missed(self, place: int) -> float:
-        """The variance of an entry of W in a round that was missed, so that its update has the length of others."""
+        """Return the variance of an entry of a missed round's update, whose norm is that of others."""
         t = self.before(place)
         return float(self.update[t] ** 2 * self.view.update_width(t) / self.view.dim)
 
     @cached_property
     def flat(self) -> Array | None:
-        """K as a matrix over observations, where nothing is sketched and all columns are alike; None elsewhere."""
+        """K as a matrix over observations, if nothing is sketched and all columns are alike; None
+        otherwise.
+        """
         if not all(isinstance(sketch, Identity) for sketch in self.sketches):
             return None
         variances = []
@@ -169,9 +181,11 @@ class StateSpaceModel:
 
     @cached_property
     def information(self) -> Array:
-        """What is seen of an entry of the updates: the covariance of its pulls over ticks, C^T K^-1 C.
+        """Fisher information about an entry of the updates: the covariance of its influences over
+        ticks, C^T K^-1 C.
 
-        It is that of a tensor that is not sketched, times the share of the columns that an observation shows.
+        It is that of a tensor that is not sketched, times the share of the columns that an
+        observation shows.
         """
         response = self.kernel[:, self.known]
         variances = np.array([sum(variance for _, variance in lanes) for lanes in self.lanes])
@@ -184,7 +198,9 @@ class StateSpaceModel:
 
     @cached_property
     def precision(self) -> Tensor:
-        """The Cholesky factor of sum_t R_t R_t^T / noise_t + I / weight^2, by which W_0 is taken out."""
+        """Cholesky factor of sum_t R_t R_t^T / noise_t + I / weight^2, by which W_0 is integrated
+        out.
+        """
         found = torch.zeros(self.view.dim, self.view.dim, dtype=torch.float64)
         for sketch, noise in zip(self.sketches, self.noise.diagonal(), strict=True):
             for rows, columns, values in sketch_range(sketch, found):
@@ -193,7 +209,8 @@ class StateSpaceModel:
         return cholesky(found).to(self.dtype)
 
     def mean(self, moved: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """What is expected of every observation: from the start, the attacker's own updates, and the drift or `moved`.
+        """Return the mean of every observation, from the start, the attacker's own updates, and the
+        drift or `moved`.
 
         `moved` takes the drift's place, as an explanation of what the others did.
         """
@@ -213,7 +230,7 @@ class StateSpaceModel:
         return [sketch.apply(each) for sketch, each in zip(self.sketches, weights, strict=True)]
 
     def solve(self, tolerance: float = TOLERANCE) -> "Posterior":
-        """Explain all that was seen: e = K^-1 (V - mean), and what follows from it."""
+        """Solve e = K^-1 (V - mean) and return the posterior."""
         seen = [*self.view.seen, *(each.value for each in self.more)]
         left = [each.to(self.dtype) - mean for each, mean in zip(seen, self.mean(), strict=True)]
         if self.flat is not None:
@@ -221,13 +238,15 @@ class StateSpaceModel:
             solved = solve(torch.from_numpy(self.flat), stack.flatten(1)).reshape(stack.shape)
             return Posterior(self, list(solved.to(self.dtype)))
         rows = len(left[0])
-        step = max(1, min(rows, NUMBERS // (len(left) * self.view.dim)))
+        step = max(1, min(rows, MAX_STACK_VALUES // (len(left) * self.view.dim)))
         starts = range(0, rows, step)
         parts = [self._conjugate([each[start : start + step] for each in left], tolerance) for start in starts]
         return Posterior(self, [torch.cat(each) for each in zip(*parts, strict=True)])
 
     def covariance_times(self, e: Sequence[Tensor]) -> list[Tensor]:
-        """K e, from the right to the left: lift, spread over rounds, restrict to the lanes, and back."""
+        """Return K e, from right to left: lift, spread over rounds, restrict to the lanes, and
+        back.
+        """
         lifted = torch.stack([sketch.lift(each) for sketch, each in zip(self.sketches, e, strict=True)])
         total = _over_rounds(self.isotropic, lifted)
         if self.known.any():
@@ -239,7 +258,7 @@ class StateSpaceModel:
         return [sketch.apply(each) for sketch, each in zip(self.sketches, total, strict=True)]
 
     def _precondition(self, left: Sequence[Tensor]) -> list[Tensor]:
-        """What is left, less what W_0 explains of it, over the noise: the inverse of K without updates."""
+        """Apply the inverse of K without updates."""
         scaled = [each / float(noise) for each, noise in zip(left, self.noise.diagonal(), strict=True)]
         if not self.weight:
             return scaled
@@ -260,7 +279,7 @@ class StateSpaceModel:
         power = first = _inner(residual, direction)
         if not first > 0:
             return solved
-        for _ in range(STEPS):
+        for _ in range(MAX_STEPS):
             image = self.covariance_times(direction)
             curvature = _inner(direction, image)
             if not curvature > 0:  # nothing but rounding is left
@@ -278,10 +297,11 @@ class StateSpaceModel:
 
 
 class Posterior:
-    """What the observations say of one tensor's updates; `errors` is e = K^-1 (V - mean).
+    """Posterior of one tensor's updates; `errors` is e = K^-1 (V - mean).
 
     >>> one, zero = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
-    >>> view = TensorObservations("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, tuple(t * one for t in range(4)), (zero,) * 4)
+    >>> seen = tuple(t * one for t in range(4))
+    >>> view = TensorObservations("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, seen, (zero,) * 4)
     >>> found = StateSpaceModel(view, veil=1e-3, update=1.0, weight=1.0).solve()
     >>> [round(float(each), 2) for each in found.influences()], [round(float(each), 2) for each in found.weights()]
     ([1.0, 1.0, 1.0], [0.0, 1.0, 2.0, 3.0])
@@ -297,26 +317,32 @@ class Posterior:
 
     @cached_property
     def _influences(self) -> Tensor:
-        """For every tick the derivative of the log-likelihood by its update, over W's columns."""
+        """Derivatives of the log-likelihood by the update of every tick, over W's columns."""
         return _over_rounds(self.world.kernel.T, self._lifted)
 
     def influences(self) -> list[Tensor]:
-        """For each seen round but the last the derivative of the log-likelihood by the update of the others.
+        """Return the derivatives of the log-likelihood by the others' update of each observed round
+        but the last.
 
-        An update in direction d adds <d, pull> to it, to first order: the matched filter for any d.
+        An update in direction d adds <d, influence> to it, to first order: the matched filter for
+        any d.
         """
         seen = self._influences[torch.from_numpy(np.flatnonzero(self.world.known))]
         return list(seen[: len(self.world.view.rounds) - 1])
 
     def influence(self, index: int) -> tuple[Tensor, Tensor]:
-        """The pull of a seen round, and the sum of those of the rounds after it that were missed."""
+        """Return the influence of an observed round, and the sum of those of the missed rounds
+        after it.
+        """
         places = [place for place in range(len(self.world.ticks)) if self.world.before(place) == index]
         missed = [self._influences[place] for place in places if not self.world.known[place]]
         here = int(np.flatnonzero(self.world.ticks == self.world.view.rounds[index])[0])
         return self._influences[here], sum(missed, torch.zeros_like(self._influences[here]))
 
     def changes(self) -> list[Tensor]:
-        """The expected change of W from each seen round to the next by the others' updates: lr (drift + Q pull)."""
+        """Return the expected change of W by the others' updates between observed rounds: lr (drift
+        + Q influence).
+        """
         world, found = self.world, list[Tensor]()
         lanes = iter(world.lanes)
         for place in range(len(world.ticks)):
@@ -330,7 +356,7 @@ class Posterior:
         return [(world.view.lr * each).double() for each in found[:count]]
 
     def weights(self) -> list[Tensor]:
-        """The expected W before each seen round, given all that was seen."""
+        """Return the expected W before each observed round, given all observations."""
         world, count = self.world, len(self.world.view.rounds)
         without = world.isotropic - world.noise
         found = _over_rounds(without[:count], self._lifted)
@@ -346,19 +372,19 @@ class Posterior:
 
 
 def _unsketched(view: TensorObservations) -> TensorObservations:
-    """The same view as if W were seen itself: only for what is expected of it."""
+    """Return the observations as if W itself were observed, to compute its expectation."""
     whole = tuple(sketch.lift(own) for sketch, own in zip(view.sketches, view.own, strict=True))
     return replace(view, sketches=(Identity(view.dim),) * len(view.sketches), own=whole)
 
 
 def _over_rounds(matrix: Array, stack: Tensor) -> Tensor:
-    """A matrix over rounds times a stack with a leading axis of rounds."""
+    """Multiply a matrix over rounds by a stack with a leading axis of rounds."""
     found: Tensor = torch.tensordot(torch.from_numpy(np.ascontiguousarray(matrix)).to(stack), stack, 1)
     return found
 
 
 def _restrict(lanes: Sequence[tuple[Sketch, float]], x: Tensor) -> Tensor:
-    """x Q, with Q the sum of variance R R^T over lanes."""
+    """Return x Q, with Q the sum of variance R R^T over lanes."""
     found = torch.zeros_like(x)
     for sketch, variance in lanes:
         found += x * variance if isinstance(sketch, Identity) else variance * sketch.lift(sketch.apply(x))

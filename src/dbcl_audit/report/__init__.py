@@ -1,4 +1,6 @@
-"""Findings as a page: values (`measures`), ratings (`rating`), sentences (`wording`), figures and HTML (`render`)."""
+"""Findings as a page: values (`measures`), ratings (`rating`), sentences (`wording`), figures and
+HTML (`render`).
+"""
 
 from dbcl_audit.report import page, rating
 

@@ -49,7 +49,8 @@ def worst_finding(audit: Audit, who: str) -> Finding | None:
 
 
 def worst_findings(audit: Audit) -> list[str]:
-    """Return the worst finding of each group of adversaries as text; a dash if nothing was measured.
+    """Return the worst finding of each group of adversaries as text; a dash if nothing was
+    measured.
 
     >>> found = Finding("LiRA", "anyone", "adaptive", "membership", "tpr at 1 % fpr", 0.3)
     >>> worst_findings(Audit("a", {}, {}, (), (found,), 1.0))[2]
@@ -100,7 +101,8 @@ def guessing(audits: Sequence[Audit]) -> list[str]:
 
 
 def epsilon(audit: Audit) -> str:
-    """Return the stated epsilon of a run and, in brackets, the measured one; a dash without a guarantee.
+    """Return the stated epsilon of a run and, in brackets, the measured one; a dash without a
+    guarantee.
 
     A run whose noise follows from `--seed` promises nothing.
 

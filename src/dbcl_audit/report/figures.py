@@ -1,7 +1,9 @@
-"""Figures of a page: curves, and the trade-off between several audits, as SVG that is part of the page.
+"""Figures of a page: curves, and the trade-off between several audits, as SVG that is part of the
+page.
 
 Their colours are variables of the page (`templates/style.css`), so that they follow dark mode and
-print. Legends are HTML: they wrap on a small screen, and foreign text never reaches matplotlib's parser.
+print. Legends are HTML: they wrap on a small screen, and foreign text never reaches matplotlib's
+parser.
 """
 
 import io
@@ -38,7 +40,9 @@ MAX_LABEL_LENGTH = 28
 
 @dataclass(frozen=True)
 class Drawing:
-    """An SVG element: the text for readers who cannot see it, its view box, and its content with the closing tag."""
+    """An SVG element: the text for readers who cannot see it, its view box, and its content with
+    the closing tag.
+    """
 
     alternative: str
     box: str
@@ -47,7 +51,9 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a legend: its text, the page's variable of its colour, and the style of its line."""
+    """One entry of a legend: its text, the page's variable of its colour, and the style of its
+    line.
+    """
 
     text: str
     colour: str
@@ -116,7 +122,9 @@ def _points(curve: Curve, least: float) -> tuple[list[float], list[float]]:
 
 
 def _thin(points: Sequence[tuple[float, float]], scale: Callable[[float], float]) -> list[tuple[float, float]]:
-    """Leave out points that are too near to the one before to be seen; low rates stay on a log axis."""
+    """Leave out points that are too near to the one before to be seen; low rates stay on a log
+    axis.
+    """
     spans = [(max(map(scale, axis)) - min(map(scale, axis))) or 1.0 for axis in zip(*points, strict=True)]
     kept = [points[0]]
     for point in points[1:-1]:
@@ -127,7 +135,8 @@ def _thin(points: Sequence[tuple[float, float]], scale: Callable[[float], float]
 
 
 def trade_off(audits: Sequence[Audit], who: str, adversaries: Sequence[str]) -> Drawing | None:
-    """Plot the worst leak to some adversaries against accuracy, a panel for each measure; labels never overlap.
+    """Plot the worst leak to some adversaries against accuracy, a panel for each measure; labels
+    never overlap.
 
     >>> trade_off([Audit("a", {}, {}, (), (), 1.0)], "clients", ["client", "colluders"]) is None
     True

@@ -28,7 +28,8 @@ def cases_text(finding: Finding) -> str:
 
 
 def chance_of(finding: Finding) -> float:
-    """Return the value that guessing gives: as the attack measured it, or else the default of the measure.
+    """Return the value that guessing gives: as the attack measured it, or else the default of the
+    measure.
 
     >>> chance_of(Finding("LiRA", "anyone", "adaptive", "membership", "tpr at 1 % fpr", 0.03))
     0.01

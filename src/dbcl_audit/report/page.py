@@ -24,7 +24,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def page(audit: Audit) -> str:
-    """Return one HTML page with the whole audit; it loads nothing from the network and runs no script.
+    """Return one HTML page with the whole audit; it loads nothing from the network and runs no
+    script.
 
     >>> page(Audit("<b>", {}, {}, (), (), 1.0)).count("<b>")
     0
@@ -170,7 +171,9 @@ def _unique(entries: Iterable[str]) -> list[str]:
 
 
 def _images(findings: Sequence[Finding]) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """Return for each finding with images its title and, for each image, caption, PNG and text alternative."""
+    """Return for each finding with images its title and, for each image, caption, PNG and text
+    alternative.
+    """
     found = []
     for finding in findings:
         value = range_text(finding)

@@ -18,7 +18,9 @@ BROKEN, DOUBTFUL, KEPT = (
 )
 RANK = {BAD: 4, BROKEN: 4, LEAKS: 3, UNSURE: 2, WIDE: 2, DOUBTFUL: 2, GUESS: 1, KEPT: 1, UNRATED: 0, FAILED: 0}
 CONFIDENT = ("share", "tpr", "auc", "accuracy")
-"""Families whose intervals are of confidence; those of cosines and images are the spread over rounds and images."""
+"""Families whose intervals are of confidence; those of cosines and images are the spread over
+rounds and images.
+"""
 LIMITS = tuple(dict.fromkeys(each.family for each in Measure if each is not Measure.ERROR))
 
 RULES = {
@@ -88,7 +90,8 @@ def _against_stated(finding: Finding) -> str:
 
 
 def risks(audit: Audit) -> list[Risk]:
-    """Return the worst attacks of an audit, in the order in which targets, adversaries and measures first appear.
+    """Return the worst attacks of an audit, in the order in which targets, adversaries and measures
+    first appear.
 
     >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99, 0.98, 1.0, 0.0)
     >>> [(risk.naive, risk.adaptive.attack) for risk in risks(Audit("a", {}, {}, (), (finding,), 1.0))]
@@ -108,9 +111,11 @@ def risks(audit: Audit) -> list[Risk]:
 
 
 def worst_by_adversary(audit: Audit) -> dict[str, Finding | None]:
-    """Return the worst finding of each adversary by `severity`; None if no attack of it gave a result.
+    """Return the worst finding of each adversary by `severity`; None if no attack of it gave a
+    result.
 
-    Colluders are left out if none were simulated: with one lane they observe no more than one client.
+    Colluders are left out if none were simulated: with one lane they observe no more than one
+    client.
 
     >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99)
     >>> worst = worst_by_adversary(Audit("a", {}, {}, (), (finding,), 1.0))
@@ -130,9 +135,11 @@ def worst_by_adversary(audit: Audit) -> dict[str, Finding | None]:
 
 
 def worst(audit: Audit, family: str, adversaries: Collection[str] = ADVERSARIES) -> float | None:
-    """Return the largest leak that any attack of some adversaries reached, by all measures of a family.
+    """Return the largest leak that any attack of some adversaries reached, by all measures of a
+    family.
 
-    An AUC below 0.5 and a negative cosine count as their mirror image. None where nothing was measured.
+    An AUC below 0.5 and a negative cosine count as their mirror image. None where nothing was
+    measured.
 
     >>> found = [Finding("a", "client", "naive", "property", "auc", 0.6),
     ...     Finding("b", "colluders", "adaptive", "membership", "auc", 0.9)]
@@ -146,7 +153,8 @@ def worst(audit: Audit, family: str, adversaries: Collection[str] = ADVERSARIES)
 
 
 def includes_guessing(finding: Finding) -> bool:
-    """Return True if the value of guessing lies inside the finding's interval, so that chance cannot be excluded.
+    """Return True if the value of guessing lies inside the finding's interval, so that chance
+    cannot be excluded.
 
     >>> includes_guessing(Finding("a", "client", "naive", "label", "accuracy", 0.5, 0.09, 0.91, chance=0.1))
     True
@@ -157,7 +165,8 @@ def includes_guessing(finding: Finding) -> bool:
 
 
 def parse_limits(text: str) -> dict[str, float]:
-    """Parse limits such as those of `--fail-above`: measure=number for all adversaries, adversary.measure=number for one.
+    """Parse limits such as those of `--fail-above`: measure=number for all adversaries,
+    adversary.measure=number for one.
 
     >>> parse_limits("cosine=0.3, client.psnr=15")
     {'cosine': 0.3, 'client.psnr': 15.0}
@@ -177,8 +186,8 @@ def parse_limits(text: str) -> dict[str, float]:
         adversary, measure = _adversary_and_measure(name)
         if adversary is not None and adversary not in ADVERSARIES:
             raise ConfigError(
-                f"unknown adversary {adversary!r} in a limit; choose from {', '.join(ADVERSARIES)}, or leave it out for "
-                "all of them"
+                f"unknown adversary {adversary!r} in a limit; choose from {', '.join(ADVERSARIES)}, or leave it out "
+                "for all of them"
             )
         if measure == "error":
             raise ConfigError("a large error is good, so it cannot be limited from above; limit cosine instead")
@@ -204,7 +213,8 @@ def _adversary_and_measure(name: str) -> tuple[str | None, str]:
 
 
 def exceeded(audit: Audit, limits: Mapping[str, float]) -> list[str]:
-    """Return a sentence for each limit that an attack exceeded or that nothing was measured for; empty if all are kept.
+    """Return a sentence for each limit that an attack exceeded or that nothing was measured for;
+    empty if all are kept.
 
     >>> audit = Audit("a", {}, {}, (), (Finding("rewind", "client", "adaptive", "update", "cosine", 0.99),), 1.0)
     >>> exceeded(audit, {"cosine": 0.3})
@@ -235,9 +245,11 @@ def exceeded(audit: Audit, limits: Mapping[str, float]) -> list[str]:
 
 
 def severity(finding: Finding) -> tuple[int, float]:
-    """Return a sort key across measures: the rank of the rating, then the distance from a leak to no defence.
+    """Return a sort key across measures: the rank of the rating, then the distance from a leak to
+    no defence.
 
-    Below a leak the second value is negative: the distance to a leak, in units of that from guessing to a leak.
+    Below a leak the second value is negative: the distance to a leak, in units of that from
+    guessing to a leak.
 
     >>> severity(Finding("rewind", "client", "adaptive", "update", "cosine", 0.5))
     (3, 0.5)
@@ -265,7 +277,9 @@ def _levels(family: str, chance: float) -> tuple[float, float]:
 
 
 def _as_strength(family: str, value: float) -> float:
-    """Convert a value to a strength, where more is worse; an attacker can invert a wrong sign or order."""
+    """Convert a value to a strength, where more is worse; an attacker can invert a wrong sign or
+    order.
+    """
     if family == "auc":
         return max(value, 1 - value)
     return {"cosine": abs(value), "error": -value}.get(family, value)

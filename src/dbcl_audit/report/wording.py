@@ -73,8 +73,8 @@ NO_PROMISE = (
 )
 PROMISED_SIMULATION = (
     "This run has a guarantee, and this is a simulated run of its settings with fresh secrets: the same clients, and "
-    "canaries that contribute as much and as often as the guarantee allows. The epsilon at which they can be told apart "
-    "is measured and compared with the stated one. Recordings of the run itself are not examined."
+    "canaries that contribute as much and as often as the guarantee allows. The epsilon at which they can be told "
+    "apart is measured and compared with the stated one. Recordings of the run itself are not examined."
 )
 ADVERSARY_NOTES = {
     "client": "The veil is there to stop clients.",
@@ -100,7 +100,8 @@ NO_PROOF = (
 
 
 def sentence(finding: Finding, property_name: str = "", *, subject: str = "") -> str:
-    """Describe a finding: value and interval, the value of guessing, the number of cases, and then the rating.
+    """Describe a finding: value and interval, the value of guessing, the number of cases, and then
+    the rating.
 
     >>> found = Finding("LiRA", "anyone", "adaptive", "membership", "tpr at 0.1 % fpr", 0.007, budget={"members": 1000})
     >>> sentence(found)  # doctest: +NORMALIZE_WHITESPACE
@@ -150,7 +151,8 @@ def target_text(target: str, property_name: str = "") -> str:
 
 
 def verdicts(audit: Audit) -> list[tuple[int, str, str, str]]:
-    """Return for each adversary its rank (4 to 0), the verdict, its worst finding in words, and its defence.
+    """Return for each adversary its rank (4 to 0), the verdict, its worst finding in words, and its
+    defence.
 
     >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99)
     >>> [(rank, verdict) for rank, verdict, _, _ in verdicts(Audit("a", {}, {}, (), (finding,), 1.0))][0]
@@ -184,7 +186,8 @@ def promised(audit: Audit) -> bool:
 
 
 def simulation_text(audit: Audit) -> list[str]:
-    """Describe the kind of evidence on the page, and its meaning for a run with more clients, as paragraphs.
+    """Describe the kind of evidence on the page, and its meaning for a run with more clients, as
+    paragraphs.
 
     >>> rehearsal_text(Audit("a", {"clients": 100, "fraction": 0.1}, {}, (), (), 1.0, parties=2))[0][:47]
     'These are simulated runs, most of them of 2 par'

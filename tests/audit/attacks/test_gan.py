@@ -14,7 +14,7 @@ from dbcl.errors import ConfigError
 from dbcl.model import networks
 from dbcl.simulation import preset, task_of
 from dbcl_audit.attacks import gan
-from dbcl_audit.attacks.gan import REPLAY, GanAttacker, GanEngine, GanSettings
+from dbcl_audit.attacks.gan import KEPT_ROUNDS, GanAttacker, GanEngine, GanSettings
 from dbcl_audit.simulated_run import draw_batches, simulate_batches
 
 SHAPE, BOX = (1, 28, 28), (-0.5, 2.5)
@@ -33,17 +33,17 @@ def test_the_generator_learns_what_a_model_takes_for_the_class() -> None:
     before = probabilities().mean()
     for _ in range(10):
         drawer.learn(model)
-    assert probabilities()[(drawer.turns - 1) % REPLAY :: REPLAY].mean() > 0.5 > 0.2 > before
+    assert probabilities()[(drawer.turns - 1) % KEPT_ROUNDS :: KEPT_ROUNDS].mean() > 0.5 > 0.2 > before
     assert BOX[0] <= float(drawer.drawings.min()) <= float(drawer.drawings.max()) <= BOX[1]
 
 
 def test_a_share_of_the_drawings_is_new_for_each_model() -> None:
     drawer, model = attacker(), networks.build("mnist-mlp", outputs=11)
-    for turn in range(REPLAY + 1):
+    for turn in range(KEPT_ROUNDS + 1):
         before = drawer.drawings.clone()
         drawer.learn(model)
         changed = {row for row in range(10) if not drawer.drawings[row].equal(before[row])}
-        assert changed == set(range(turn % REPLAY, 10, REPLAY))
+        assert changed == set(range(turn % KEPT_ROUNDS, 10, KEPT_ROUNDS))
 
 
 def test_a_generator_needs_images_that_it_can_double() -> None:

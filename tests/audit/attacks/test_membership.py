@@ -102,7 +102,7 @@ def test_lira_is_the_ratio_of_two_normal_densities(models: int) -> None:
     rng = np.random.default_rng(0)
     inside, outside = rng.normal(3, 2, size=(models, 8)), rng.normal(size=(models, 8))
     target = rng.normal(size=8)
-    if models < membership.ENOUGH:  # one variance for all examples
+    if models < membership.MIN_VALUES_FOR_OWN_VARIANCE:  # one variance for all examples
         spread_in, spread_out = (np.sqrt(values.var(axis=0, ddof=1).mean()) for values in (inside, outside))
     else:
         spread_in, spread_out = inside.std(axis=0, ddof=1), outside.std(axis=0, ddof=1)

@@ -169,8 +169,8 @@ def test_what_is_known_of_the_ends_is_in_the_world() -> None:
     start = simulated.recorded.truth.weights(0)
     released = [({3: 1.0}, {name: simulated.released[name] for name in start})]
     plain, known = trajectory_of(simulated), trajectory_of(simulated, start=start, released=released)
-    assert plain.world("1.weight").weight > 0
-    assert plain.world("1.weight").more == ()
+    assert plain.model_of("1.weight").weight > 0
+    assert plain.model_of("1.weight").more == ()
     world = known.world("1.weight")
     assert world.weight == 0
     torch.testing.assert_close(world.start.float(), start["1.weight"])  # type: ignore[union-attr]

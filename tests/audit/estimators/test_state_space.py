@@ -351,7 +351,7 @@ def test_rows_are_solved_in_parts_where_there_are_many_numbers(monkeypatch: pyte
     view = system(dim=6, width=3, rows=7, seen=every(6), update=0.3, veil=0.1, momentum=0.5).view
     world = StateSpaceModel(view, veil=0.25, update=0.4, weight=0.9)
     whole = world.solve(tolerance=1e-12).changes()
-    monkeypatch.setattr("dbcl_audit.estimators.state_space.NUMBERS", 6 * 6 * 3)  # three rows
+    monkeypatch.setattr("dbcl_audit.estimators.state_space.MAX_STACK_VALUES", 6 * 6 * 3)  # three rows
     calls = []
     conjugate = StateSpaceModel._conjugate
     monkeypatch.setattr(StateSpaceModel, "_conjugate", lambda *given: calls.append(1) or conjugate(*given))

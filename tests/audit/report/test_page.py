@@ -1,5 +1,6 @@
 """The page of an audit: complete, escaped, and silent on the network."""
 
+import html
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from audit.report.example import HOSTILE, made_up
+from dbcl.simulation.presets import PRESETS
 from dbcl_audit.findings import Audit, Finding
 from dbcl_audit.report import comparison, rating, wording
 from dbcl_audit.report import page as report
@@ -276,13 +278,48 @@ def test_comparison_shows_the_worst_of_an_audit_whatever_it_is_called(adversary,
     """Membership and properties are measured by AUC both; an AUC below 0.5 is as good as its mirror image."""
     mild = Finding("mild", adversary, "naive", "property", "auc", 0.7)
     for value in (0.962, 0.038):
-        strong = Finding("strong", adversary, "adaptive", target, "auc" if target == "membership" else "auc", value)
+        strong = Finding("strong", adversary, "adaptive", target, "auc", value)
         audit = Audit("a", {}, {"accuracy": 0.9}, (), (mild, strong), 0.0)
         shown = dict(zip(comparison.LEAKS, comparison.leaks(audit), strict=True))
         assert [text for leak, text in shown.items() if adversary in leak.adversaries and leak.measure == "auc"] == [
             "0.962"
         ]
         assert "0.962" in Reader(comparison.comparison([audit])).text
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_cell_of_a_comparison_is_the_worst_of_the_runs_own_audit(name):
+    """A verdict may rest on a label or on a true positive rate: then the comparison shows that."""
+    guaranteed = {"epsilon": 8.0} if name in ("private", "private-example", "guaranteed") else {}
+    measured = Finding("canaries", "client", "adaptive", "guarantee", "epsilon", 7.5, budget={"stated epsilon": 8.0})
+    found = [
+        Finding("rewind", "client", "adaptive", "update", "cosine", 0.4, chance=0.0),
+        Finding("bias", "client", "naive", "label", "accuracy", 1.0, chance=0.1),
+        Finding("pooled", "colluders", "adaptive", "property", "auc", 0.6, 0.55, 0.65),
+        Finding("matching", "server", "adaptive", "image", "psnr", 14.0, chance=13.0),
+        Finding("labels of one update", "server", "adaptive", "label", "accuracy", 0.95, chance=0.5),
+        Finding("loss threshold", "anyone", "naive", "membership", "auc", 0.52),
+        Finding("LiRA", "anyone", "adaptive", "membership", "tpr at 1 % fpr", 0.7, chance=0.01),
+    ]
+    if guaranteed:
+        found.append(measured)
+    other = Audit("other", {}, {}, (), (Finding("x", "server", "naive", "image", "psnr", 40.0),), 1.0)
+    audit = Audit(name, guaranteed, {"accuracy": 0.9}, (), tuple(found), 1.0)
+    expected = rating.worst_by_adversary(audit)
+    together = max((expected["client"], expected["colluders"]), key=rating.severity)
+    cells = comparison.worst_findings(audit)
+    for who, worst, cell in zip(comparison.WHO, (together, expected["server"], expected["anyone"]), cells, strict=True):
+        assert comparison.worst_finding(audit, who) is worst
+        assert cell == f"{number_text(worst.value, worst.measure)} {comparison.worst_text(worst)}: {word(worst)}"
+    assert "label accuracy" in cells[0]
+    assert "label accuracy" in cells[1]
+    assert "members found at 1 % false alarms" in cells[2]
+    rows = re.findall(r"<tr>(<td.*?)</tr>", comparison.comparison([other, audit]))
+    (row,) = (row for row in rows if f"<td>{name}</td>" in row)
+    texts = [html.unescape(text) for text in re.findall(r"<td[^>]*>([^<]*)</td>", row)]
+    assert texts[-3:] == cells
+    assert texts[-9:-3] == comparison.leaks(audit)
+    assert texts[5] == ("8 (7.5)" if guaranteed else "—")
 
 
 def test_comparison_says_what_a_private_run_promises():
