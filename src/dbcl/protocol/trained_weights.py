@@ -300,7 +300,7 @@ def load_optimizer(optimizer: Optimizer, state: State) -> None:
 
 
 def _same_kind(kept: Any, own: Any) -> bool:
-    """Whether a value from JSON may replace an optimiser's own: any number a number, a flag or None one of the two.
+    """Return whether a value from JSON may replace that of an optimiser: a number a number, a flag or None one of both.
 
     >>> _same_kind([0.9, 0.999], (0.5, 0.99)), _same_kind("x", 0.5), _same_kind(None, 0.5), _same_kind(True, None)
     (True, False, False, True)
