@@ -32,7 +32,7 @@ class StrategyAggregation:
     def __init__(self, server: Server, inner: InnerStrategy, server_round: int, senders: Mapping[str, Message]) -> None:
         self.server, self.inner, self.server_round, self.senders = server, inner, server_round, senders
         self.metrics: MetricRecord | None = None
-        """What the strategy makes of the metrics."""
+        """Metrics of the round as the strategy aggregates them."""
 
     def aggregate(self, result: ValidationResult) -> Aggregate:
         """Return the strategy's aggregate of the accepted updates.

@@ -45,7 +45,7 @@ class InnerStrategy:
 
     @property
     def averages(self) -> bool:
-        """Whether it only averages by examples: to average first and lift once is equal and cheaper."""
+        """True if it only averages by examples: to average first and lift once is equal and cheaper."""
         plain = type(self.strategy).aggregate_train is flower.FedAvg.aggregate_train
         return plain and self.weight_key == EXAMPLES
 

@@ -24,7 +24,7 @@ class Progress:
         self.nodes = nodes
         self.result = Result()
         self.evaluated = False
-        """Whether the last round was evaluated."""
+        """True if the last round was evaluated."""
 
     def trained(self, number: int, metrics: MetricRecord | None) -> None:
         """Note that a round was trained; `metrics` come from the nodes."""

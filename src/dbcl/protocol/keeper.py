@@ -33,13 +33,13 @@ class Keeper:
 
     plan: PrivacyPlan | None = None
     exact = False
-    """Whether the weights must be kept in float64."""
+    """True if the weights must be kept in float64."""
     grid: float | None = None
     """Grid to which noisy weights are rounded."""
     releases_noisy = False
-    """Whether only W + N may be released, never W."""
+    """True if only W + N may be released, never W."""
     default_sketch = SketchConfig()
-    """What a client sees of each tensor where nothing is configured."""
+    """Sketch of a server for which none is configured."""
     tracker: ParticipationTracker | None = None
 
     def statement(self, noise: NoiseMechanism) -> str:

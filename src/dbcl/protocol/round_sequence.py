@@ -68,7 +68,7 @@ class RoundSequence:
 
     @property
     def begun(self) -> bool:
-        """Whether anything may have left the server."""
+        """True if anything may have left the server."""
         return self.number > 0 or self.current is not None
 
     def opened(self) -> OpenRound:

@@ -105,6 +105,7 @@ class Group:
 def traffic(names: Sequence[str], length: int, config: SecAggConfig, encoding: Encoding) -> tuple[int, int]:
     """Return the bytes of a group's round down and up, without the broadcasts, counted on one client's messages.
 
+    >>> from dbcl.protocol.secagg.encoding import encoding_of
     >>> config = SecAggConfig(clip=1.0, min_cohort=3)
     >>> down, up = traffic(("ann", "bob", "cleo"), 1000, config, encoding_of(config, None))
     >>> up > 3 * 1000 * 18 // 8
