@@ -369,6 +369,23 @@ def test_whoever_averages_the_lifted_weights_gets_what_close_round_gives(norm_bo
     assert same(one.open_round().tensors, one.open_round().tensors)
 
 
+def test_an_aggregation_of_ones_own_replaces_the_mean() -> None:
+    class Median:
+        def aggregate(self, result: dbcl.protocol.ValidationResult) -> Aggregate:
+            every = [made for _, made in server.averaging.lifted(result)]
+            median = {name: torch.stack([made[name] for made in every]).median(dim=0).values for name in every[0]}
+            return replacement(median, server.weights(), len(every))
+
+    server = dbcl.Server(net(), dbcl.SketchConfig(lanes=1), insecure_seed=0, optimizer=dbcl.optim.fedavg())
+    before, broadcast = weights(server), server.open_round()
+    answers = {who: answer(broadcast, size) for who, size in (("ann", 0.1), ("bob", 0.2), ("cleo", 0.9))}
+    middle = dict(server.averaging.lifted(server.validate({"bob": answers["bob"]})))["bob"]
+    assert server.close_validated(server.validate(answers), Median()).accepted == 3
+    for name, tensor in weights(server).items():
+        torch.testing.assert_close(tensor, middle[name].to(tensor))
+        assert not torch.equal(tensor, before[name])
+
+
 def test_an_aggregate_that_does_not_fit_leaves_the_round_open() -> None:
     server = dbcl.Server(net(), dbcl.SketchConfig(lanes=1, coverage="hidden"), insecure_seed=0)
     before = weights(server)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from dbcl.errors import ProtocolError, plain, shown
 from dbcl.protocol.guarantee import check_values
-from dbcl.protocol.trained_weights import check_plan, plan_values
+from dbcl.protocol.plan_state import check_plan, plan_values
 from dbcl.state import State, Stateful, join
 
 if TYPE_CHECKING:
