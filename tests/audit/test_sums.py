@@ -1,4 +1,4 @@
-"""The audit of a run with secure aggregation: the server's seat has sums, and no update by itself."""
+"""Audits of runs with secure aggregation: the server receives sums, and no single update."""
 
 from dataclasses import replace
 

@@ -138,7 +138,7 @@ def test_findings_of_images_are_measured_against_the_true_ones():
     assert (share.value, label.value) == (1.0, 1.0)
     assert psnr.images
     assert psnr.budget["local steps"] == 5
-    assert told == ["images, server's seat, replaying local steps: 1 of 1"]
+    assert told == ["images, server, replaying local steps: 1 of 1"]
     stranger = each._replace(rows=ORDER[500:501])
     assert update_image_findings(model, [stranger], DIGITS, STEPS, [replace(SMOOTH, steps=40)])[0].value < 13
 

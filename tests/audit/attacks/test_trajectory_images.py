@@ -289,7 +289,7 @@ def test_findings_of_all_rounds() -> None:
     assert findings[0].images
     assert findings[0].budget["images"] == 1
     assert findings[0].note.startswith("the victim trains on the same images in every round")
-    assert said == ["images, client's seat, all rounds together: 1 of 1"]
+    assert said == ["images, client, all rounds together: 1 of 1"]
     assert len(steps) >= 3
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from audit.report.example import HOSTILE, made_up
-from dbcl.simulation.presets import PRESETS
+from dbcl.simulation.presets import PRESETS, preset
 from dbcl_audit.findings import Audit, Finding
 from dbcl_audit.report import comparison, rating, wording
 from dbcl_audit.report import page as report
@@ -290,7 +290,8 @@ def test_comparison_shows_the_worst_of_an_audit_whatever_it_is_called(adversary,
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_cell_of_a_comparison_is_the_worst_of_the_runs_own_audit(name):
     """A verdict may rest on a label or on a true positive rate: then the comparison shows that."""
-    guaranteed = {"epsilon": 8.0} if name in ("private", "private-example", "guaranteed") else {}
+    settings = preset(name).options()
+    guaranteed = name in ("private", "private-example", "guaranteed")
     measured = Finding("canaries", "client", "adaptive", "guarantee", "epsilon", 7.5, budget={"stated epsilon": 8.0})
     found = [
         Finding("rewind", "client", "adaptive", "update", "cosine", 0.4, chance=0.0),
@@ -304,7 +305,7 @@ def test_each_cell_of_a_comparison_is_the_worst_of_the_runs_own_audit(name):
     if guaranteed:
         found.append(measured)
     other = Audit("other", {}, {}, (), (Finding("x", "server", "naive", "image", "psnr", 40.0),), 1.0)
-    audit = Audit(name, guaranteed, {"accuracy": 0.9}, (), tuple(found), 1.0)
+    audit = Audit(name, settings, {"accuracy": 0.9}, (), tuple(found), 1.0)
     expected = rating.worst_by_adversary(audit)
     together = max((expected["client"], expected["colluders"]), key=rating.severity)
     cells = comparison.worst_findings(audit)
@@ -319,7 +320,7 @@ def test_each_cell_of_a_comparison_is_the_worst_of_the_runs_own_audit(name):
     texts = [html.unescape(text) for text in re.findall(r"<td[^>]*>([^<]*)</td>", row)]
     assert texts[-3:] == cells
     assert texts[-9:-3] == comparison.leaks(audit)
-    assert texts[5] == ("8 (7.5)" if guaranteed else "—")
+    assert texts[5] == (f"{settings['epsilon']:g} (7.5)" if guaranteed else "—")
 
 
 def test_comparison_says_what_a_private_run_promises():
