@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dbcl.sketch import CountSketch
-from dbcl_audit import simulation
+from dbcl_audit import theory_checks
 from dbcl_audit.theory import corollary_factor, printed_linear_error, remark_residual, veil_cosine
 from experiments import figures
 from experiments.experiment import Context, Experiment, Job, Results
@@ -50,16 +50,16 @@ def play(job: Job, context: Context) -> dict[str, Any]:
     if kind == "remark":
         return {"residual": _remark(job["dout"], seed)}
     if kind == "veil":
-        return _facts(simulation.simulate_veil(job["kappa"], rounds=job["rounds"], seed=seed))
+        return _facts(theory_checks.simulate_veil(job["kappa"], rounds=job["rounds"], seed=seed))
     if kind == "listing":
-        return _facts(simulation.simulate_listing(dim=5, ratio=2, draws=job["draws"], seed=seed))
+        return _facts(theory_checks.simulate_listing(dim=5, ratio=2, draws=job["draws"], seed=seed))
     if kind == "unbiased":
-        return _facts(simulation.simulate_unbiased(job["scheme"], dim=6, width=3, draws=job["draws"], seed=seed)[0])
+        return _facts(theory_checks.simulate_unbiased(job["scheme"], dim=6, width=3, draws=job["draws"], seed=seed)[0])
     if kind == "product":
-        return _facts(simulation.simulate_product(job["scheme"], draws=job["draws"], seed=seed))
+        return _facts(theory_checks.simulate_product(job["scheme"], draws=job["draws"], seed=seed))
     if kind == "option I":
-        return _facts(simulation.simulate_option_one(job["scheme"], **SIZES, draws=job["draws"], seed=seed))
-    found = _facts(simulation.simulate_linear(job["scheme"], **SIZES, draws=job["draws"], seed=seed))
+        return _facts(theory_checks.simulate_option_one(job["scheme"], **SIZES, draws=job["draws"], seed=seed))
+    found = _facts(theory_checks.simulate_linear(job["scheme"], **SIZES, draws=job["draws"], seed=seed))
     return {**found, "printed": _printed(seed)}
 
 
@@ -161,7 +161,7 @@ def draw(found: Results) -> Mapping[str, Any]:
     return {"theory": figure}
 
 
-def _facts(check: simulation.Check) -> dict[str, float]:
+def _facts(check: theory_checks.Check) -> dict[str, float]:
     return {
         "measured": check.measured,
         "predicted": check.predicted,
@@ -172,13 +172,13 @@ def _facts(check: simulation.Check) -> dict[str, float]:
 
 def _printed(seed: int) -> float:
     """Theorem 2 as it is printed, of the weights that are simulated, relative to |D V^T|^2."""
-    old, new, V = simulation.draw_weights(SIZES["dout"], SIZES["dim"], 2, seed)
+    old, new, V = theory_checks.draw_weights(SIZES["dout"], SIZES["dim"], 2, seed)
     size = float(((old - new) @ V.T).square().sum())
     return printed_linear_error(old, new, V, SIZES["width"]) / size
 
 
 def _remark(dout: int, seed: int) -> float:
-    old, new, _ = simulation.draw_weights(dout, 32, 1, seed)
+    old, new, _ = theory_checks.draw_weights(dout, 32, 1, seed)
     sketches: Sequence[CountSketch] = [CountSketch(32, 16, seed=bytes(32), round=number) for number in (0, 1)]
     return remark_residual(old, new, sketches[0], sketches[1])
 
