@@ -5,7 +5,7 @@ INSTALL := $(BIN)/pip install --quiet --constraint constraints.txt
 BENCH := OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 .venv-bench/bin/python -W ignore
 RESULTS ?= benchmarks/results
 
-.PHONY: run test test-slow test-machines test-deploy test-models lint docs notebooks reproduce dist bench bench-check clean
+.PHONY: run test test-slow test-machines test-deploy test-models lint docs notebooks reproduce compare dist bench bench-check clean
 
 # Threads that wait for each other sleep here. By OpenMP's default they spin, and beside other busy programs the same run
 # takes several times as long.
@@ -45,6 +45,14 @@ lint: .venv/ready
 # An experiment, with its table and figure in results/NAME: make reproduce NAME=table1
 reproduce: .venv/ready
 	$(BIN)/python -m experiments $(NAME)
+
+# Five defences on the embedded digits, each audited, side by side: results/audit/compare.html.
+COMPARED := build/compare
+compare: .venv/ready
+	train() { name=$$1; shift; $(BIN)/dbcl train --out $(COMPARED)/$$name --seed 0 "$$@" && $(BIN)/dbcl audit $(COMPARED)/$$name --quick; }; \
+	train no-defence --preset plain && train paper --preset paper && train blind --preset blind && \
+	train dropout --preset paper --sketch sampling-v1 && train noise --preset plain --update-clip 1 --update-noise 0.01
+	$(BIN)/dbcl compare $(COMPARED)/no-defence $(COMPARED)/paper $(COMPARED)/blind $(COMPARED)/dropout $(COMPARED)/noise --out results/audit/compare.html
 
 # The notebooks of the documentation, run anew: their outputs are committed.
 notebooks: .venv/ready
