@@ -18,9 +18,15 @@ from dbcl.errors import ProtocolError
 class Aggregate:
     """Weighted sum of updates, with the sum of their weights and their number.
 
-    The sum is over changes of V, in the sketched space of the round, or over changes of W where it is `lifted`; of
-    normalisation statistics it is over values, and one that no client reported is missing. What unit the weights have
-    is for the maker to say: only sum / weight is used.
+    Args:
+        sum: Sum over changes of V, in the sketched space of the round, or of W if it is `lifted`. Of normalisation
+            statistics it is over values, and one that no client reported is missing.
+        weight: Sum of the weights, in any unit: only sum / weight is used.
+        count: Number of updates.
+        lifted: The sum is over changes of W.
+
+    Raises:
+        ProtocolError: There is no update, or the weight is not above 0.
 
     >>> import torch
     >>> Aggregate({"b": torch.tensor([6.0])}, weight=3.0, count=2).mean()

@@ -29,11 +29,6 @@ class RoundKeys:
         """Key of the noise on frozen parameters."""
         self._next: bytes | None = None
 
-    @property
-    def insecure(self) -> bool:
-        """Return whether all keys follow from a seed that others may know."""
-        return self._seed is not None
-
     def advance(self, round: int) -> None:
         """Replace the current key by that of this round."""
         self.current, self._next = self._next or self._draw("round", round), None
