@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,18 @@ def test_docstrings_begin_with_a_verb_or_a_noun(package: str) -> None:
     assert found == []
 
 
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Iterate over the lines of a page, or over the comments, docstrings and messages of a module."""
+    if path.suffix == ".md":
+        yield from enumerate(path.read_text("utf-8").splitlines(), 1)
+        return
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            text = token.type in (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)) and " " in token.string
+            if token.type == tokenize.COMMENT or text:
+                yield from enumerate(token.string.splitlines(), token.start[0])
+
+
 @pytest.mark.parametrize("folder", [*PACKAGES, "docs"])
 def test_phrases_of_the_old_prose_do_not_come_back(folder: str) -> None:
     paths = sorted((ROOT / folder).rglob("*.md")) if folder == "docs" else modules(folder)
@@ -64,7 +77,7 @@ def test_phrases_of_the_old_prose_do_not_come_back(folder: str) -> None:
         f"{path.relative_to(ROOT)}:{number}: {match.group()!r}; write: {remedy}"
         for path in paths
         if path.name != "changelog.md"
-        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        for number, line in prose(path)
         for phrase, remedy in PHRASES.items()
         if (match := re.search(phrase, line, re.IGNORECASE))
     ]

@@ -330,7 +330,7 @@ class DoubleBlind(Strategy):
         messages = blind_messages(self.server, named, ttl=self.round_timeout, secure=secure)
         self._nodes.ask(named, grid.get_node_ids())
         if self.server.plan.lanes > 1 or secure or self.observer is not None:
-            self._save()  # after a crash a node must get the lane that it has seen, whoever is asked then
+            self._save()  # after a crash a node must get the lane that it has seen, whichever nodes are asked then
         return messages
 
     def _closed(self, report: RoundReport) -> None:

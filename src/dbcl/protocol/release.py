@@ -31,7 +31,7 @@ class Release:
             self.mean.update(noisy, round)
 
     def closed(self, rounds: int) -> None:
-        """Take in the weights after so many rounds."""
+        """Include the weights after a number of rounds."""
         if self.mean is not None and not self.noisy:
             self.mean.update(self.trained.read(), rounds)
 
