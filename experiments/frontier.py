@@ -215,8 +215,8 @@ def _trajectory(job: Job, played: "ShardRun", task: Task, step: Callable[[], Non
             name: replace(each, veil=max(each.veil, FLOOR * each.weight)) if trajectory.views[name].sketched else each
             for name, each in scales.items()
         }
-        worlds = {name: trajectory.model_of(name) for name in trajectory.views}
-        trajectory.__dict__["posteriors"] = {name: world.solve(TOLERANCE) for name, world in worlds.items()}
+        models = {name: trajectory.model_of(name) for name in trajectory.views}
+        trajectory.__dict__["posteriors"] = {name: model.solve(TOLERANCE) for name, model in models.items()}
     return trajectory
 
 

@@ -9,6 +9,8 @@ mean mu where the canary took part and with mean 0 where it did not.
 
 One run measures mu: many canaries take part at once, in orthogonal directions, and as many unused
 directions show the distribution of scores by chance (Andrew et al., arXiv 2302.03098).
+
+Longer than 350 lines, because `Canaries` is a whole server for engines.
 """
 
 import math
@@ -72,7 +74,7 @@ class CanaryEstimate:
     rounds: int
     turns: int
     largest: float = 0.0
-    """Where one example is the unit: the largest contribution of one, relative to the planned clip."""
+    """Largest contribution of one example, if that is the unit, relative to the planned clip."""
 
     @cached_property
     def mu(self) -> float:
@@ -158,7 +160,7 @@ class Canaries:
 
     The directions are orthonormal, of all tensors together; in a run with a sketch, of those that
     are not sketched. Of each round only products with them are kept. `count` canaries take part, by
-    default as many as MAX_VALUES allows; as many directions again are used by nobody, and half as
+    default as many as MAX_VALUES allows; as many directions again stay unused, and half as
     many show how the noise is correlated over rounds.
 
     >>> import copy, dbcl

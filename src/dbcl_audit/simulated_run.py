@@ -6,7 +6,7 @@ victim, the others are bystanders; or one client of every lane attacks (`collude
 0 is a bystander. `simulate_run` plays a run as it is: fixed shards, local steps, momentum, cohort,
 participation and server of the run. A client then shows the same examples in every round.
 
-Slightly over 350 lines, because both kinds of runs share recorded transcripts and their types.
+Longer than 350 lines, because both kinds of runs share recorded transcripts and their types.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +36,7 @@ from dbcl.transcripts import Recorder, RoundRecord, Setting, Transcript, Truth
 ATTACKER, VICTIM = 0, 1
 MIN_NON_MEMBERS = 10
 """Examples that no client has, below which members cannot be told from others."""
+SEED_LABEL = "rehearsal"  # the label of versions up to 0.2, so that recorded figures can be repeated
 Script = NDArray[np.int64]
 """Rows of the examples of each batch, of shape (rounds, clients, batch)."""
 NO_SCRIPT = np.zeros((0, 0, 0), dtype=np.int64)
@@ -215,7 +216,7 @@ def simulate_batches(
         [task.train] * clients,
         ScriptedTraining(lr=config.lr, batch_size=batch, steps=1, script=script),
         objective=task.objective,
-        seed=seeds.derive(bytes(32), "rehearsal", seed),
+        seed=seeds.derive(bytes(32), SEED_LABEL, seed),
         noise=None if noise is None else replace(noise, insecure_seed=seed),
     )
     attackers = map(str, colluders or [ATTACKER])
@@ -363,7 +364,7 @@ def simulate_run(
     task = replace(task, train=train, division=np.split(np.arange(len(train)), ends[:-1]))
     fraction = (cohort or count) / count
     config = replace(config, clients=count, fraction=fraction, seed=seed, engine="stacked", device="cpu")
-    derived = seeds.derive(bytes(seeds.SEED_BYTES), "rehearsal", seed)
+    derived = seeds.derive(bytes(seeds.SEED_BYTES), SEED_LABEL, seed)
     server = build_run_server(config, task, seed=derived)
     engine = build_engine(config, task, server, seed=derived)
     turns = np.zeros(count, dtype=np.int64)

@@ -216,7 +216,7 @@ def test_weights_beyond_the_cap_are_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_cannot_be_measured_is_refused() -> None:
     plan = plan_of()
-    with pytest.raises(AuditError, match="by default no more than"):
+    with pytest.raises(AuditError, match="by default at most"):
         Canaries(server_of(plan), plan, count=19)
     with pytest.raises(AuditError, match="five numbers or more for each"):
         Canaries(server_of(plan), plan, count=1000)

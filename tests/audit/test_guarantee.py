@@ -199,7 +199,7 @@ def test_real_extreme_examples_find_clients_that_do_not_clip(
     x, y = torch.randn(80, 20, generator=generator), torch.arange(80) % 3
     examples = source(x, y)
     task = given(lambda seed: make(), examples, examples, objective=CLASSIFICATION)
-    config = preset("private-example", clients=4, rounds=4, separation=2, delta=1e-3, epsilon=100.0, clip=0.1)
+    config = preset("private-example", clients=4, rounds=4, separation=2, delta=1e-3, epsilon=100.0, clip=0.1, lr=0.1)
     found = measured.measure_guarantee(task.adapt(config), task)
     assert {engine.path for engine in engines} == {path}
     assert found.holds is clips
@@ -207,7 +207,7 @@ def test_real_extreme_examples_find_clients_that_do_not_clip(
 
 
 def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
-    found = audit(run_of(tmp_path / "run", server_optimizer="adam", epsilon=8.0, server_lr=0.01), budget=QUICK)
+    found = audit(run_of(tmp_path / "run", server_optimizer="adam", epsilon=8.0, server_lr=0.01), effort=QUICK)
     (finding,) = found.findings
     assert word(finding) == FAILED
     assert "before an optimiser that is not linear" in finding.failures[0]

@@ -92,7 +92,7 @@ def generator(shape: Sequence[int], settings: GanSettings) -> nn.Module:
 class GanAttacker:
     """A client's generator, with the models that it receives as discriminators.
 
-    `box` is the range of the values that images have. `drawings` holds so many, of the last
+    `box` is the range of the values that images have. `drawings` holds `count`, of the last
     `KEPT_ROUNDS` models.
 
     >>> attacker = GanAttacker((1, 28, 28), (-1.0, 1.0), GanSettings(target=3, steps=2), count=10, seed=0)

@@ -220,19 +220,19 @@ def member_findings(
     by_loss = loss_scores(scores, _groups(everything), slice(len(rows), None))
     mine = slice(len(rows) - len(own), len(rows))
     weight = max(0.0, float(by_loss[mine].mean()))  # how far the attacker's own examples, members all, stand out
-    count, strangers = sum(map(len, members)), len(shards.others)
-    stranger = slice(count, count + strangers)
+    count, non_members = sum(map(len, members)), len(shards.others)
+    outside = slice(count, count + non_members)
     attacks: dict[str, list[Array]] = {}
     start = 0
     for client, rows_of in zip(others, members, strict=True):
         ratios = ratio_scores(scores, _lanes_of(played, client, trajectory.rounds[: len(scores)]), clients)
         both = ratios + weight * by_loss[: len(ratios)]  # that of a normal with variance 1, shifted by `weight`
         for name, values in (("likelihood ratio", ratios), ("losses", by_loss), ("likelihood ratio and losses", both)):
-            picked = np.concatenate([values[start : start + len(rows_of)], values[stranger]])
+            picked = np.concatenate([values[start : start + len(rows_of)], values[outside]])
             attacks.setdefault(f"{name} over all rounds", []).append(picked)
         start += len(rows_of)
     budget = {
-        "members": count, "non-members": strangers, "rounds seen": len(trajectory.rounds),
+        "members": count, "non-members": non_members, "rounds seen": len(trajectory.rounds),
         "own examples": len(sure), "seconds": round(perf_counter() - began, 1),
     }  # fmt: skip
     sizes = [len(rows_of) for rows_of in members]

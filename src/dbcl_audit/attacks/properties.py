@@ -43,9 +43,9 @@ def property_findings(
     filters.
 
     `holds` says which training examples have it, and `own` which of them are the attacker's. For
-    the forest the attacker makes so many `batches` of each kind in each round, at the models that
+    the forest the attacker makes `batches` batches of each kind in each round, at the models that
     the victim received, as far as the attacker has them (victim.py); for the filters it takes the
-    gradients of so many `examples` of each kind.
+    gradients of `examples` examples of each kind.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl.simulation import preset, task_of

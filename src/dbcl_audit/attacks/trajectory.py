@@ -2,15 +2,16 @@
 allies.
 
 The attacker models every tensor by a `StateSpaceModel`: unknown W_0, known sketches, veil,
-momentum, its own updates. What the others are expected to do, the drift, it computes from examples
-of its own, by training as a client would on what the clients of every lane were sent. What is left
-over, it explains by the likelihood. Anything that would move the others' updates by d_t, such as
-one more example among theirs, adds
+momentum, its own updates. The others' expected updates, the drift, are computed from its own
+examples, by training as a client would at the broadcast of every lane. The likelihood explains the
+remainder. Anything that would move the others' updates by d_t, such as one more example, adds
 
     sum_t <d_t, influence_t>
 
 to the log-likelihood, to first order, where influence_t is its derivative by the update of round t.
 So one pass over the rounds serves any number of examples, groups of them or labels.
+
+Longer than 350 lines, because the cached quantities of `Trajectory` depend on each other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -210,8 +211,8 @@ class Trajectory:
         for name, view in self.views.items():
             if view.sketched:
                 scales = self.scales[name]
-                world = StateSpaceModel(view, veil=self._veil(name), update=scales.update, weight=scales.weight)
-                found[name] = world.solve().weights()
+                model = StateSpaceModel(view, veil=self._veil(name), update=scales.update, weight=scales.weight)
+                found[name] = model.solve().weights()
         return found
 
     def _veil(self, name: str) -> float | Tensor:
@@ -289,7 +290,7 @@ class Trajectory:
     def share(self) -> dict[str, Array]:
         """Share of the drift in real updates, by tensor and observed round.
 
-        They learn their own examples by heart, and then change less than strangers to them would.
+        They memorise their own examples, and then change less than clients new to them would.
         How much is left the attacker sees by itself: <own, mean client> / |mean client|^2, smoothed
         over rounds. It is 1 but for what is beyond the error of that.
         """
@@ -351,9 +352,9 @@ class Trajectory:
         """Fisher information of the observed rounds but the last about an entry of a tensor's
         updates.
         """
-        world = self.posteriors[name].world
-        places = [int(np.flatnonzero(world.ticks == round)[0]) for round in self.rounds[:-1]]
-        found: Array = world.information[np.ix_(places, places)]
+        model = self.posteriors[name].model
+        places = [int(np.flatnonzero(model.ticks == round)[0]) for round in self.rounds[:-1]]
+        found: Array = model.information[np.ix_(places, places)]
         return found
 
     def changes(self) -> dict[str, list[Tensor]]:

@@ -3,10 +3,12 @@ rounds.
 
 Reads: client-0 and its allies; server, for the victim's plan.
 
-Such images x are the parameters of one regression over all that the attacker saw. In round t it saw
+Such images x are the parameters of one regression over all observations. In round t the attacker observes
 V_t = W_t R_t + tau Z_t, and W_t = W_0 + S_t(x): its own updates are known, and the victim's follow
-from x by the gradients of the loss at the model that the victim was sent. W_0 is integrated out,
-and noise averages out over the rounds.
+from x by the gradients of the loss at the victim's broadcast. W_0 is integrated out, and noise
+averages out over the rounds.
+
+Longer than 350 lines, because both fits (dense layer, simulated victim) share one optimiser.
 """
 
 import math
@@ -41,11 +43,9 @@ Array = NDArray[np.float64]
 OnStep = Callable[[], None]
 Limit = float | None
 FIT_STAGES = 3
-"""A simulated victim is believed to have been sent what follows from its images so far, so many
-times.
-"""
+"""Stages of a fit; after each, the victim's broadcasts are recomputed from the images so far."""
 SIZE_KNOWN = 0.02
-"""How far the logarithm of an image's size may be off while it is fitted."""
+"""Standard deviation of the logarithm of an image's norm during a fit."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ Every estimator, detector and reconstruction is a likelihood under it:
 
 The drift is the others' expected update, computed from the attacker's own examples
 (attacks/trajectory.py); u_s is the remainder. smoother.py solves the case without drift and with a
-white veil by kalman.py, which says why both exist. Slightly over 350 lines: the model and its
-posterior share every quantity.
+white veil by kalman.py, which says why both exist.
+
+Longer than 350 lines, because the model and its posterior share every quantity.
 """
 
 from collections.abc import Sequence
@@ -307,18 +308,18 @@ class Posterior:
     ([1.0, 1.0, 1.0], [0.0, 1.0, 2.0, 3.0])
     """
 
-    def __init__(self, world: StateSpaceModel, errors: list[Tensor]) -> None:
-        self.world, self.errors = world, errors
+    def __init__(self, model: StateSpaceModel, errors: list[Tensor]) -> None:
+        self.model, self.errors = model, errors
 
     @cached_property
     def _lifted(self) -> Tensor:
-        pairs = zip(self.world.sketches, self.errors, strict=True)
+        pairs = zip(self.model.sketches, self.errors, strict=True)
         return torch.stack([sketch.lift(each) for sketch, each in pairs])
 
     @cached_property
     def _influences(self) -> Tensor:
         """Derivatives of the log-likelihood by the update of every tick, over W's columns."""
-        return _over_rounds(self.world.kernel.T, self._lifted)
+        return _over_rounds(self.model.kernel.T, self._lifted)
 
     def influences(self) -> list[Tensor]:
         """Return the derivatives of the log-likelihood by the others' update of each observed round
@@ -327,46 +328,46 @@ class Posterior:
         An update in direction d adds <d, influence> to it, to first order: the matched filter for
         any d.
         """
-        seen = self._influences[torch.from_numpy(np.flatnonzero(self.world.known))]
-        return list(seen[: len(self.world.view.rounds) - 1])
+        seen = self._influences[torch.from_numpy(np.flatnonzero(self.model.known))]
+        return list(seen[: len(self.model.view.rounds) - 1])
 
     def influence(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the influence of an observed round, and the sum of those of the missed rounds
         after it.
         """
-        places = [place for place in range(len(self.world.ticks)) if self.world.before(place) == index]
-        missed = [self._influences[place] for place in places if not self.world.known[place]]
-        here = int(np.flatnonzero(self.world.ticks == self.world.view.rounds[index])[0])
+        places = [place for place in range(len(self.model.ticks)) if self.model.before(place) == index]
+        missed = [self._influences[place] for place in places if not self.model.known[place]]
+        here = int(np.flatnonzero(self.model.ticks == self.model.view.rounds[index])[0])
         return self._influences[here], sum(missed, torch.zeros_like(self._influences[here]))
 
     def changes(self) -> list[Tensor]:
         """Return the expected change of W by the others' updates between observed rounds: lr (drift
         + Q influence).
         """
-        world, found = self.world, list[Tensor]()
-        lanes = iter(world.lanes)
-        for place in range(len(world.ticks)):
-            if world.known[place]:
+        model, found = self.model, list[Tensor]()
+        lanes = iter(model.lanes)
+        for place in range(len(model.ticks)):
+            if model.known[place]:
                 found.append(_restrict(next(lanes), self._influences[place]))
             else:
-                found[-1] = found[-1] + world.missed(place) * self._influences[place]
-            if world.drift is not None:
-                found[-1] = found[-1] + world.drift[min(world.before(place), len(world.drift) - 1)].to(found[-1])
-        count = len(world.view.rounds) - 1
-        return [(world.view.lr * each).double() for each in found[:count]]
+                found[-1] = found[-1] + model.missed(place) * self._influences[place]
+            if model.drift is not None:
+                found[-1] = found[-1] + model.drift[min(model.before(place), len(model.drift) - 1)].to(found[-1])
+        count = len(model.view.rounds) - 1
+        return [(model.view.lr * each).double() for each in found[:count]]
 
     def weights(self) -> list[Tensor]:
         """Return the expected W before each observed round, given all observations."""
-        world, count = self.world, len(self.world.view.rounds)
-        without = world.isotropic - world.noise
+        model, count = self.model, len(self.model.view.rounds)
+        without = model.isotropic - model.noise
         found = _over_rounds(without[:count], self._lifted)
-        known = np.flatnonzero(world.known)
+        known = np.flatnonzero(model.known)
         if len(known):
             influences = self._influences[torch.from_numpy(known)]
-            carried = torch.stack([_restrict(lanes, each) for lanes, each in zip(world.lanes, influences, strict=True)])
-            found += _over_rounds(world.kernel[:count, known], carried)
+            carried = torch.stack([_restrict(lanes, each) for lanes, each in zip(model.lanes, influences, strict=True)])
+            found += _over_rounds(model.kernel[:count, known], carried)
         plain = StateSpaceModel(
-            _unsketched(world.view), veil=1.0, update=0.0, weight=1.0, drift=world.drift, start=world.start
+            _unsketched(model.view), veil=1.0, update=0.0, weight=1.0, drift=model.drift, start=model.start
         )
         return [(one + mean.to(one)).double() for one, mean in zip(found, plain.mean(), strict=True)]
 

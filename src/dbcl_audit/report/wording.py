@@ -189,7 +189,7 @@ def simulation_text(audit: Audit) -> list[str]:
     """Describe the kind of evidence on the page, and its meaning for a run with more clients, as
     paragraphs.
 
-    >>> rehearsal_text(Audit("a", {"clients": 100, "fraction": 0.1}, {}, (), (), 1.0, parties=2))[0][:47]
+    >>> simulation_text(Audit("a", {"clients": 100, "fraction": 0.1}, {}, (), (), 1.0, parties=2))[0][:47]
     'These are simulated runs, most of them of 2 par'
     """
     if promised(audit):

@@ -16,7 +16,7 @@ from dbcl.errors import AuditError
 from dbcl.protocol import Server
 from dbcl.simulation import RunConfig, presets
 from dbcl.simulation.task import of_pictures
-from dbcl_audit import simulated
+from dbcl_audit import simulated_run
 from dbcl_audit.attacks.gradients import example_gradients, gradients
 from dbcl_audit.attacks.own_data import OwnBatches, OwnExamples
 from dbcl_audit.attacks.properties import property_findings
@@ -35,18 +35,18 @@ COIN = np.random.default_rng(0).random(4000) < 0.5
 
 def play(
     folder: Path, dataset: Dataset, holds: np.ndarray, rounds: int, batch: int = 16, model: str = "twelve"
-) -> simulated.SimulatedRun:
+) -> simulated_run.SimulatedRun:
     """Two clients; the victim's batches have the property in every other round."""
     settings = presets.preset("paper", lr=0.05, seed=0, model=f"audit.networks:{model}")
-    script = simulated.draw_batches(REST, (rounds, 2, batch), seed=1)
+    script = simulated_run.draw_batches(REST, (rounds, 2, batch), seed=1)
     for round in range(rounds):
         pool = REST[holds[REST] == (round % 2 == 0)]
-        script[round, simulated.VICTIM] = simulated.draw_batches(pool, (batch,), seed=round)
-    return simulated.simulate_batches(settings, of_pictures(settings, dataset), script, folder)
+        script[round, simulated_run.VICTIM] = simulated_run.draw_batches(pool, (batch,), seed=round)
+    return simulated_run.simulate_batches(settings, of_pictures(settings, dataset), script, folder)
 
 
 def judged(
-    played: simulated.SimulatedRun,
+    played: simulated_run.SimulatedRun,
     dataset: Dataset,
     holds: np.ndarray,
     estimators: list[str],

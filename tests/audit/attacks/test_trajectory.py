@@ -164,20 +164,20 @@ def test_of_rounds_that_the_attacker_only_saw_sizes_are_those_of_its_neighbours(
     assert (found.spread["1.weight"] > 0).all()
 
 
-def test_what_is_known_of_the_ends_is_in_the_world() -> None:
+def test_what_is_known_of_the_ends_is_in_the_model() -> None:
     simulated = played(rounds=3)
     start = simulated.recorded.truth.weights(0)
     released = [({3: 1.0}, {name: simulated.released[name] for name in start})]
     plain, known = trajectory_of(simulated), trajectory_of(simulated, start=start, released=released)
     assert plain.model_of("1.weight").weight > 0
     assert plain.model_of("1.weight").more == ()
-    world = known.world("1.weight")
-    assert world.weight == 0
-    torch.testing.assert_close(world.start.float(), start["1.weight"])  # type: ignore[union-attr]
-    assert world.more[0].shares == {3: 1.0}
+    model = known.model_of("1.weight")
+    assert model.weight == 0
+    torch.testing.assert_close(model.start.float(), start["1.weight"])  # type: ignore[union-attr]
+    assert model.more[0].shares == {3: 1.0}
     assert known.information("1.weight").shape == (2, 2)
     noisy = trajectory_of(simulated, noise=lambda rounds: 0.01 * np.eye(len(rounds)))
-    np.testing.assert_allclose(noisy.world("1.weight").noise, 0.01 * np.eye(3))
+    np.testing.assert_allclose(noisy.model_of("1.weight").noise, 0.01 * np.eye(3))
 
 
 # --- what examples do -----------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_the_slope_of_an_example_is_its_gradients_inner_product_with_the_pull(
 def test_a_round_of_which_nothing_is_left_to_explain_has_no_slope() -> None:
     found = trajectory_of(played(rounds=3))
     for posterior in found.posteriors.values():
-        posterior.__dict__["_pulls"] = torch.zeros_like(posterior._influences)
+        posterior.__dict__["_influences"] = torch.zeros_like(posterior._influences)
     assert not found.example_slopes(0, found.lanes[0][0], some(found)).any()
 
 
@@ -250,7 +250,7 @@ def test_losses_are_computed_in_parts_without_dropout(monkeypatch: pytest.Monkey
     net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)).train()
     examples = examples_of((torch.randn(11, 3, generator=torch.Generator().manual_seed(0)), torch.arange(11) % 4))
     whole = example_losses(net, examples, CLASSIFICATION)
-    monkeypatch.setattr(module, "TOGETHER", 4)
+    monkeypatch.setattr(module, "EXAMPLES_PER_PASS", 4)
     np.testing.assert_allclose(example_losses(net, examples, CLASSIFICATION), whole, atol=1e-6)
     assert net.training
 
@@ -303,7 +303,7 @@ def test_updates_are_found_beyond_the_drift_and_better_in_sums() -> None:
     assert beyond.value > 0.25
     assert twenty.value > five.value > single.value
     assert twenty.value > 0.8
-    assert "the drift alone, which tells nothing of the others, has" in single.note
+    assert "the drift alone, which is independent of the others, has" in single.note
     assert single.budget["scored rounds"] == 24
 
 

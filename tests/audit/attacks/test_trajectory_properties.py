@@ -81,7 +81,7 @@ def test_scores_say_how_far_the_others_went() -> None:
 def test_findings_of_properties() -> None:
     made = case(0.02, 8, 100)
     (finding,) = trajectory_property_findings(
-        made.simulated_run, made.trajectory, made.own, made.holds, made.truth.tolist()
+        made.simulated, made.trajectory, made.own, made.holds, made.truth.tolist()
     )
     assert (finding.attack, finding.adversary, finding.attacker) == (
         "matched filter over all rounds",
@@ -99,4 +99,4 @@ def test_an_attacker_needs_examples_of_both_kinds() -> None:
     made = case(0.02, 8, 100)
     every, truth = np.ones(100, dtype=bool), made.truth.tolist()
     with pytest.raises(AuditError, match="100 of the attacker's 100 examples have the property: it needs both"):
-        trajectory_property_findings(made.simulated_run, made.trajectory, made.own, every, truth)
+        trajectory_property_findings(made.simulated, made.trajectory, made.own, every, truth)

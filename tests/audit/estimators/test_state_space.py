@@ -349,13 +349,13 @@ def test_it_ends_where_there_is_next_to_no_noise(what: str) -> None:
 
 def test_rows_are_solved_in_parts_where_there_are_many_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     view = system(dim=6, width=3, rows=7, seen=every(6), update=0.3, veil=0.1, momentum=0.5).view
-    world = StateSpaceModel(view, veil=0.25, update=0.4, weight=0.9)
-    whole = world.solve(tolerance=1e-12).changes()
+    model = StateSpaceModel(view, veil=0.25, update=0.4, weight=0.9)
+    whole = model.solve(tolerance=1e-12).changes()
     monkeypatch.setattr("dbcl_audit.estimators.state_space.MAX_STACK_VALUES", 6 * 6 * 3)  # three rows
     calls = []
     conjugate = StateSpaceModel._conjugate
     monkeypatch.setattr(StateSpaceModel, "_conjugate", lambda *given: calls.append(1) or conjugate(*given))
-    torch.testing.assert_close(torch.stack(world.solve(tolerance=1e-12).changes()), torch.stack(whole))
+    torch.testing.assert_close(torch.stack(model.solve(tolerance=1e-12).changes()), torch.stack(whole))
     assert len(calls) == 3
 
 
