@@ -52,20 +52,39 @@ def simulate(
     trackers: Iterable[Tracker] = (),
     **more: Any,
 ) -> Run:
-    """Train a model double-blind with simulated clients, and give the finished run.
+    """Train a model double-blind with simulated clients, and return the finished run.
 
-    `clients` is a list with the examples of each client, or one set that is divided among `clients=` of them; each set
-    is a pair (inputs, targets) of tensors, a dataset or a DataLoader. Inputs and targets may be tuples and dictionaries
-    of tensors: the model is called with a tuple by position and with a dictionary by keywords. `held_out` is what the
-    server measures on. `loss` and `metric` take a batch's outputs and targets; without them it is cross entropy and
-    accuracy. `properties` are yes-or-no facts about the training examples that an audit looks for, and `layers` says
-    what the inputs of layers of your own are, as `dbcl.SketchPlan.from_model` takes it.
-
-    `settings` is a preset or a TOML file, by default the preset guaranteed. Its noise needs some thousand examples or
-    few parameters; where it would cost much accuracy, this says so before it trains. `more` are settings by their flat
-    names, as `dbcl train` has options. All clients take part in every round unless `fraction` says otherwise. The run's
-    folder is `folder`, or a temporary one; with `resume=True` a run in that folder goes on, with the same objects.
     Clients whose updates were rejected or counted for less are named in the log at the end, and in `run.contributions`.
+
+    Args:
+        model: The network, or a function without arguments that makes it.
+        clients: A list with the examples of each client, or one set that is divided among `clients=` of them. A set is
+            a pair (inputs, targets) of tensors, a dataset or a DataLoader. Inputs and targets may be tuples and
+            dictionaries of tensors: the model is called with a tuple by position and with a dictionary by keywords.
+        held_out: Examples on which the server measures.
+        loss: Function of a batch's outputs and targets; cross entropy by default.
+        metric: Function of all outputs and targets; by default accuracy with cross entropy, else the loss.
+        metric_mode: Better values of the metric, "higher" or "lower".
+        optimizer: Local optimiser: a class of torch.optim by name, or a function that makes one.
+        lr_schedule: Further factor of the learning rate: "constant", "cosine", or a function of the round.
+        features: Fixed public features on which the network is trained.
+        properties: Yes-or-no facts about the training examples, by name, that an audit looks for.
+        layers: Axes of the inputs of custom layers, as `SketchConfig.layers` has them.
+        settings: A preset or a TOML file; by default the preset guaranteed, whose noise needs some thousand examples or
+            few parameters. A warning says before the training if it would cost much accuracy.
+        folder: Folder of the run; a temporary one by default.
+        resume: Go on with the run in the folder, with the same objects.
+        progress: Draw a progress bar.
+        trackers: Objects that are told of every round (`dbcl.trackers.Tracker`).
+        more: Settings by their flat names, as `dbcl train` has options. All clients take part in every round unless
+            `fraction` says otherwise.
+
+    Returns:
+        The run: `run.model`, `run.history`, `run.contributions` and its folder.
+
+    Raises:
+        ConfigError: Settings, model and data do not fit together.
+        GuaranteeError: They do not fit the guarantee of the settings.
 
     >>> import torch.nn.functional as F
     >>> x = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
