@@ -79,7 +79,10 @@ def test_strangers_are_left_out_where_there_is_a_registry() -> None:
     answers["mallory"] = advert("mallory", SigningKey(), KeyPair().public, KeyPair().public)
     answers[BAD] = advert(BAD, SigningKey(), KeyPair().public, KeyPair().public)
     assert fleet.server.roster(answers).names == tuple(GOOD)
-    assert fleet.server.refused == {"mallory": "no client is known as 'mallory'", BAD: f"'{BAD}' is known by another key"}
+    assert fleet.server.refused == {
+        "mallory": "no client is known as 'mallory'",
+        BAD: f"'{BAD}' is known by another key",
+    }
 
 
 # Shares
