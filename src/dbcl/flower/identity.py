@@ -1,8 +1,8 @@
 """Node identities: a name that follows from a key on the node's own disk, whatever id Flower gives the node.
 
-A SuperNode without authentication keys gets a new id whenever it starts. A count of participations by id would begin
-anew with each start, and so would a group under secure aggregation. So where it matters who a node is, the server asks
-each new node for its public key (`NodeNames`), and the node signs a nonce with it (`introduction`).
+A SuperNode without authentication keys gets a new id whenever it starts. Counts of participations by id would restart
+with each start, and so would groups under secure aggregation. So if a node's identity matters, the server asks each new
+node for its public key (`NodeNames`), and the node signs a nonce with it (`introduction`).
 """
 
 import contextlib

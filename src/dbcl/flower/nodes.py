@@ -45,7 +45,7 @@ class RunNodes:
         return {name: each for each in in_order if (name := self.names.of(each.metadata.dst_node_id)) is not None}
 
     def ask(self, asked: Iterable[str], there: Iterable[int]) -> None:
-        """Note whom messages of the open round go to, and number new nodes of those that are there."""
+        """Record the nodes that messages of the open round go to, and number new nodes among those present."""
         self.asked = list(asked)
         present = [name for node in sorted(there) if (name := self.names.of(node)) is not None]
         for name in [*present, *self.asked]:

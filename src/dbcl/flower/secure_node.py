@@ -30,7 +30,7 @@ class SecureMod:
     examples do not leave the node, and messages to evaluate are refused.
 
     Args:
-        config: What the node insists on; the same as in `DoubleBlind(secagg=config)`.
+        config: Conditions that the node requires; the same as in `DoubleBlind(secagg=config)`.
         folder: A folder on the node's own disk. There the node keeps its key, the group that it adds up with and its
             side of the round, and takes each step once, whatever it is sent: Flower may start a process for each
             message, and two at once where a server sends two. A new run needs a new folder. Without one all that is
@@ -65,7 +65,7 @@ class SecureMod:
 
     def __post_init__(self) -> None:
         if self.config is None and not self._noisy:
-            raise ConfigError("SecureMod needs a config, what the node insists on, or a plan with noise_by='clients'")
+            raise ConfigError("SecureMod needs a config, the conditions that the node requires, or a plan with noise_by='clients'")
         if self.privacy is None:
             return
         if self._noisy and self.config not in (None, noisy_config(self.privacy)):

@@ -20,10 +20,13 @@ HEADER = 24
 def secret_weights(insecure_seed: int | None = None) -> Iterator[None]:
     """Context in which a server's network gets initial weights from a secret of 256 bits.
 
-    PyTorch's own seeds will not do: of `torch.manual_seed` the CPU's generator takes 32 bits, all of which can be
-    tried, and who knows the first weights works out more of the updates. It does not help a network that draws its
-    weights on another device, seeds the generator itself or loads weights from a file. `insecure_seed` fixes them, so
-    that an experiment can be repeated. Outside of it the generator goes on as if nothing had been drawn.
+    PyTorch's own seeds are too short: the CPU's generator takes 32 bits of `torch.manual_seed`, so an adversary can try
+    all of them, and one that knows the initial weights learns more about the updates. The context does not protect a
+    network that draws its weights on another device, seeds the generator itself or loads weights from a file. After it
+    the generator goes on as if nothing had been drawn.
+
+    Args:
+        insecure_seed: Fixes the weights, so that an experiment can be repeated.
 
     >>> def first():
     ...     with secret_weights():

@@ -32,19 +32,19 @@ class _Begun(NamedTuple):
 class CorrelatedNoise(NoiseMechanism):
     """N_(t+1) = (A C^-1 z)_t with z of size `sigma` in W's space: the noise of a `Mechanism`, round by round.
 
-    `CorrelatedNoise.from_plan` makes the noise of a `PrivacyPlan`, with the guarantee of that plan; noise that is made
-    by hand has none. The size is absolute: noise that follows the weights would show them.
+    `CorrelatedNoise.from_plan` makes the noise of a `PrivacyPlan`, with the guarantee of that plan; noise with other
+    arguments has none. The size is absolute: noise in proportion to the weights would reveal them.
 
-    N_t is on all that leaves the server in round t, and on the model that is released after the last round: of n rounds
-    of updates, rounds 0 to n may begin. z of round t comes from the round's key, the round and the tensor's name. W_0
-    holds no data and needs no noise. It gets some all the same, lr * sigma, so that nothing leaves unprotected; that
-    noise is used nowhere else and takes nothing from the guarantee.
+    N_t is on everything that leaves the server in round t, and on the model that is released after the last round: with
+    n rounds of updates, rounds 0 to n may begin. z of round t comes from the round's key, the round and the tensor's
+    name. W_0 depends on no data and needs no noise. It gets noise of size lr * sigma nevertheless, so that nothing
+    leaves unprotected; that noise is used once and does not weaken the guarantee.
 
     For a workload with `after=False` round t + 1 is the noise on the average update of round t, and 1 is the first.
 
-    What it remembers is in `state()`: a few float64 tensors of the size of each tensor of W, written once and never
-    changed. A round is taken over in `end`, so that one that is opened again shows the same noise. It refuses what
-    would show a second noise on the same weights: a round out of order, or another key for a round that has begun.
+    Its memory is in `state()`: a few float64 tensors of the size of each tensor of W, written once and never changed.
+    `end` advances it by a round, so a round that is opened again has the same noise. A second noise on the same weights
+    is an error: a round out of order, or another key for a round that has begun.
 
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
     >>> veil = CorrelatedNoise.from_plan(plan)

@@ -1,8 +1,8 @@
 """Veil: secret noise that the server adds to W before anything leaves it.
 
 Clients see sketches of W + N_t, and the server keeps W. The noise lives in the space of W and is sketched together with
-W, so that everything that one round sends, through whatever sketches, shows the same noise: with a noise of its own in
-every sketch, clients that compare their sketches would average it away.
+W, so that all messages of one round carry the same noise, through any sketch: clients could average independent noise
+away by comparing their sketches.
 """
 
 import math
@@ -63,8 +63,8 @@ class NoiseMechanism(ABC):
 class IndependentNoise(NoiseMechanism):
     """Independent normal noise in every round, of a size relative to the weights: tau = rho * rms(W).
 
-    `sizes` gives rho for each tensor. It makes recovery worse and promises nothing: over many rounds white noise
-    averages out (docs/threat-model.md).
+    `sizes` gives rho for each tensor. It makes recovery harder and has no guarantee: over many rounds independent
+    noise averages out (docs/threat-model.md).
 
     >>> IndependentNoise({"weight": 0.2}).guarantee()
     'none'

@@ -124,7 +124,7 @@ class ClientRound:
     def mask(self, delivery: Delivery, values: Vector, examples: int) -> Masked:
         """Mask the rounded update with all who sent shares, and with a mask of its own: the third step.
 
-        A share that cannot be opened, or is not the one that its owner has told the server of, is as good as none.
+        A share that cannot be decrypted, or does not fit its owner's digest, counts as missing.
         """
         roster = self._bound("mask", delivery)
         unknown = set(delivery.sealed) - (set(roster.names) - {self.name})

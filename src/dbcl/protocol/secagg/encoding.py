@@ -1,8 +1,8 @@
 """Encoding of an update as a vector of integers that can be masked, and decoding of a sum of them.
 
 Both sides of an encoding are in one class, since client and server must agree on every bit of it. `WeightedMean` is for
-updates that count by their examples, and promises nothing about the sum. `NoisySum` adds each client's share of the
-noise of a guarantee, so that the sum may be shown to anybody.
+updates that count by their examples, without a guarantee for the sum. `NoisySum` adds each client's share of the noise
+of a guarantee, so that the sum may be public.
 """
 
 import json

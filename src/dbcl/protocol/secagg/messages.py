@@ -56,9 +56,9 @@ class Advert:
 class Roster:
     """Members of a group and the conditions of the sum; all later messages are bound to every word of it.
 
-    `broadcast` is the digest of what this group was sent, `plan` that of its round plan, `threshold` how many clients
-    must help to take the masks off, `colluders` how many may tell the server all they know. Values and lengths are at
-    most `bound`, a client weighs at most `most` examples, and a vector has `length` values.
+    `broadcast` is the digest of the group's broadcast, `plan` that of its round plan, `threshold` the number of clients
+    that must help to remove the masks, and `colluders` the number that may collude with the server. Values and norms
+    are at most `bound`, a client counts for at most `most` examples, and a vector has `length` values.
     """
 
     round: int

@@ -17,20 +17,20 @@ from dbcl.state import State, join
 class SecureClient:
     """Client that answers a server's five messages: the broadcast with `begin`, all others with `answer`.
 
-    It keeps the keys of one round, and remembers for the whole run, whatever a server asks:
+    It keeps the keys of one round, and for the whole run, independently of the server:
 
-    - the last round and its broadcast: no earlier round is played, and no round with two broadcasts;
-    - the groups that it was in, and which others it must not be in therefore (`GroupRule`);
-    - with shares of noise its vector of the round, which is the only one: two vectors of one round would show the
-      difference of their noise.
+    - the last round and its broadcast: it rejects earlier rounds, and a second broadcast of one round;
+    - its groups, from which the groups follow that it must reject (`GroupRule`);
+    - with shares of noise, its vector of the round: two vectors of one round would reveal the difference of their
+      noise.
 
-    So a new run needs a new client, which only its owner can make. A client that is another process at every message
-    keeps its `state`, and writes it before an answer leaves: two answers from one state could give the update away.
+    So a new run needs a new client, which only its owner can make. A client that runs in another process for every
+    message writes its `state` before an answer leaves: two answers from one state could reveal the update.
 
     Args:
         name: Name of the client.
         identity: Key that signs its messages.
-        config: Conditions that it insists on.
+        config: Conditions that it requires.
         registry: Keys of the others; without it a server can invent clients.
         encoding: How updates become integers: `WeightedMean`, or `NoisySum.of_client` for a guarantee against everyone,
             which needs a registry.

@@ -39,16 +39,18 @@ Ask = Callable[[Mapping[str, bytes]], Mapping[str, bytes]]
 
 
 class SecureRounds:
-    """Plays the rounds of a server under secure aggregation: it learns a sum for each group, and who is in it.
+    """Plays the rounds of a server under secure aggregation, which learns the sum and the members of each group.
 
-    The server must be made with `steady_lanes=True`. A group that loses a client before its sum is agreed on costs the
-    round nothing but the group: it is left out and named in the report, and takes part again when it is complete. Where
-    no group is left, that is a `ProtocolError`, and nothing has changed. Only a group that has not added up yet may do
-    so without clients that were lost; these are then no part of it.
+    A group that loses a client before its sum is agreed on is left out of the round and named in the report. It takes
+    part again when it is complete. A round without any group is a `ProtocolError`, and nothing has changed. Only a
+    group that has never added up may go on without its lost clients, which are then no longer part of it.
 
-    `registry` is whom the server itself knows: clients that these would refuse are left out. `persist` is called when a
-    group is new, before it is asked for masked updates, and when a list of survivors is final, before anybody is asked
-    to sign it: a server with checkpoints saves `state` there.
+    Args:
+        server: The server, made with `steady_lanes=True`.
+        config: Conditions of secure aggregation.
+        registry: Keys of the clients: those that honest clients would reject are left out.
+        persist: Function that saves `state`. It is called when a group is new, before the group is asked for masked
+            updates, and when a list of survivors is final, before any client is asked to sign it.
     """
 
     def __init__(

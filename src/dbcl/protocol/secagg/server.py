@@ -1,7 +1,7 @@
 """Server side of one group in one round: relays the messages and computes the sum.
 
-Whatever a client sends that cannot be used is as good as no answer: the client is left out from then on, with a reason.
-Where too few are left, that is a `ProtocolError`, and the round can begin anew with new keys.
+An answer that cannot be used counts as none: the client is left out from then on, with a reason. With too few clients
+the round fails with a `ProtocolError`, and can be repeated with new keys.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,13 +40,13 @@ M = TypeVar("M", bound=Message)
 class GroupRound:
     """Server of one group: `roster`, `deliver`, `survivors`, `agreed` and `total` are called in this order, once.
 
-    `broadcast` and `plan` are the digests of what the group was sent, `length` the number of values in an update. With
-    a `registry` it leaves out whom honest clients would refuse; they refuse a whole roster for one such member.
+    `broadcast` and `plan` are the digests of the group's messages, `length` the number of values in an update. With a
+    `registry` it leaves out clients that honest clients would reject, since these reject a whole roster for one member.
 
-    Any one client can make a round of its group fail; `refused` names it wherever that can be told: for bad keys, bad
-    shares, wrong shares of others, silence. It cannot be told whether a missing share is its maker's fault or its
-    holder's: then the error names both. Nor can it be told who sent words that are no update: the sum is then wrong, by
-    no more than `Encoding.total` allows.
+    Any single client can make a round of its group fail. `refused` names it for bad keys, bad shares, wrong shares of
+    others, and silence. A missing share may be the fault of its maker or its holder, so the error names both. A client
+    that sends words which are no update cannot be identified: the sum is then wrong, within the bound of
+    `Encoding.total`.
 
     >>> group = GroupRound(3, bytes(32), bytes(32), 5, SecAggConfig(clip=4.0, min_cohort=3))
     >>> group.roster({"ann": b"DBCL", "bob": b"noise"})

@@ -1,8 +1,8 @@
 """Secret sharing of 16 bytes among clients, with a threshold.
 
-Shamir's scheme is PyCryptodome's, which gives a wrong secret without a word when a share is wrong or too few are given.
-So a secret is used only where it fits what its owner has committed itself to. Its field is used directly to put many
-secrets together at once, with PyCryptodome's own arithmetic; a test compares the result with `Shamir.combine`.
+Shamir's scheme is PyCryptodome's, which returns a wrong secret, without an error, if a share is wrong or too few are
+given. So a secret is used only if it fits its owner's commitment. Many secrets are reconstructed at once with
+PyCryptodome's field arithmetic; a test compares the result with `Shamir.combine`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +30,8 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
 def combined(many: Sequence[Mapping[int, bytes]], threshold: int) -> list[bytes]:
     """Return the secrets of several owners, each from enough shares by their client's number.
 
-    It is `Shamir.combine` for many: what the shares are multiplied by is the same for all secrets that the same clients
-    hold, and one multiplication does for all of them. A wrong share gives a wrong secret: compare each with something.
+    It is `Shamir.combine` for many: all secrets that the same clients hold have the same Lagrange coefficients, which
+    are computed once. A wrong share gives a wrong secret: compare each with its owner's commitment.
 
     >>> one, two = (dict(enumerate(split(bytes([own]) * 16, 2, 3), start=1)) for own in (1, 2))
     >>> combined([one, two], 2) == [bytes([1]) * 16, bytes([2]) * 16]
