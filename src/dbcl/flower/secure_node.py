@@ -65,7 +65,7 @@ class SecureMod:
 
     def __post_init__(self) -> None:
         if self.config is None and not self._noisy:
-            raise ConfigError("SecureMod needs a config, the conditions that the node requires, or a plan with noise_by='clients'")
+            raise ConfigError("SecureMod needs a config with the node's conditions, or a plan with noise_by='clients'")
         if self.privacy is None:
             return
         if self._noisy and self.config not in (None, noisy_config(self.privacy)):
