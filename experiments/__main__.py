@@ -16,7 +16,7 @@ from dbcl.errors import ConfigError, DataError
 from dbcl.files import user_path
 
 if TYPE_CHECKING:
-    from experiments.experiment import Experiment, Job, Tell
+    from experiments.experiment import Experiment, ExperimentJob, Tell
     from experiments.runner import OnJob, Order
 
 QUIET_SECONDS = 60.0
@@ -152,7 +152,7 @@ def _bars() -> "Iterator[tuple[Tell, OnJob]]":
             if not console.is_terminal and last and time.monotonic() - printed > QUIET_SECONDS:
                 show()
 
-        def on_job(done: int, total: int, job: "Job") -> None:
+        def on_job(done: int, total: int, job: "ExperimentJob") -> None:
             nonlocal last, place
             progress.update(jobs, completed=done, total=total)
             place = f"{done}/{total}"

@@ -24,7 +24,7 @@ import numpy as np
 from dbcl.engines.stacked.engine import one_thread
 from dbcl.simulation import preset, task_of
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import markdown
 
 if TYPE_CHECKING:
@@ -42,21 +42,21 @@ SEEDS = {
 """Number of seeds of each part."""
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """Return every part with its seeds; the reduced setting has two short parts."""
     if quick:
         return [{"part": part, "rounds": QUICK_ROUNDS, "seed": 0} for part in ("server", "members")]
     return [{"part": part, "seed": seed} for part, count in SEEDS.items() for seed in range(count)]
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Simulate the run of a part and attack it."""
     context.tell(title_of(job), 0, 1)
     with tempfile.TemporaryDirectory() as scratch, one_thread(True):
         return {"rows": PARTS[job["part"]](Path(scratch), job["seed"], job.get("rounds", ROUNDS))}
 
 
-def title_of(job: Job) -> str:
+def title_of(job: ExperimentJob) -> str:
     """Name a job.
 
     >>> title_of({"part": "members", "seed": 0})

@@ -6,7 +6,7 @@ from typing import Any
 
 from dbcl.simulation import presets
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import NOT_RUN, markdown
 from experiments.training import train
 
@@ -14,16 +14,24 @@ RATES = {"plain": 0.02, "paper": 0.01, "blind": 0.02}
 """Learning rates. The experiment `rounds` plays `plain` and `blind` at others, too."""
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """One run for each preset; in the reduced setting with the embedded digits."""
     if quick:
-        fixed: Job = {"data": "digits", "clients": 20, "epochs": 1, "rounds": 8, "every": 1, "lr": 0.01, "seed": 0}
+        fixed: ExperimentJob = {
+            "data": "digits",
+            "clients": 20,
+            "epochs": 1,
+            "rounds": 8,
+            "every": 1,
+            "lr": 0.01,
+            "seed": 0,
+        }
         return [{"preset": preset, **fixed} for preset in RATES]
     fixed = {"data": "cifar10", "clients": 100, "epochs": 5, "rounds": 300, "every": 5, "seed": 0}
     return [{"preset": preset, "lr": lr, **fixed} for preset, lr in RATES.items()]
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """One run over all its rounds."""
     own = {name: value for name, value in job.items() if name not in ("preset", "every")}
     config = presets.preset(job["preset"], model="cifar-cnn", fraction=0.1, batch_size=50, **own)

@@ -18,7 +18,7 @@ from dbcl.config import SketchConfig
 from dbcl.plan import SketchPlan
 from dbcl.protocol import Server, encoded_size
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import NOT_RUN, markdown
 
 BASE = {"batch": 256, "din": 2048, "dout": 2048, "s": 1024}
@@ -27,10 +27,10 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 NAMES = {"plain": "plain pass", "sketched": "sketched pass", "server": "server: sketch W and lift"}
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """One size at a time around a base; s never above din / 2 of the base's."""
     base = QUICK_BASE if quick else BASE
-    found: list[Job] = []
+    found: list[ExperimentJob] = []
     for name, factor in itertools.product(base, FACTORS):
         sizes = {**base, name: int(base[name] * factor)}
         if name == "s":
@@ -41,7 +41,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
     return found
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Median seconds of a pass with and without sketch, on one thread, and the bytes of the messages."""
     sizes = {name: job[name] for name in BASE}
     context.tell(", ".join(f"{name} {value}" for name, value in sizes.items()), 0, 1)
@@ -151,13 +151,13 @@ def table(found: Results) -> str:
     return "\n\n".join([text, markdown(heads, growth), fit, markdown(every, lines)])
 
 
-def _terms(job: Job) -> NDArray[np.float64]:
+def _terms(job: ExperimentJob) -> NDArray[np.float64]:
     """The operations of the paper's O(b din + din dout + b s dout), each by itself."""
     b, din, dout, s = (float(job[name]) for name in BASE)
     return np.array([b * din, din * dout, b * s * dout])
 
 
-def _times(found: Results) -> tuple[list[Job], NDArray[np.float64]]:
+def _times(found: Results) -> tuple[list[ExperimentJob], NDArray[np.float64]]:
     """The jobs that were played, and their seconds for a sketched pass and the server's part together."""
     pairs = [(job, run["seconds"]) for job in found.jobs for run in found.of(**job)]
     return [job for job, _ in pairs], np.array([each["sketched"] + each["server"] for _, each in pairs])

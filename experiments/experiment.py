@@ -7,7 +7,7 @@ from typing import Any
 
 from dbcl.errors import ConfigError
 
-Job = dict[str, Any]
+ExperimentJob = dict[str, Any]
 """Settings of one job, its seed among them: whatever JSON can hold. Jobs with equal settings are the same."""
 Row = dict[str, Any]
 """Played job: `job`, its `result`, and the `seconds`, `device` and `versions` of the run."""
@@ -44,7 +44,7 @@ class Results:
     ([{'rounds': 7}], [{'lr': 0.2, 'seed': 0}])
     """
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[ExperimentJob, ...]
     rows: tuple[Row, ...]
     quick: bool = False
 
@@ -52,7 +52,7 @@ class Results:
         """Return the results of the played jobs that have these settings, in the order of the jobs."""
         return [row["result"] for row in self.rows if _has(row["job"], settings)]
 
-    def jobs_of(self, **settings: Any) -> list[Job]:
+    def jobs_of(self, **settings: Any) -> list[ExperimentJob]:
         """Return the jobs that have these settings, played or not."""
         return [job for job in self.jobs if _has(job, settings)]
 
@@ -75,8 +75,8 @@ class Experiment:
     what: str
     minutes: str
     """Duration and machine, as `--list` shows them."""
-    jobs: Callable[[bool, Path], Sequence[Job]]
-    play: Callable[[Job, Context], dict[str, Any]]
+    jobs: Callable[[bool, Path], Sequence[ExperimentJob]]
+    play: Callable[[ExperimentJob, Context], dict[str, Any]]
     table: Callable[[Results], str]
     draw: Callable[[Results], Mapping[str, Any]]
     data: tuple[str, ...] = ()
@@ -101,12 +101,12 @@ class Tuning:
     'rates.toml'
     """
 
-    jobs: Callable[[Path], Sequence[Job]]
+    jobs: Callable[[Path], Sequence[ExperimentJob]]
     choose: Callable[[Results], str]
     file: str
 
 
-def select(jobs: Sequence[Job], only: Sequence[str]) -> list[Job]:
+def select(jobs: Sequence[ExperimentJob], only: Sequence[str]) -> list[ExperimentJob]:
     """Return the jobs that have every one of these settings, as written on the command line.
 
     >>> select([{"network": "mlp", "percent": 1}, {"network": "cnn", "percent": 1}], ["network=cnn"])
@@ -125,5 +125,5 @@ def select(jobs: Sequence[Job], only: Sequence[str]) -> list[Job]:
     return [job for job in jobs if all(str(job.get(name)) == value for name, value in wanted)]
 
 
-def _has(job: Job, settings: Mapping[str, Any]) -> bool:
+def _has(job: ExperimentJob, settings: Mapping[str, Any]) -> bool:
     return all(job.get(name) == value for name, value in settings.items())

@@ -21,7 +21,7 @@ from dbcl.simulation.build import privacy_plan
 from dbcl.simulation.config import RunConfig
 from dbcl.simulation.task import Task
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import NOT_RUN, markdown, rounds_cell
 from experiments.training import task_on, train
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dbcl_audit.simulated_run import ShardRun
 
 TARGET = 0.9
-DEFENCES: dict[str, dict[str, Job]] = {
+DEFENCES: dict[str, dict[str, ExperimentJob]] = {
     "none": {"none": {"preset": "plain", "lr": 0.1}},
     "dropout": {"dropout 1/2": {"preset": "paper", "sketch": "sampling-v1", "lr": 0.05}},
     "noise on updates": {
@@ -63,10 +63,17 @@ noise conjugate gradients take 200 steps in double precision, in 20 times the ti
 MOST_MEMBERS = 1000
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """Every defence with and without secure aggregation."""
     order = {each: number for number, each in enumerate(QUICK if quick else FIRST)}
-    fixed: Job = {"data": "digits", "rounds": 200, "attacked": 30, "attacked_run": 60, "own": 500, "null": 300}
+    fixed: ExperimentJob = {
+        "data": "digits",
+        "rounds": 200,
+        "attacked": 30,
+        "attacked_run": 60,
+        "own": 500,
+        "null": 300,
+    }
     if quick:
         fixed |= {"rounds": 20, "attacked": 20, "attacked_run": 20, "own": 200, "null": 100}
     found = [
@@ -82,7 +89,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
     return found[: len(QUICK)] if quick else found
 
 
-def config_of(job: Job) -> RunConfig:
+def config_of(job: ExperimentJob) -> RunConfig:
     """The run of a job; with sums of clients a fifth of them take part, which is 20, and as many of 1,000 as before.
 
     >>> config = config_of(jobs(False, Path("nowhere"))[4])
@@ -98,7 +105,7 @@ def config_of(job: Job) -> RunConfig:
     return presets.preset(job["preset"], **own)
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Train a run, then simulate it and attack as every adversary."""
     config, title = config_of(job), title_of(job)
     run = train(config, context, title)
@@ -122,7 +129,7 @@ def play(job: Job, context: Context) -> dict[str, Any]:
     return {**kept, "attacks": attacks, "not_attacked": not_attacked, "auc_bound": bound}
 
 
-def title_of(job: Job) -> str:
+def title_of(job: ExperimentJob) -> str:
     """Name a job.
 
     >>> title_of({"family": "blind", "defence": "veil 0.2", "sums": True})
@@ -135,7 +142,7 @@ def title_of(job: Job) -> str:
 Part = Callable[[Task, Path, Callable[[], None]], dict[str, dict[str, Any]]]
 
 
-def _simulated_runs(job: Job, config: RunConfig) -> Iterator[tuple[str, "str | Part"]]:
+def _simulated_runs(job: ExperimentJob, config: RunConfig) -> Iterator[tuple[str, "str | Part"]]:
     """Return how each adversary is simulated, or why it is not."""
     whole = partial(_attacked, job, config, rounds=job["attacked"])
     if job["preset"] == "private":
@@ -149,7 +156,7 @@ def _simulated_runs(job: Job, config: RunConfig) -> Iterator[tuple[str, "str | P
 
 
 def _attacked(
-    job: Job,
+    job: ExperimentJob,
     config: RunConfig,
     task: Task,
     scratch: Path,
@@ -173,7 +180,7 @@ def _attacked(
     return found
 
 
-def _client(job: Job, played: "ShardRun", task: Task, step: Callable[[], None]) -> dict[str, Any]:
+def _client(job: ExperimentJob, played: "ShardRun", task: Task, step: Callable[[], None]) -> dict[str, Any]:
     """Find the others' examples as a client: by all rounds, and by spans if it knows their updates."""
     from dbcl_audit.attacks.members import member_findings
     from dbcl_audit.attacks.span_rounds import rewound_changes, round_span_findings
@@ -195,7 +202,7 @@ def _client(job: Job, played: "ShardRun", task: Task, step: Callable[[], None]) 
     return {**_strongest(findings), "seen": len(trajectory.rounds)}
 
 
-def _trajectory(job: Job, played: "ShardRun", task: Task, step: Callable[[], None]) -> "Trajectory":
+def _trajectory(job: ExperimentJob, played: "ShardRun", task: Task, step: Callable[[], None]) -> "Trajectory":
     """Return a client's view of all rounds; it knows the settings, the clipping and the planned noise."""
     from dbcl_audit.attacks.trajectory import Knowledge, Trajectory
     from dbcl_audit.fixed_shards import noise_covariance
@@ -244,7 +251,7 @@ def _inputs(played: "ShardRun", rows: Any) -> torch.Tensor:
 
 def _strongest(findings: "Sequence[Finding]") -> dict[str, Any]:
     """The attack with the highest AUC, and the highest share of members that any finds with 0.1 % of false alarms."""
-    aucs = [each for each in findings if each.measure == "membership auc"]
+    aucs = [each for each in findings if each.measure == "auc"]
     rates = [each.value for each in findings if each.measure == "tpr at 0.1 % fpr"]
     best = max(aucs, key=lambda each: each.value)
     return {"auc": round(best.value, 4), "attack": best.attack, "tpr": round(max(rates), 4) if rates else None}
@@ -265,7 +272,7 @@ def table(found: Results) -> str:
     return "\n\n".join([_setting(first), markdown(heads, lines)])
 
 
-def _setting(job: Job) -> str:
+def _setting(job: ExperimentJob) -> str:
     """Describe the setting that all lines of the table share."""
     return (
         "The embedded digits and the MLP 784-200-200-10. 100 clients with 40 examples each, 10 of them in a round, "

@@ -25,7 +25,7 @@ from dbcl.simulation.task import of_pictures
 from dbcl.simulation.training import update_noise
 from dbcl.transcripts import Recorder, Transcript
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.gradient_matching import pictures, pixels
 from experiments.tables import NOT_RUN, markdown
 
@@ -51,9 +51,16 @@ def network() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 11))
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """One run for each preset, one in which nobody has the class, and where many clients share, one without noise."""
-    few: Job = {"data": "mnist", "clients": 2, "fraction": 1.0, "examples": 3000, "drawings": 500, "steps": 10}
+    few: ExperimentJob = {
+        "data": "mnist",
+        "clients": 2,
+        "fraction": 1.0,
+        "examples": 3000,
+        "drawings": 500,
+        "steps": 10,
+    }
     few |= {"rounds": 40, "lr": 0.05, "batch_size": 32, "held": True, "target": 3, "judge": 300, "seed": 0}
     example = few | {"rounds": 100, "lr": 0.5, "examples": 6000, "batch_size": 100}
     many = few | {"clients": 200, "fraction": 0.1, "examples": 6000, "drawings": 60, "rounds": 200, "steps": 40}
@@ -73,7 +80,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
     ]
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Play the run with the attacker among its clients, and measure what its generators draw."""
     from dbcl_audit import image_quality as quality  # needs SciPy, which is an extra
     from dbcl_audit.attacks.gan import estimated_models, measure
@@ -106,7 +113,7 @@ def play(job: Job, context: Context) -> dict[str, Any]:
     }
 
 
-def _assemble(job: Job, dataset: Dataset, folder: Path) -> "tuple[GanEngine, Server, Task, GanAttacker]":
+def _assemble(job: ExperimentJob, dataset: Dataset, folder: Path) -> "tuple[GanEngine, Server, Task, GanAttacker]":
     """The engine with its attacker, recording what that sees."""
     from dbcl_audit.attacks.gan import ATTACKER, GanEngine, divide_classes, with_drawings
 
@@ -135,12 +142,12 @@ def _assemble(job: Job, dataset: Dataset, folder: Path) -> "tuple[GanEngine, Ser
     return engine, server, task, attacker
 
 
-def _config(job: Job) -> RunConfig:
+def _config(job: ExperimentJob) -> RunConfig:
     own = {name: job[name] for name in ("data", "clients", "fraction", "rounds", "lr", "batch_size", "seed")}
     return presets.preset(job["preset"], model="experiments.gan:network", **own)
 
 
-def _attacker(job: Job, dataset: Dataset) -> "GanAttacker":
+def _attacker(job: ExperimentJob, dataset: Dataset) -> "GanAttacker":
     from dbcl_audit.attacks.gan import GanAttacker, GanSettings
     from dbcl_audit.image_quality import span
 
@@ -148,7 +155,7 @@ def _attacker(job: Job, dataset: Dataset) -> "GanAttacker":
     return GanAttacker(dataset.shape, span(dataset), settings, count=job["drawings"], seed=job["seed"])
 
 
-def _judge(job: Job, data_dir: str | None) -> nn.Module:
+def _judge(job: ExperimentJob, data_dir: str | None) -> nn.Module:
     return _trained_judge(job["data"], job["judge"], data_dir)
 
 
@@ -226,12 +233,12 @@ def draw(found: Results) -> Mapping[str, Any]:
     return {"gan": figure}
 
 
-def _preset(job: Job) -> str:
+def _preset(job: ExperimentJob) -> str:
     promise = PROMISES.get(job["preset"])
     return f"`{job['preset']}`" + (f" ({promise})" if promise else "")
 
 
-def _name(job: Job) -> str:
+def _name(job: ExperimentJob) -> str:
     return f"{job['preset']}, {job['clients']} clients" + ("" if job["held"] else ", nobody has the class")
 
 

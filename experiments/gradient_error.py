@@ -17,7 +17,7 @@ from dbcl.simulation import presets
 from dbcl.simulation.build import build_run_server, divide, new_seed, public_setting
 from dbcl.transcripts import Recorder, Transcript, Truth
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import NOT_RUN, markdown
 from experiments.training import task_on
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ATTACKER = 0
 ESTIMATORS = ("option I", "option II", "rewind", "smoother")
-NETWORKS: dict[str, Job] = {
+NETWORKS: dict[str, ExperimentJob] = {
     "mlp": {"data": "mnist", "model": "mnist-mlp", "epochs": 1, "batch_size": 10, "lr": 0.05},
     "cnn": {"data": "mnist", "model": "mnist-cnn", "epochs": 5, "batch_size": 10, "lr": 0.01},
     "cifar": {"data": "cifar10", "model": "cifar-cnn", "epochs": 5, "batch_size": 50, "lr": 0.01},
@@ -38,10 +38,17 @@ SEEN = {"every": "every round", "own": "its own rounds"}
 """In which rounds the attacker takes part: in every one, which is the worst case, or as it is drawn."""
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """One run for each network in which the attacker sees every round, and one in which it sees its own."""
     if quick:
-        fixed: Job = {"data": "digits", "model": "mnist-mlp", "epochs": 1, "batch_size": 10, "lr": 0.05, "clients": 20}
+        fixed: ExperimentJob = {
+            "data": "digits",
+            "model": "mnist-mlp",
+            "epochs": 1,
+            "batch_size": 10,
+            "lr": 0.05,
+            "clients": 20,
+        }
         rounds = {"every": 80, "own": 150}
         return [{"network": "mlp", "sees": sees, "rounds": rounds[sees], "seed": 0, **fixed} for sees in SEEN]
     return [
@@ -68,7 +75,7 @@ class AttendedEngine(StackedEngine):
         return drawn if ATTACKER in drawn else sorted([ATTACKER, *drawn[1:]])
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Train with the paper's settings, record what the attacker sees, and compare its estimates with the truth."""
     from dbcl_audit.attacks import updates  # needs SciPy, which is an extra
     from dbcl_audit.estimators.observations import tensor_observations
@@ -91,7 +98,7 @@ def play(job: Job, context: Context) -> dict[str, Any]:
         return {"rounds": list(seen[0].rounds[:-1]), "tensors": shapes, "estimates": found}
 
 
-def _record(job: Job, context: Context, folder: Path) -> Truth:
+def _record(job: ExperimentJob, context: Context, folder: Path) -> Truth:
     """Play a run; the attacker's transcript and the truth go into a folder."""
     own = {name: value for name, value in job.items() if name not in ("network", "sees")}
     config = presets.preset("paper", fraction=0.1, device=context.device, **own)
@@ -156,7 +163,7 @@ def table(found: Results) -> str:
     return "\n\n".join([text, markdown(heads, lines)])
 
 
-def _title(job: Job) -> str:
+def _title(job: ExperimentJob) -> str:
     return "embedded digits, MLP" if job["data"] == "digits" else TITLES[job["network"]]
 
 

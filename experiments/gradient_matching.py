@@ -22,7 +22,7 @@ from dbcl.protocol import blinded
 from dbcl.simulation import presets
 from dbcl.simulation.task import of_pictures
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import NOT_RUN, markdown
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "digits": "embedded digits"}
 WORDS = {"no sketch": "very well recovers the images", "the paper's attacker": "completely fails", "adaptive": ""}
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """One job for each picture, adversary and attacker; of batches only the server's, with known labels."""
-    fixed: Job = {"batch": 1, "lr": 0.1, "seed": 0}
+    fixed: ExperimentJob = {"batch": 1, "lr": 0.1, "seed": 0}
     if quick:
-        settings: dict[str, Job] = {"digits": {"pictures": 2, "steps": 300, "restarts": 1, "tv": 0.0}}
+        settings: dict[str, ExperimentJob] = {"digits": {"pictures": 2, "steps": 300, "restarts": 1, "tv": 0.0}}
     else:
         settings = {
             "mnist": {"pictures": 4, "steps": 1000, "restarts": 3, "tv": 0.0},
@@ -63,7 +63,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
     return single + together
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Simulate the run, and match the gradient of one round."""
     from dbcl_audit import image_quality as quality  # needs SciPy, which is an extra
     from dbcl_audit.attacks.matching import Matching, recover
@@ -93,7 +93,7 @@ def play(job: Job, context: Context) -> dict[str, Any]:
     }
 
 
-def _simulate(job: Job, dataset: Dataset, folder: Path) -> "SimulatedRun":
+def _simulate(job: ExperimentJob, dataset: Dataset, folder: Path) -> "SimulatedRun":
     """Two clients, a step on one batch each in every round; the same batches whatever is sketched."""
     from dbcl_audit.simulated_run import draw_batches, simulate_batches
 
@@ -245,7 +245,7 @@ def _each(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.1f}" for value in values)
 
 
-def _name(job: Job) -> str:
+def _name(job: ExperimentJob) -> str:
     return f"{TITLES[job['data']]}, {job['adversary']}, {job['case']}, picture {job['picture'] + 1}"
 
 

@@ -15,7 +15,7 @@ from dbcl.simulation import RunConfig, Task, presets
 from dbcl.simulation.build import privacy_plan
 from dbcl.simulation.planning import parameter_count, planned_for
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import NOT_RUN, markdown
 from experiments.training import task_on, train
 
@@ -39,9 +39,9 @@ TRUST = {"nobody": "guaranteed", "server": "private-example"}
 HEAD = "scatter-linear"
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """Silos by data set, then fleets; the reduced setting has the embedded digits alone."""
-    seeds, found = ((10,) if quick else (0, 1, 2)), list[Job]()
+    seeds, found = ((10,) if quick else (0, 1, 2)), list[ExperimentJob]()
     data = {"digits": (2.0,)} if quick else SILOS
     for name, epsilons in data.items():
         for epsilon in (*epsilons, NO_NOISE):
@@ -85,7 +85,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
     return found
 
 
-def config_of(job: Job) -> RunConfig:
+def config_of(job: ExperimentJob) -> RunConfig:
     """Return the settings of a job: the preset's own, and for fleets a rate that suits updates of features."""
     own = {"data": job["data"], "model": job["model"], "epsilon": job["epsilon"], "seed": job["seed"]}
     if job["unit"] != "client":
@@ -96,12 +96,12 @@ def config_of(job: Job) -> RunConfig:
     return presets.preset("private", **own)
 
 
-def _pace(job: Job) -> dict[str, Any]:
+def _pace(job: ExperimentJob) -> dict[str, Any]:
     """Return rounds and rate for a run without noise: the largest that are planned with noise."""
     return {"rounds": NO_NOISE_ROUNDS.get(job["data"], 200), "lr": 40.0} if job["epsilon"] == NO_NOISE else {}
 
 
-def _task(job: Job, context: Context) -> Task:
+def _task(job: ExperimentJob, context: Context) -> Task:
     """Return the task of a job, with a random part of the training examples if it says how many."""
     task = task_on(context.device, job["data"], job["model"], context.data_dir)
     if "examples" not in job:
@@ -110,7 +110,7 @@ def _task(job: Job, context: Context) -> Task:
     return replace(task, train=task.train.subset(np.sort(rows)))
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Train, and score the released model on held-out examples."""
     config, task = config_of(job), _task(job, context)
     values = parameter_count(task.make_model(0))
@@ -142,7 +142,7 @@ def _auc(model: nn.Module, task: Task) -> dict[str, Any]:
     return {"auc": round(float(roc_auc_score(batch.targets.cpu().numpy(), scores.cpu().numpy())), 5)}
 
 
-def title_of(job: Job) -> str:
+def title_of(job: ExperimentJob) -> str:
     """Name a job.
 
     >>> title_of({"unit": "example", "data": "mnist", "model": "m", "epsilon": 2.0, "trust": "nobody", "seed": 1})

@@ -26,7 +26,7 @@ from dbcl.protocol.secagg.quantizer import Quantizer, Words
 from dbcl.simulation import RunConfig, Task, preset
 from dbcl.simulation.build import build_engine, build_run_server, new_seed
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import NOT_RUN, markdown
 from experiments.training import task_on
 
@@ -136,7 +136,7 @@ def _one_beyond_the_bound() -> Callable[..., Words]:
     return words
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """Return every attack on every division of the examples; the reduced setting has one seed and few rounds."""
     grid = product(PARTITIONS, VALIDATORS, (None, *ATTACKS), (False,))
     settings = [*grid, *(("iid", "default", attack, True) for attack in (None, BEYOND))]
@@ -150,7 +150,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
     ]
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Play one run."""
     if job["secure"]:
         return {"accuracy": secure_accuracy(job["attack"] is not None, job["seed"], context, rounds=job["rounds"])}

@@ -11,7 +11,7 @@ import numpy as np
 from dbcl.engines.stacked.engine import one_thread
 from dbcl.simulation import RunConfig, task_of
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import NOT_RUN, markdown
 
 FIRST_LAYER = "1.weight"
@@ -20,19 +20,19 @@ MIN_LATER_ROUNDS = 40
 """Observed rounds that must follow a round for its estimate to count."""
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """Return the cases: attacks by veil, lanes, parties and seed."""
     if quick:
         return [_job("updates", 0.0, lanes, 2, False, 0, rounds=50) for lanes in LANES]
     return list(_jobs())
 
 
-def _job(part: str, veil: float, lanes: int, parties: int, together: bool, seed: int, **more: Any) -> Job:
+def _job(part: str, veil: float, lanes: int, parties: int, together: bool, seed: int, **more: Any) -> ExperimentJob:
     own = {"part": part, "veil": veil, "lanes": lanes, "parties": parties, "together": together, "seed": seed}
     return {**own, "model": "mnist-mlp", **more}
 
 
-def _jobs() -> Iterator[Job]:
+def _jobs() -> Iterator[ExperimentJob]:
     for veil in VEILS:
         for lanes in LANES:
             for seed in (0, 1):
@@ -47,7 +47,7 @@ def _jobs() -> Iterator[Job]:
                 yield _job("images", veil, lanes, 2, False, 0, model=model)
 
 
-def config_of(job: Job) -> RunConfig:
+def config_of(job: ExperimentJob) -> RunConfig:
     """Return the settings of a case, each by its name, so that presets may change."""
     return RunConfig.from_options(
         data="digits", model=job["model"], coverage="hidden", sketch="count-v1", ratio=2.0, lanes=job["lanes"],
@@ -55,7 +55,7 @@ def config_of(job: Job) -> RunConfig:
     )  # fmt: skip
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Simulate a run and attack it."""
     context.tell(f"{job['part']}, {row_of(job)}, {column_of(job)}, seed {job['seed']}", 0, 1)
     with tempfile.TemporaryDirectory() as scratch, one_thread(True):
@@ -63,7 +63,7 @@ def play(job: Job, context: Context) -> dict[str, Any]:
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def _updates(job: Job, scratch: Path) -> dict[str, float]:
+def _updates(job: ExperimentJob, scratch: Path) -> dict[str, float]:
     from dbcl_audit.effort import FULL
     from dbcl_audit.estimators.observations import tensor_observations
     from dbcl_audit.estimators.smoother import known_scales, smoother
@@ -81,7 +81,7 @@ def _updates(job: Job, scratch: Path) -> dict[str, float]:
     return {"cosine": scores.median_cosine(MIN_LATER_ROUNDS)}
 
 
-def _properties(job: Job, scratch: Path) -> dict[str, float]:
+def _properties(job: ExperimentJob, scratch: Path) -> dict[str, float]:
     from dbcl_audit.attacks.properties import property_findings
     from dbcl_audit.attacks.updates import estimates
     from dbcl_audit.effort import QUICK
@@ -101,7 +101,7 @@ def _properties(job: Job, scratch: Path) -> dict[str, float]:
     return {"auc": max(each.value for each in findings if each.attack.endswith("on smoother"))}
 
 
-def _images(job: Job, scratch: Path) -> dict[str, float]:
+def _images(job: ExperimentJob, scratch: Path) -> dict[str, float]:
     from dbcl_audit.attacks.images import image_findings
     from dbcl_audit.attacks.matching import Matching
     from dbcl_audit.attacks.updates import estimates
@@ -120,7 +120,7 @@ def _images(job: Job, scratch: Path) -> dict[str, float]:
     return {**{each.attack: each.value for each in own}, "guessing": guessing}
 
 
-def row_of(job: Job) -> str:
+def row_of(job: ExperimentJob) -> str:
     """Name the row of a case.
 
     >>> row_of(_job("updates", 0.2, 2, 4, True, 0))
@@ -130,7 +130,7 @@ def row_of(job: Job) -> str:
     return f"veil {job['veil']:g}, {job['parties']} parties, {who}"
 
 
-def column_of(job: Job) -> str:
+def column_of(job: ExperimentJob) -> str:
     """Name the column of a case."""
     return "one sketch" if job["lanes"] == 1 else f"{job['lanes']} lanes"
 
@@ -154,7 +154,7 @@ def table(found: Results) -> str:
     return "\n\n".join(parts)
 
 
-def _cell(found: Results, jobs: list[Job]) -> str:
+def _cell(found: Results, jobs: list[ExperimentJob]) -> str:
     runs = [run for job in jobs for run in found.of(**job)]
     if not runs:
         return NOT_RUN if jobs else ""

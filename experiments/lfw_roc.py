@@ -16,7 +16,7 @@ from dbcl.simulation.build import build_engine, build_run_server, new_seed
 from dbcl.simulation.task import of_pictures
 from dbcl_audit.attacks.roc import measure_auc, roc
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import NOT_RUN, markdown
 
 PRESETS = ("plain", "paper", "blind")
@@ -28,16 +28,16 @@ LONG = 20_000
 """The paper's number of steps, where it attacks this very training; it names none for its figure."""
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """One run for each preset, and a longer one of the paper's; reduced, zeros and ones against the other digits."""
-    fixed: Job = {"data": "lfw", "rounds": 8000, "lr": 0.01, "batch_size": 32, "seed": 0}
+    fixed: ExperimentJob = {"data": "lfw", "rounds": 8000, "lr": 0.01, "batch_size": 32, "seed": 0}
     if quick:
         fixed |= {"data": "digits", "rounds": 80}
     found = [{"preset": preset, **fixed} for preset in PRESETS]
     return found if quick else [*found, {"preset": "paper", **fixed, "rounds": LONG}]
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Train one step a round, and score the held-out pictures with W itself."""
     own = {name: value for name, value in job.items() if name != "preset"}
     config = presets.preset(

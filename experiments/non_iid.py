@@ -7,7 +7,7 @@ from typing import Any
 
 from dbcl.simulation import presets
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import markdown, rounds_cell, until
 from experiments.training import train
 
@@ -22,9 +22,9 @@ TARGETS, QUICK_TARGETS = (0.93, 0.95, 0.97), (0.8, 0.84, 0.88)
 """A run ends at the last; when it passed the others, its curve says."""
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """Three seeds of each preset on each split; one, and the embedded digits, in the reduced setting."""
-    fixed: Job = (
+    fixed: ExperimentJob = (
         {"data": "digits", "clients": 20, "target": QUICK_TARGETS[-1], "rounds": 60}
         if quick
         else {"data": "mnist", "clients": 100, "target": TARGETS[-1], "rounds": 600}
@@ -37,7 +37,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
     ]
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """One run until the highest target."""
     own = {name: value for name, value in job.items() if name not in ("split", "preset")}
     config = presets.preset(job["preset"], model="mnist-mlp", fraction=0.1, **SPLITS[job["split"]], **own)

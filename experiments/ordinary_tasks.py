@@ -26,7 +26,7 @@ from dbcl.files import write_atomic
 from dbcl.simulation import preset
 from dbcl.simulation.build import server_optimizer
 from experiments import figures, runner
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.small_tasks import TASKS, Example, OrdinaryTask
 from experiments.tables import NOT_RUN, markdown, page
 
@@ -214,7 +214,7 @@ WAYS: dict[str, Callable[[OrdinaryTask, str, int], nn.Module]] = {
 NAMES = {task.name: task for task in TASKS}
 
 
-def jobs(quick: bool, folder: Path, settings: str = PRESET) -> list[Job]:
+def jobs(quick: bool, folder: Path, settings: str = PRESET) -> list[ExperimentJob]:
     """Return a job for each task and way; the reduced setting has three tasks and three rounds."""
     tasks = [task for task in TASKS if task.name in QUICK_TASKS] if quick else TASKS
     more = {"rounds": QUICK_ROUNDS} if quick else {}
@@ -224,7 +224,7 @@ def jobs(quick: bool, folder: Path, settings: str = PRESET) -> list[Job]:
 QUICK_TASKS = ("tabular regression", "U-Net with dictionaries", "linear model")
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Train in one way; a way that dbcl refuses has its message as the result."""
     task = NAMES[job["task"]]
     with recorded() as recorder:

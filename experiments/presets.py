@@ -9,7 +9,7 @@ from typing import Any
 
 from dbcl.simulation import Run, preset
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import NOT_RUN, markdown
 
 Row = Mapping[str, Any]
@@ -33,14 +33,14 @@ LEAK_RANK = 4
 """Rank of a rating from which on a cell is printed in bold."""
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """Return a run for each preset; the reduced setting has one short run and a small audit."""
     if quick:
         return [{"preset": "plain", "rounds": 20, "seed": 0}]
     return [{"preset": name, "seed": 0} for name in PRESETS]
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Train for the rounds of the preset, and audit the run."""
     from dbcl_audit.audit import audit
     from dbcl_audit.effort import QUICK

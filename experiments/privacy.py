@@ -16,13 +16,13 @@ from dbcl.engines import evaluate
 from dbcl.simulation import RunConfig, presets
 from dbcl.simulation.build import build_engine, build_run_server, new_seed
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import markdown
 from experiments.training import task_on, train
 
-SHARED: Job = {"data": "mnist", "model": "mnist-mlp", "delta": 1e-5, "ema_decay": 0.95}
-CLIENTS: Job = {**SHARED, "epochs": 5, "lr": 0.05, "fraction": 0.1, "privacy_unit": "client"}
-EXAMPLES: Job = {**SHARED, "privacy_unit": "example", "algorithm": "sgd", "fraction": 1.0, "separation": 10}
+SHARED: ExperimentJob = {"data": "mnist", "model": "mnist-mlp", "delta": 1e-5, "ema_decay": 0.95}
+CLIENTS: ExperimentJob = {**SHARED, "epochs": 5, "lr": 0.05, "fraction": 0.1, "privacy_unit": "client"}
+EXAMPLES: ExperimentJob = {**SHARED, "privacy_unit": "example", "algorithm": "sgd", "fraction": 1.0, "separation": 10}
 FLEETS = [(1000, 8.0, 400, 0.2), (1000, 4.0, 200, 0.2), (1000, 2.0, 200, 0.1), (2000, 4.0, 300, 0.3)]
 """Clients, epsilon, rounds and clip: the best of the scan and of the prototype that set the goals."""
 PARTIES = [(8.0, 1500, 1.0), (4.0, 600, 2.0), (2.0, 200, 2.0), (1.0, 200, 2.0)]
@@ -41,7 +41,7 @@ TITLES = {
 }
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """List the runs; the reduced setting has two on the embedded digits."""
     if quick:
         small = {**EXAMPLES, "data": "digits", "clients": 10, "epsilon": 8.0, "clip": 4.0, "lr": 1.0, "rounds": 40}
@@ -52,7 +52,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
     return [*_clients(), *_examples(), *_sketches(), *_attacked(), *_scan()]
 
 
-def _fleet(part: str, plan: tuple[int, float, int, float], kind: str, seed: int, **more: Any) -> Job:
+def _fleet(part: str, plan: tuple[int, float, int, float], kind: str, seed: int, **more: Any) -> ExperimentJob:
     count, epsilon, rounds, clip = plan
     own = {"clients": count, "epsilon": epsilon, "clip": clip, "rounds": rounds, "correlation": kind}
     return {"part": part, "preset": "plain", **CLIENTS, **own, **more, "seed": seed}
@@ -60,13 +60,13 @@ def _fleet(part: str, plan: tuple[int, float, int, float], kind: str, seed: int,
 
 def _parties(
     part: str, count: int, plan: tuple[float, int, float], kind: str, seed: int, clip: float = 4.0, **more: Any
-) -> Job:
+) -> ExperimentJob:
     epsilon, rounds, lr = plan
     own = {"clients": count, "epsilon": epsilon, "clip": clip, "lr": lr, "rounds": rounds, "correlation": kind}
     return {"part": part, "preset": "plain", **EXAMPLES, **own, **more, "seed": seed}
 
 
-def _clients() -> Iterator[Job]:
+def _clients() -> Iterator[ExperimentJob]:
     for seed in SEEDS:
         for plan, kind in product(FLEETS, ("banded", "independent")):
             yield _fleet("clients", plan, kind, seed)
@@ -74,7 +74,7 @@ def _clients() -> Iterator[Job]:
             yield _fleet("clients", plan, "independent", seed)
 
 
-def _examples() -> Iterator[Job]:
+def _examples() -> Iterator[ExperimentJob]:
     for seed in SEEDS:
         for plan in PARTIES:
             yield _parties("examples", 10, plan, "banded", seed)
@@ -83,7 +83,7 @@ def _examples() -> Iterator[Job]:
             yield _parties("examples", 10, plan, "independent", seed)
 
 
-def _sketches() -> Iterator[Job]:
+def _sketches() -> Iterator[ExperimentJob]:
     """Half of every large layer's inputs in two lanes; the server's steps stay plain averages."""
     more = {"preset": "blind", "server_optimizer": "fedavg"}
     for seed in SEEDS:
@@ -93,14 +93,14 @@ def _sketches() -> Iterator[Job]:
             yield {**_parties("sketches", 10, plan, "banded", seed), **more}
 
 
-def _attacked() -> Iterator[Job]:
+def _attacked() -> Iterator[ExperimentJob]:
     """Independent noise on every W_t needs much smaller steps: four rates for it, one for banded noise."""
     for epsilon in (1.0, 2.0, 4.0, 8.0, 16.0):
         for kind, lr in (("banded", 2.0), ("white", 0.1), ("white", 0.3), ("white", 1.0), ("white", 2.0)):
             yield _parties("attacked", 2, (epsilon, 200, lr), kind, 0)
 
 
-def _scan() -> Iterator[Job]:
+def _scan() -> Iterator[ExperimentJob]:
     fleets = [(8.0, 400, 0.2), (8.0, 400, 0.1), (8.0, 400, 0.3), (8.0, 800, 0.1), (4.0, 200, 0.2), (4.0, 200, 0.3)]
     fleets += [(2.0, 200, 0.1), (2.0, 200, 0.2)]
     for plan in fleets:
@@ -118,18 +118,18 @@ def _scan() -> Iterator[Job]:
         yield _parties("scan", 10, (epsilon, rounds, 2.0), "banded", 0)
 
 
-def config_of(job: Job) -> RunConfig:
+def config_of(job: ExperimentJob) -> RunConfig:
     """Return the settings of a job."""
     own = {name: value for name, value in job.items() if name not in ("part", "preset")}
     return presets.preset(job["preset"], **own)
 
 
-def title_of(job: Job) -> str:
+def title_of(job: ExperimentJob) -> str:
     """Name a job."""
     return f"{job['part']}, {job['privacy_unit']}, epsilon {job['epsilon']:g}, {job['correlation']}, seed {job['seed']}"
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Play a run; those of the part `attacked` with canaries in it."""
     if job["part"] == "attacked":
         return _play_attacked(job, context)
@@ -137,7 +137,7 @@ def play(job: Job, context: Context) -> dict[str, Any]:
     return {name: run[name] for name in ("accuracy", "accuracies", "rounds", "bytes", "refused", "error")}
 
 
-def _play_attacked(job: Job, context: Context) -> dict[str, Any]:
+def _play_attacked(job: ExperimentJob, context: Context) -> dict[str, Any]:
     from dbcl_audit.canaries import Canaries
 
     config = replace(config_of(job), device=context.device)
@@ -158,9 +158,9 @@ def _play_attacked(job: Job, context: Context) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _groups(found: Results, part: str) -> list[tuple[Job, list[float]]]:
+def _groups(found: Results, part: str) -> list[tuple[ExperimentJob, list[float]]]:
     """Return the jobs that differ in more than their seed, each with the accuracies of its seeds."""
-    groups: dict[tuple[Any, ...], tuple[Job, list[float]]] = {}
+    groups: dict[tuple[Any, ...], tuple[ExperimentJob, list[float]]] = {}
     for row in found.rows:
         job = row["job"]
         if job["part"] == part:
@@ -169,7 +169,7 @@ def _groups(found: Results, part: str) -> list[tuple[Job, list[float]]]:
     return list(groups.values())
 
 
-def _noise(job: Job) -> str:
+def _noise(job: ExperimentJob) -> str:
     return str(job["correlation"]) + (", sketch and lanes" if job["preset"] == "blind" else "")
 
 
@@ -212,7 +212,7 @@ def table(found: Results) -> str:
     return "\n\n".join(parts)
 
 
-def _attacked_line(job: Job, run: Mapping[str, Any]) -> list[str]:
+def _attacked_line(job: ExperimentJob, run: Mapping[str, Any]) -> list[str]:
     low, high = run["auc_interval"]
     cells = [job["correlation"], f"{job['epsilon']:g}", f"{job['lr']:g}", f"{run['noise']:.3g}", f"{run['auc']:.3f}"]
     return [*cells, f"{low:.3f} to {high:.3f}", f"{run['auc_bound']:.3f}", f"{run['accuracy']:.1%}"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dbcl.simulation import RunConfig, Task, presets
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results, Tell
+from experiments.experiment import Context, Experiment, ExperimentJob, Results, Tell
 from experiments.tables import NOT_RUN, markdown
 from experiments.training import task_on
 
@@ -30,9 +30,9 @@ PUBLISHED = {
 """By adversary and attack: what the paper prints without and with sketching."""
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """One simulated run for each preset, with all attackers."""
-    fixed: Job = {"data": "lfw", "model": "lfw-cnn", "lr": 0.01, "rounds": 120, "batch": 32, "own_batches": 6}
+    fixed: ExperimentJob = {"data": "lfw", "model": "lfw-cnn", "lr": 0.01, "rounds": 120, "batch": 32, "own_batches": 6}
     fixed |= {"own_examples": 200, "seed": 0}
     if quick:
         fixed |= {"data": "digits", "model": "mnist-mlp", "rounds": 60, "batch": 16, "own_batches": 2}
@@ -40,7 +40,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
     return [{"preset": preset, **fixed} for preset in ESTIMATORS]
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Simulate a victim whose batches all have the property or all lack it, and tell them apart."""
     config = presets.preset(job["preset"], data=job["data"], model=job["model"], lr=job["lr"])
     task = task_on("cpu", job["data"], job["model"], context.data_dir)
@@ -64,7 +64,7 @@ class Told(NamedTuple):
 
 
 def infer(
-    job: Job,
+    job: ExperimentJob,
     config: RunConfig,
     task: Task,
     names: Sequence[str],
@@ -115,7 +115,7 @@ def infer(
     return Told(simulated, found, findings[0].budget["tested rounds"], scores)
 
 
-def _tell(context: Context, job: Job, text: str, done: int, total: int) -> None:
+def _tell(context: Context, job: ExperimentJob, text: str, done: int, total: int) -> None:
     context.tell(f"{job['preset']}: {text}", done, total)
 
 

@@ -8,15 +8,22 @@ from typing import Any
 
 from dbcl.simulation import RunConfig, presets
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import NOT_RUN, markdown, rounds_cell
 from experiments.training import train
 
 Runs = list[dict[str, Any]]
 
-MLP: Job = {"model": "mnist-mlp", "data": "mnist", "clients": 100, "epochs": 1, "batch_size": 10}
-CNN: Job = {"model": "mnist-cnn", "data": "mnist", "clients": 100, "epochs": 5, "batch_size": 10}
-CIFAR: Job = {"model": "cifar-cnn", "data": "cifar10", "clients": 100, "epochs": 5, "batch_size": 50, "every": 10}
+MLP: ExperimentJob = {"model": "mnist-mlp", "data": "mnist", "clients": 100, "epochs": 1, "batch_size": 10}
+CNN: ExperimentJob = {"model": "mnist-cnn", "data": "mnist", "clients": 100, "epochs": 5, "batch_size": 10}
+CIFAR: ExperimentJob = {
+    "model": "cifar-cnn",
+    "data": "cifar10",
+    "clients": 100,
+    "epochs": 5,
+    "batch_size": 50,
+    "every": 10,
+}
 MLP_SEEDS, CNN_SEEDS, UNEQUAL_SEEDS = (0, 1, 2, 3, 4, 11, 12, 13), (0, 1, 2), (0, 1, 2)
 MOMENTA = (0.0, 0.5, 0.7, 0.9)
 MEANS = (0.0, 0.8)
@@ -56,7 +63,7 @@ TITLES = {
 COLOURS = {**figures.COLOURS, "veil": "#2d6a3e", "blind, one lane": "#6fb3cf"}
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """List the runs, the first seed of every setting before the second."""
     if quick:
         return list(_quick())
@@ -68,19 +75,19 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
 
 def _job(
     part: str, way: str, lr: float, momentum: float, mean: float, seed: int, fixed: Mapping[str, Any], **more: Any
-) -> Job:
+) -> ExperimentJob:
     """Return a job; `way` is a preset, or one with a name for what is changed."""
     pace = {"lr": lr, "server_momentum": momentum, "ema_decay": mean, "seed": seed}
     return {"part": part, "way": way, "preset": way.partition(",")[0], **fixed, **pace, **more}
 
 
-def _scan(part: str, fixed: Job, seeds: Sequence[int]) -> Iterator[Job]:
+def _scan(part: str, fixed: ExperimentJob, seeds: Sequence[int]) -> Iterator[ExperimentJob]:
     for way, (more, *grid) in SCAN[part].items():
         for (lr, momentum, mean), seed in product(product(*grid), seeds):
             yield _job(part, way, lr, momentum, mean, seed, fixed, **more)
 
 
-def _unequal() -> Iterator[Job]:
+def _unequal() -> Iterator[ExperimentJob]:
     grid = [("plain", *pace) for pace in product((0.05, 0.1), MOMENTA, MEANS)]
     grid += [("blind", *pace) for pace in product((0.05, 0.1), (0.5, 0.7), MEANS)]
     grid += [("veil", 0.05, 0.5, 0.8), ("paper", 0.05, 0.0, 0.0), ("blind, one lane", 0.05, 0.5, 0.8)]
@@ -90,7 +97,7 @@ def _unequal() -> Iterator[Job]:
             yield _job(part, way, lr, momentum, mean, seed, fixed)
 
 
-def _secure() -> Iterator[Job]:
+def _secure() -> Iterator[ExperimentJob]:
     """20 clients a round are 10 in each of two lanes; sums have the quantizer's rounding, without the masks."""
     fixed = {**MLP, "target": 0.97, "rounds": 200, "fraction": 0.2}
     for seed in MLP_SEEDS[:5]:
@@ -100,7 +107,7 @@ def _secure() -> Iterator[Job]:
         yield _job("secure", "blind, secure aggregation", 0.05, 0.5, 0.8, seed, fixed, secure_aggregation=True)
 
 
-def _cifar() -> Iterator[Job]:
+def _cifar() -> Iterator[ExperimentJob]:
     fixed = {**CIFAR, "rounds": 300}
     for lr, (momentum, mean) in product((0.02, 0.05), ((0.0, 0.0), (0.5, 0.8), (0.7, 0.8), (0.9, 0.8))):
         yield _job("cifar", "plain", lr, momentum, mean, 0, fixed, **VALIDATED)
@@ -108,20 +115,20 @@ def _cifar() -> Iterator[Job]:
         yield _job("cifar", "blind", lr, momentum, 0.8, 0, fixed)
 
 
-def _diverging() -> Iterator[Job]:
+def _diverging() -> Iterator[ExperimentJob]:
     fixed = {**CNN, "target": 0.99, "rounds": 50}
     yield _job("diverging", "blind", 0.04, 0.5, 0.8, 0, fixed)
     yield _job("diverging", "blind, no limits", 0.04, 0.5, 0.8, 0, fixed, max_influence=0.0, outlier_factor=0.0)
 
 
-def _quick() -> Iterator[Job]:
+def _quick() -> Iterator[ExperimentJob]:
     fixed = {**MLP, "data": "digits", "clients": 20, "target": 0.88, "rounds": 60}
     grid = [("plain", 0.0, 0.0), ("plain", 0.7, 0.8), ("blind", 0.5, 0.8), ("veil", 0.5, 0.8), ("paper", 0.0, 0.0)]
     for way, momentum, mean in [*grid, ("blind, one lane", 0.5, 0.8)]:
         yield _job("mlp", way, 0.05, momentum, mean, 0, fixed, **SCAN["mlp"][way][0])
 
 
-def config_of(job: Job) -> RunConfig:
+def config_of(job: ExperimentJob) -> RunConfig:
     """Return the settings of a job.
 
     >>> config_of(next(_quick())).server_optimizer
@@ -132,7 +139,7 @@ def config_of(job: Job) -> RunConfig:
     return presets.preset(job["preset"], **{"fraction": 0.1, **own})
 
 
-def title_of(job: Job) -> str:
+def title_of(job: ExperimentJob) -> str:
     """Name a job.
 
     >>> title_of(next(_quick()))
@@ -142,7 +149,7 @@ def title_of(job: Job) -> str:
     return f"{job['part']}, {job['way']}, {pace}, seed {job['seed']}"
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Train until the target, or for all rounds where there is none."""
     run = train(config_of(job), context, title_of(job), job.get("every", 1))
     return {name: value for name, value in run.items() if name not in ("losses", "numbers")}
@@ -157,9 +164,9 @@ def median_rounds(runs: Runs) -> float:
     return statistics.median([run["rounds"] if run["reached"] else float("inf") for run in runs])
 
 
-def _groups(found: Results, part: str) -> list[tuple[Job, Runs]]:
+def _groups(found: Results, part: str) -> list[tuple[ExperimentJob, Runs]]:
     """Return the jobs of a part that differ in more than their seed, with the played runs of each."""
-    groups: dict[tuple[Any, ...], Job] = {}
+    groups: dict[tuple[Any, ...], ExperimentJob] = {}
     for job in found.jobs_of(part=part):
         groups.setdefault((job["way"], job["lr"], job["server_momentum"], job["ema_decay"]), job)
     return [
@@ -177,7 +184,7 @@ def _accuracy(runs: Runs) -> float:
     return statistics.median([run["accuracy"] or 0.0 for run in runs])
 
 
-def best(found: Results, part: str, way: str) -> tuple[Job, Runs] | None:
+def best(found: Results, part: str, way: str) -> tuple[ExperimentJob, Runs] | None:
     """Return the setting of a way with the fewest rounds, median over its seeds, or None before any was played."""
     played = [(job, runs) for job, runs in _groups(found, part) if job["way"] == way and runs]
     return min(played, key=lambda group: _cost(group[1]), default=None)
@@ -219,7 +226,7 @@ def _best_lines(found: Results, part: str) -> Iterator[list[str]]:
         yield [f"`{way}`", *[NOT_RUN] * (len(HEADS) - 1)] if group is None else _line(found, part, *group)
 
 
-def _line(found: Results, part: str, job: Job, runs: Runs) -> list[str]:
+def _line(found: Results, part: str, job: ExperimentJob, runs: Runs) -> list[str]:
     pace = [f"{job['lr']:g}", f"{job['server_momentum']:g}", f"{job['ema_decay']:g}"]
     plain = best(found, part, "plain")
     return [
@@ -235,7 +242,7 @@ def _line(found: Results, part: str, job: Job, runs: Runs) -> list[str]:
     ]
 
 
-def _sent(job: Job, runs: Runs) -> float:
+def _sent(job: ExperimentJob, runs: Runs) -> float:
     """Return the median of the bytes to the target, where a run that did not reach it counts as infinite."""
     every = job.get("target") is None
     return statistics.median([run["bytes"] if run["reached"] or every else float("inf") for run in runs])

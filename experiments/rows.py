@@ -11,10 +11,10 @@ import torch
 
 from dbcl._version import __version__
 from dbcl.errors import ConfigError
-from experiments.experiment import Job, Row
+from experiments.experiment import ExperimentJob, Row
 
 
-def key(job: Job) -> str:
+def key(job: ExperimentJob) -> str:
     """Return a key of a job: all its settings.
 
     >>> key({"seed": 0, "lr": 0.1}) == key({"lr": 0.1, "seed": 0})
@@ -67,7 +67,7 @@ def append(path: Path, row: Row) -> None:
         os.fsync(file.fileno())
 
 
-def played(jobs: Sequence[Job], rows: Iterable[Row]) -> tuple[Row, ...]:
+def played(jobs: Sequence[ExperimentJob], rows: Iterable[Row]) -> tuple[Row, ...]:
     """Return the rows of these jobs in their order; of several for one job the first, and none of other jobs.
 
     >>> rows = [{"job": {"seed": 1}, "result": 1}, {"job": {"seed": 9}, "result": 9}, {"job": {"seed": 1}, "result": 0}]

@@ -16,14 +16,14 @@ from dbcl import data
 from dbcl.errors import ConfigError
 from dbcl.files import file_in_the_way, make_folder, write_atomic
 from experiments import rows
-from experiments.experiment import Context, Experiment, Job, Results, Row, select
+from experiments.experiment import Context, Experiment, ExperimentJob, Results, Row, select
 from experiments.figures import save
 from experiments.tables import page
 
 log = logging.getLogger(__name__)
 
 ROWS, TUNING = "rows.jsonl", "tuning.jsonl"
-OnJob = Callable[[int, int, Job], None]
+OnJob = Callable[[int, int, ExperimentJob], None]
 """Callback before and after jobs, with the number of finished jobs, that of all, and the next or last job."""
 
 
@@ -101,13 +101,13 @@ def play(experiment: Experiment, order: Order, context: Context, on_job: OnJob =
     return True
 
 
-def _ordered(experiment: Experiment, order: Order) -> list[Job]:
+def _ordered(experiment: Experiment, order: Order) -> list[ExperimentJob]:
     every = all_jobs(experiment, order)
     number, count = order.part
     return select(every, order.only)[number - 1 :: count]
 
 
-def all_jobs(experiment: Experiment, order: Order) -> Sequence[Job]:
+def all_jobs(experiment: Experiment, order: Order) -> Sequence[ExperimentJob]:
     """Return the jobs of an experiment, or of its tuning."""
     folder = order.folder(experiment.name)
     if order.tune:
@@ -116,7 +116,7 @@ def all_jobs(experiment: Experiment, order: Order) -> Sequence[Job]:
     return experiment.jobs(order.quick, folder)
 
 
-def _row(experiment: Experiment, job: Job, context: Context) -> Row:
+def _row(experiment: Experiment, job: ExperimentJob, context: Context) -> Row:
     began = time.perf_counter()
     result = experiment.play(job, context)
     seconds = round(time.perf_counter() - began, 2)

@@ -12,7 +12,7 @@ import numpy as np
 from dbcl.engines.stacked.engine import one_thread
 from dbcl.simulation import RunConfig, task_of
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import NOT_RUN, markdown
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ CLIP = 4.0
 """Public bound on the norm of an update in a sum."""
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """Return a job for each size of a sum, target and seed."""
     if quick:
         return [{"part": "images", "size": size, "seed": 0, "steps": 100} for size in (1, 8)]
     return [{"part": part, "size": size, "seed": seed} for part in SEEDS for seed in SEEDS[part] for size in SIZES]
 
 
-def config_of(job: Job) -> RunConfig:
+def config_of(job: ExperimentJob) -> RunConfig:
     """Return the settings of a run, each by its name, so that presets may change."""
     images = job["part"] == "images"
     return RunConfig.from_options(
@@ -40,7 +40,7 @@ def config_of(job: Job) -> RunConfig:
     )  # fmt: skip
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """Attack the sums of a run as the server."""
     context.tell(f"{job['part']}, {job['size']} in a sum, seed {job['seed']}", 0, 1)
     with tempfile.TemporaryDirectory() as scratch, one_thread(True):
@@ -53,7 +53,7 @@ def _summed(run: "SimulatedRun", size: int) -> "SimulatedRun":
     return run if size == 1 else replace(run, bound=CLIP)
 
 
-def _images(job: Job, scratch: Path) -> dict[str, float]:
+def _images(job: ExperimentJob, scratch: Path) -> dict[str, float]:
     from dbcl_audit.attacks.images import image_findings
     from dbcl_audit.attacks.matching import Matching
     from dbcl_audit.simulated_run import draw_batches, simulate_batches
@@ -70,7 +70,7 @@ def _images(job: Job, scratch: Path) -> dict[str, float]:
     return {"decibels": best.value, "best image": best.high or best.value, "the mean image": best.chance}
 
 
-def _properties(job: Job, scratch: Path) -> dict[str, float]:
+def _properties(job: ExperimentJob, scratch: Path) -> dict[str, float]:
     from dbcl_audit.attacks.properties import property_findings
     from dbcl_audit.effort import QUICK
     from dbcl_audit.simulated_run import simulate_batches

@@ -10,7 +10,7 @@ from typing import Any
 from dbcl.errors import ConfigError
 from dbcl.simulation import presets
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results, Tuning
+from experiments.experiment import Context, Experiment, ExperimentJob, Results, Tuning
 from experiments.tables import NOT_RUN, markdown, rounds_cell, until
 from experiments.training import train
 
@@ -70,7 +70,7 @@ TUNING_ROUNDS = {
 }
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """One run for each cell and seed: the first seed of all cells before the others, the cheap cells first."""
     if quick:
         return [
@@ -87,7 +87,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
     ]
 
 
-def tuning_jobs(folder: Path) -> list[Job]:
+def tuning_jobs(folder: Path) -> list[ExperimentJob]:
     """Every rate of the grids for every cell, the cheap cells first."""
     return [
         _job(network, preset, percent, rate, TUNING_ROUNDS[network][percent], 100)
@@ -96,7 +96,7 @@ def tuning_jobs(folder: Path) -> list[Job]:
     ]
 
 
-_QUICK: dict[str, Job] = {
+_QUICK: dict[str, ExperimentJob] = {
     "mlp": {"data": "digits", "clients": 20, "epochs": 1, "lr": 0.05, "target": 0.88, "rounds": 60},
     "cnn": {"data": "digits", "clients": 20, "epochs": 2, "lr": 0.02, "target": 0.92, "rounds": 12},
 }
@@ -111,12 +111,12 @@ def _cells() -> Iterator[tuple[str, str, int]]:
                     yield network, preset, percent
 
 
-def _job(network: str, preset: str, percent: int, rate: Mapping[str, float], rounds: int, seed: int) -> Job:
+def _job(network: str, preset: str, percent: int, rate: Mapping[str, float], rounds: int, seed: int) -> ExperimentJob:
     fixed = {"data": "mnist", "clients": 100, "epochs": EPOCHS[network], "target": TARGETS[network], "rounds": rounds}
     return {"network": network, "preset": preset, "percent": percent, "seed": seed, **fixed, **rate}
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """One run until its target."""
     own = {name: value for name, value in job.items() if name not in ("network", "preset", "percent")}
     own |= {"optimizer": "Adam"} if job["preset"] in VARIANTS else {}

@@ -10,7 +10,7 @@ from dbcl.sketch import CountSketch
 from dbcl_audit import theory_checks
 from dbcl_audit.theory import corollary_factor, printed_linear_error, remark_residual, veil_cosine
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.tables import markdown
 
 SCHEMES = {
@@ -25,10 +25,10 @@ DOUTS = (4, 16, 64)
 SIZES = {"dout": 6, "dim": 24, "width": 12}
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """Means over many draws first; then the formulas that need no simulation."""
     draws, many, rounds = (1000, 4000, 5_000) if quick else (4000, 20_000, 20_000)
-    found: list[Job] = []
+    found: list[ExperimentJob] = []
     for scheme in SCHEMES:
         found.append({"check": "unbiased", "scheme": scheme, "draws": many, "seed": 3})
         found.append({"check": "product", "scheme": scheme, "draws": draws, "seed": 5})
@@ -41,7 +41,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
     return found
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """One formula and what it was compared with."""
     context.tell(", ".join(f"{name} {value}" for name, value in job.items() if name != "seed"), 0, 1)
     kind, seed = job["check"], job["seed"]

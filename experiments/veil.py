@@ -14,7 +14,7 @@ from dbcl.simulation import presets
 from dbcl.simulation.plots import INK
 from dbcl.simulation.task import of_pictures
 from experiments import figures
-from experiments.experiment import Context, Experiment, Job, Results
+from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.gradient_matching import LATER, target
 from experiments.property_inference import infer
 from experiments.tables import NOT_RUN, markdown
@@ -30,14 +30,14 @@ LAYER = "1.weight"
 """Cosines are of the first layer's update."""
 
 
-def jobs(quick: bool, folder: Path) -> list[Job]:
+def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """For each size the attacks with two and with ten clients, the pictures, and a run."""
-    attacked: Job = {"rounds": 120, "batch": 32, "own_batches": 3, "own_examples": 100}
-    pictured: Job = {"pictures": 3, "steps": 600}
+    attacked: ExperimentJob = {"rounds": 120, "batch": 32, "own_batches": 3, "own_examples": 100}
+    pictured: ExperimentJob = {"pictures": 3, "steps": 600}
     if quick:
         attacked |= {"rounds": 40, "batch": 16, "own_batches": 1, "own_examples": 20}
         pictured = {"pictures": 1, "steps": 100}
-    found: list[Job] = []
+    found: list[ExperimentJob] = []
     for veil in QUICK_VEILS if quick else VEILS:
         found += [{"veil": veil, "part": "updates", "clients": clients, **attacked, "seed": 0} for clients in (2, 10)]
         found += [{"veil": veil, "part": "pictures", **pictured, "seed": 0}]
@@ -45,7 +45,7 @@ def jobs(quick: bool, folder: Path) -> list[Job]:
     return found
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     """One part of the table, for one size of the veil."""
     if job["part"] == "accuracy":
         config = presets.preset("paper", veil=job["veil"], rounds=job["rounds"], seed=job["seed"])
@@ -54,7 +54,7 @@ def play(job: Job, context: Context) -> dict[str, Any]:
         return (_pictures if job["part"] == "pictures" else _updates)(job, context, Path(scratch))
 
 
-def _updates(job: Job, context: Context, folder: Path) -> dict[str, Any]:
+def _updates(job: ExperimentJob, context: Context, folder: Path) -> dict[str, Any]:
     """A property of the victim's batches and, where there is one other client, the cosine with its update."""
     from dbcl_audit.estimators.observations import tensor_observations  # needs SciPy, which is an extra
     from dbcl_audit.scoring import predicted_cosine, score
@@ -71,7 +71,7 @@ def _updates(job: Job, context: Context, folder: Path) -> dict[str, Any]:
     return {"scores": told.scores, "cosines": {name: round(value, 4) for name, value in cosines.items()}}
 
 
-def _pictures(job: Job, context: Context, folder: Path) -> dict[str, Any]:
+def _pictures(job: ExperimentJob, context: Context, folder: Path) -> dict[str, Any]:
     """A victim's single images as a client, by gradient matching on an estimate of its update."""
     from dbcl_audit import image_quality as quality
     from dbcl_audit.attacks.matching import Matching, recover
@@ -178,12 +178,12 @@ def draw(found: Results) -> Mapping[str, Any]:
     return {"veil": figure}
 
 
-def _name(job: Job) -> str:
+def _name(job: ExperimentJob) -> str:
     whose = f", {job['clients']} clients" if "clients" in job else ""
     return f"veil {job['veil']:g}, {job['part']}{whose}"
 
 
-def _tell(context: Context, job: Job, text: str, done: int, total: int) -> None:
+def _tell(context: Context, job: ExperimentJob, text: str, done: int, total: int) -> None:
     context.tell(f"{_name(job)}: {text}", done, total)
 
 

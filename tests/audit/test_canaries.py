@@ -218,7 +218,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
     plan = plan_of()
     with pytest.raises(AuditError, match="by default at most"):
         Canaries(server_of(plan), plan, count=19)
-    with pytest.raises(AuditError, match="five numbers or more for each"):
+    with pytest.raises(AuditError, match="five parameters or more for each"):
         Canaries(server_of(plan), plan, count=1000)
     with pytest.raises(AuditError, match="before an optimiser that is not linear"):
         Canaries(server_of(plan), replace(plan, noise_on_updates=True))

@@ -5,14 +5,14 @@ import pytest
 
 from dbcl.simulation.build import secagg_config
 from experiments import frontier
-from experiments.experiment import Context, Job, Results
+from experiments.experiment import Context, ExperimentJob, Results
 from experiments.frontier import DEFENCES, EXPERIMENT
 
 NOWHERE = Path("nowhere")
 JOBS = tuple(EXPERIMENT.jobs(False, NOWHERE))
 
 
-def run(job: Job, *, reached: bool = True) -> dict[str, Any]:
+def run(job: ExperimentJob, *, reached: bool = True) -> dict[str, Any]:
     """A result as a job gives it."""
     promised = job["preset"] == "private"
     adversaries = (
@@ -31,7 +31,7 @@ def run(job: Job, *, reached: bool = True) -> dict[str, Any]:
     }
 
 
-def results(jobs: tuple[Job, ...], played: tuple[Job, ...]) -> Results:
+def results(jobs: tuple[ExperimentJob, ...], played: tuple[ExperimentJob, ...]) -> Results:
     return Results(jobs, tuple({"job": job, "result": run(job)} for job in played))
 
 
@@ -50,7 +50,7 @@ def test_every_defence_is_there_with_and_without_sums_and_the_most_telling_come_
 
 
 @pytest.mark.parametrize("job", JOBS, ids=frontier.title_of)
-def test_every_run_can_be_played(job: Job) -> None:
+def test_every_run_can_be_played(job: ExperimentJob) -> None:
     config = frontier.config_of(job)
     assert config.secure_aggregation == job["sums"]
     lanes = 2 if job["family"] == "blind" else 1

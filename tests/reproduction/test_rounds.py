@@ -4,13 +4,13 @@ from typing import Any
 import pytest
 
 from experiments import rounds
-from experiments.experiment import Job, Results
+from experiments.experiment import ExperimentJob, Results
 
 NOWHERE = Path("nowhere")
 JOBS = tuple(rounds.jobs(False, NOWHERE))
 
 
-def run(job: Job, count: int, *, reached: bool = True) -> dict[str, Any]:
+def run(job: ExperimentJob, count: int, *, reached: bool = True) -> dict[str, Any]:
     megabytes = {"plain": 16, "veil": 16}.get(job["way"], 8)
     return {
         "rounds": count, "reached": reached, "accuracy": 0.97, "accuracies": [0.97] * count, "refused": 0, "error": "",
@@ -18,7 +18,7 @@ def run(job: Job, count: int, *, reached: bool = True) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def counted(job: Job) -> int:
+def counted(job: ExperimentJob) -> int:
     """Rounds at which `plain` is best with momentum 0.7, which a comparison must not miss."""
     return {"plain": 40 if job["server_momentum"] != 0.7 else 20, "blind": 30}.get(job["way"], 50)
 

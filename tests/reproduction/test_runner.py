@@ -10,14 +10,14 @@ import pytest
 
 from dbcl.errors import ConfigError, DataError
 from experiments import figures, rows, runner
-from experiments.experiment import Context, Experiment, Job, Results, Tuning, select
+from experiments.experiment import Context, Experiment, ExperimentJob, Results, Tuning, select
 from experiments.runner import Order
 from experiments.tables import markdown
 
-JOBS: list[Job] = [{"size": size, "seed": seed} for seed in (0, 1) for size in (2, 3, 5)]
+JOBS: list[ExperimentJob] = [{"size": size, "seed": seed} for seed in (0, 1) for size in (2, 3, 5)]
 
 
-def play(job: Job, context: Context) -> dict[str, Any]:
+def play(job: ExperimentJob, context: Context) -> dict[str, Any]:
     context.tell(f"size {job['size']}", 1, 1)
     return {"square": job["size"] ** 2 + job["seed"]}
 
@@ -41,11 +41,11 @@ SQUARES = Experiment(
 )
 
 
-def stop_after(count: int) -> Callable[[Job, Context], dict[str, Any]]:
+def stop_after(count: int) -> Callable[[ExperimentJob, Context], dict[str, Any]]:
     """Play so many jobs and be interrupted in the next."""
     left = [count]
 
-    def played(job: Job, context: Context) -> dict[str, Any]:
+    def played(job: ExperimentJob, context: Context) -> dict[str, Any]:
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
@@ -68,7 +68,7 @@ def test_an_interrupted_experiment_goes_on_and_ends_as_an_uninterrupted_one(tmp_
     with path.open("a") as file:
         file.write('{"job": {"size": 5, "se')  # what a kill in the middle of a write leaves
     assert len(rows.read(path)) == 3
-    played: list[Job] = []
+    played: list[ExperimentJob] = []
     again = replace(SQUARES, play=lambda job, context: played.append(job) or play(job, context))
     assert runner.play(again, parts, Context())
     assert played == JOBS[3:]

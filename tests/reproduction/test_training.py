@@ -5,7 +5,7 @@ import pytest
 
 from dbcl.simulation import RunConfig, preset
 from experiments import runner
-from experiments.experiment import Context, Job
+from experiments.experiment import Context, ExperimentJob
 from experiments.registry import find
 from experiments.training import train
 
@@ -61,7 +61,7 @@ def test_the_runner_removes_what_a_job_kept(tmp_path: Path) -> None:
     assert len(list(folder.glob("unfinished-*/round-*.dbcl"))) == 1
     assert runner.play(experiment, order, Context())
     assert list(folder.glob("unfinished-*")) == []
-    job: Job = experiment.jobs(True, tmp_path)[0]
+    job: ExperimentJob = experiment.jobs(True, tmp_path)[0]
     rows = runner.results(experiment, order).rows
     assert [row["job"] for row in rows] == [job]
     assert without_times(rows[0]["result"]) == without_times(experiment.play(job, Context()))

@@ -4,14 +4,14 @@ from typing import Any
 import pytest
 
 from experiments import veil
-from experiments.experiment import Context, Job, Results
+from experiments.experiment import Context, ExperimentJob, Results
 
 NOWHERE = Path("nowhere")
 JOBS = tuple(veil.jobs(True, NOWHERE))
 SMALL = {"rounds": 24, "batch": 4, "own_batches": 1, "own_examples": 4, "pictures": 1, "steps": 100}
 
 
-def of(size: float, part: str, clients: int = 2) -> Job:
+def of(size: float, part: str, clients: int = 2) -> ExperimentJob:
     found = [job for job in JOBS if (job["veil"], job["part"], job.get("clients", clients)) == (size, part, clients)]
     return {**found[0], **{name: value for name, value in SMALL.items() if name in found[0]}}
 
@@ -51,7 +51,7 @@ def test_a_picture_is_rebuilt_without_a_veil_only() -> None:
     assert bare[0] > veiled[0] + 3
 
 
-def result(job: Job) -> dict[str, Any]:
+def result(job: ExperimentJob) -> dict[str, Any]:
     scores = [
         {"adversary": adversary, "attack": f"{learner} on something", "auc": 0.5 + number / 10}
         for number, (adversary, learner) in enumerate(
