@@ -211,7 +211,7 @@ def test_examples_and_parties_decide_the_plan_and_the_accuracy_to_expect(invoke:
         "10 with 400 examples each, of whom 2 may collude with the server",
         "60; 4,000 of 4,000 examples in each",
         "about 1.9 points of accuracy",
-        "up to 2 colluding clients and whoever gets the model",
+        "up to 2 colluding clients and everyone who gets the model",
         "train dbcl train --preset guaranteed",
     ):
         assert sentence in out

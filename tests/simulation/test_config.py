@@ -149,7 +149,7 @@ def test_the_presets_for_examples_plan_what_suits_their_number(
 
 
 def test_too_few_examples_are_refused_with_the_choices() -> None:
-    with pytest.raises(GuaranteeError, match=r"cost about \d\d points .* `features`.* `epsilon`.* such as blind$"):
+    with pytest.raises(GuaranteeError, match=r"cost about \d\d points .*`features`.*`epsilon`.* such as blind$"):
         planned(preset("guaranteed"), examples=100, values=39_700)
     with pytest.raises(GuaranteeError, match=r"2 clients or more.*private-example"):
         planned(preset("guaranteed", clients=1), examples=4000, values=39_700)

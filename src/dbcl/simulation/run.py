@@ -1,5 +1,6 @@
 """Training run: a folder with its configuration, its metrics, its checkpoints and its figure."""
 
+import copy
 import logging
 import math
 import time
@@ -296,6 +297,9 @@ def message_bytes(model: nn.Module, plan: SketchPlan, wire: str | None = None) -
     >>> round(message_bytes(model, sketched) / message_bytes(model, clear), 3)
     0.507
     """
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():  # weights that are all 0 would have no veil
+        nn.init.ones_(parameter)
     return len(encode(Server(model, plan, wire=wire, calibration=()).open_round()))  # no round closes
 
 
