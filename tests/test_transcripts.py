@@ -423,7 +423,7 @@ def test_a_recorder_goes_on_only_where_all_rounds_were_noted(
 
 def test_only_a_client_that_saw_three_rounds_estimates(tmp_path: Path) -> None:
     run = Recording(tmp_path).play(2)
-    with pytest.raises(AuditError, match="server: updates are estimated from a client's seat"):
+    with pytest.raises(AuditError, match="server: updates are estimated by a client"):
         tensor_observations(run.of("server"))
     with pytest.raises(AuditError, match="client-0 saw 2 rounds; estimating takes 3 or more"):
         tensor_observations(run.of("client-0"))

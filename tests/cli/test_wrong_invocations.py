@@ -817,7 +817,7 @@ AUDIT = [
         ("a limit is written measure=number", None, "run", "--fail-above", "psnr"),
         ("a limit is written measure=number", None, "run", "--fail-above", ""),
         ("unknown measure 'speed'", None, "run", "--fail-above", "speed=3"),
-        ("unknown seat 'owner'", None, "run", "--fail-above", "owner.psnr=3"),
+        ("unknown adversary 'owner'", None, "run", "--fail-above", "owner.psnr=3"),
         ("the limit of psnr must be a number", None, "run", "--fail-above", "psnr=high"),
         ("the limit of psnr must be finite", None, "run", "--fail-above", "psnr=nan"),
         ("psnr has two limits", None, "run", "--fail-above", "psnr=1,psnr=2"),
