@@ -876,7 +876,7 @@ COMPARE = [
         ("no audit", file("a.json", changed(run={"accuracy": 1, "bytes": []})), "a.json"),
         ("no audit", file("a.json", changed(name=3)), "a.json"),
         ("no audit", file("a.json", changed(settings=[])), "a.json"),
-        ("no audit", file("a.json", changed(seats=[1])), "a.json"),
+        ("no audit", file("a.json", changed(adversaries=[1])), "a.json"),
         ("no audit", file("a.json", FOUND.replace("0.5", '"half"')), "a.json"),
         ("no audit", file("a.json", "[" * 100000), "a.json"),
         ("Is a directory: a.json", folder("a.json"), "a.json"),
