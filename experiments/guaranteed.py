@@ -1,8 +1,9 @@
 """`guaranteed`: accuracy of a guarantee for every example or client, against everyone and with a trusted server."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def title_of(job: ExperimentJob) -> str:
 def table(found: Results) -> str:
     """Accuracy by data set and epsilon, with nobody trusted and with a trusted server."""
     parts = []
-    for unit, who in (("example", "example of 10 parties, of whom 2 may collude"), ("client", "one of 1,000 clients")):
+    for unit, who in (("example", "example of 10 parties, of whom 2 may collude"), ("client", "of 1,000 clients")):
         lines = []
         for data, model, epsilon in _settings(found, unit):
             cells = [_cell(found, unit=unit, data=data, model=model, epsilon=epsilon, trust=trust) for trust in TRUST]
@@ -179,7 +180,28 @@ def table(found: Results) -> str:
     if lines:
         heads = ["data", "epsilon", "rounds", "separation", "rate times clip", "MB of the whole run"]
         parts += ["What was planned from the number of examples, before any training:", markdown(heads, lines)]
+    if lines := [*_fewer(found)]:
+        heads = ["examples", "epsilon", "noise to signal", "accuracy", "without noise", "points lost", "points / noise"]
+        parts += [
+            "The digits with fewer examples, nobody trusted. `dbcl.privacy.planning.expected_loss` is the last column, "
+            "rounded:",
+            markdown(heads, lines),
+        ]
     return "\n\n".join(parts)
+
+
+def _fewer(found: Results) -> Iterator[list[str]]:
+    """Yield accuracy and loss by the number of examples and epsilon."""
+    for size, epsilon in product(SIZES, SIZE_EPSILONS):
+        runs = found.of(unit=FEWER, examples=size, epsilon=epsilon)
+        without = found.of(unit=FEWER, examples=size, epsilon=NO_NOISE)
+        if runs and without:
+            reached, free = (statistics.fmean(run["accuracy"] for run in group) for group in (runs, without))
+            noise, lost = runs[0]["noise_to_signal"], 100 * (free - reached)
+            yield [
+                f"{size}", f"{epsilon:g}", f"{noise:.2g}", f"{reached:.1%}", f"{free:.1%}", f"{lost:.1f}",
+                f"{lost / noise:.0f}",
+            ]  # fmt: skip
 
 
 def _settings(found: Results, unit: str) -> list[tuple[str, str, float]]:

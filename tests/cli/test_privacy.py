@@ -173,7 +173,7 @@ def test_a_run_that_stops_early_has_spent_less_and_may_go_on(invoke: Invoke) -> 
 
 def test_a_seed_takes_the_guarantee_away(invoke: Invoke) -> None:
     out = words(invoke(*TRAIN, "--rounds", "2", "--seed", "3", "--out", "run"))
-    assert "guarantee none: --seed fixes its noise, and whoever knows or guesses the seed can take that off" in out
+    assert "guarantee none: --seed fixes its noise, and anyone who knows or guesses the seed can take that off" in out
     assert "spent" not in out.replace("The budget is spent", "")
     assert "covers" not in out
     assert json.loads(invoke("privacy", "run", "--json"))["guarantee"]["holds"] is False

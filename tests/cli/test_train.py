@@ -197,7 +197,7 @@ def test_patience_says_since_when_and_how_to_go_on(invoke: Invoke) -> None:
 def test_large_transcripts_are_announced_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [*TEN, "--rounds", "2", "--quiet", "--transcripts", "0,server", "--max-influence", "0"]
     assert streams(*arguments)[1] == ""
-    monkeypatch.setattr("dbcl.cli.train.MUCH", 1e6)
+    monkeypatch.setattr("dbcl.cli.train.TRANSCRIPT_BYTES", 1e6)
     said = streams(*arguments)[1]
     assert said.startswith("warning: --transcripts will take up to 0.0 GB in runs/002-blind-digits/transcripts, where ")
     assert "server-sum takes less than server" in said

@@ -152,7 +152,7 @@ def _clip(config: RunConfig) -> str:
 
 
 def _facts(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> dict[str, Any]:
-    """What `--json` prints before a run."""
+    """Return the plan as plain values, for `--json`."""
     assert config.privacy is not None
     size = weight_scale(model, plan)
     relative = plan.relative(size)
@@ -288,11 +288,14 @@ def _notes(account: Account) -> list[str]:
     said = [f"the guarantee: {account.plan.promise}"]
     if account.caveat:
         said.append(account.caveat)
+    if account.plan.shared:
+        return [*said, f"{RELEASED}; {KEYS_KEPT}."]
     return [*said, f"{RELEASED}; {NOISE_KEPT if account.plan.noise_on_updates else CLEAN}."]
 
 
-VOID = "--seed fixes its noise, and whoever knows or guesses the seed can take that off"
+VOID = "--seed fixes its noise, and anyone who knows or guesses the seed can take that off"
 RELEASED = "model.safetensors is the mean of noisy models, which the guarantee covers"
+KEYS_KEPT = "checkpoints/ of this simulation hold the noise keys of all clients, which it does not: keep them secret"
 CLEAN = "checkpoints/ hold the clean W, which it does not: keep them secret"
 
 

@@ -27,13 +27,13 @@ from dbcl.simulation.user_code import user_code
 from dbcl.trackers import ProgressBar
 
 LINES = 10
-"""How many lines a whole run writes where there is no terminal to draw a bar on."""
+"""Lines that a whole run writes if there is no terminal to draw a bar on."""
 
-MUCH = 1e9
-"""So many bytes of transcripts are worth a warning."""
+TRANSCRIPT_BYTES = 1e9
+"""Size of transcripts above which a warning is printed."""
 
-FEW = 10
-"""Fewer clients in a round than this are worth one, too."""
+SMALL_COHORT = 10
+"""Number of clients in a round below which a warning is printed."""
 
 
 def _options(names: Sequence[str]) -> str:
@@ -133,7 +133,7 @@ def train(
 
 
 def _same_code(folder: Path, code: Mapping[str, str]) -> bool:
-    """Whether the caller names all the code of a run's settings again, which is as good as trusting it."""
+    """Return whether the caller names all the code of a run's settings again, which is as good as trusting it."""
     if not code:
         return False
     before = code_of(read_config(folder))
@@ -210,7 +210,7 @@ def _play_with_bar(run: Run) -> None:
 
 def _warn_of_transcripts(run: Run) -> None:
     size = transcript_bytes(run)
-    if size > MUCH and not run.finished:
+    if size > TRANSCRIPT_BYTES and not run.finished:
         folder, free = run.folder / "transcripts", shutil.disk_usage(run.folder).free
         _warn(
             f"--transcripts will take up to {size / 1e9:.1f} GB in {folder}, "
@@ -223,11 +223,11 @@ def _warn_of_few_clients(run: Run) -> None:
     """Say what few clients in a round mean where a secret veil hides them; without one the summary says worse."""
     config = run.config
     veiled = config.privacy is None and not config.insecure and any(run.server.plan.veils.values())
-    if run.finished or config.cohort >= FEW or not veiled:
+    if run.finished or config.cohort >= SMALL_COHORT or not veiled:
         return
     clients = "1 client takes" if config.cohort == 1 else f"{config.cohort} clients take"
     _warn(
-        f"{clients} part in a round: with fewer than {FEW}, a client that remembers what it received told whether "
+        f"{clients} part in a round: with fewer than {SMALL_COHORT}, a client that remembers what it received told whether "
         "single examples are another's (AUC 0.95 and more between two, about 0.8 with ten); more clients in a round "
         "help (--clients, --fraction), and only a guarantee bounds it: --preset private, with few clients "
         "private-example"
