@@ -227,7 +227,7 @@ def _warn_of_few_clients(run: Run) -> None:
         return
     clients = "1 client takes" if config.cohort == 1 else f"{config.cohort} clients take"
     _warn(
-        f"{clients} part in a round: with fewer than {SMALL_COHORT}, a client that remembers what it received told whether "
+        f"{clients} part in a round: with fewer than {SMALL_COHORT}, a client that stores what it got told whether "
         "single examples are another's (AUC 0.95 and more between two, about 0.8 with ten); more clients in a round "
         "help (--clients, --fraction), and only a guarantee bounds it: --preset private, with few clients "
         "private-example"
