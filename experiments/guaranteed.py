@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dbcl.privacy.planning import suggest_server_rate
+from dbcl.privacy.planning import expected_loss, suggest_server_rate
 from dbcl.simulation import RunConfig, Task, presets
 from dbcl.simulation.build import privacy_plan
 from dbcl.simulation.planning import parameter_count, planned_for
@@ -222,38 +222,50 @@ def _cell(found: Results, **settings: Any) -> str:
 
 
 def draw(found: Results) -> Mapping[str, Any]:
-    """Accuracy against epsilon, a panel for each data set with several epsilons."""
+    """Draw accuracy against epsilon by data set, and the loss of accuracy against the noise."""
     names = [
         (unit, data)
         for unit, data in dict.fromkeys((job["unit"], job["data"]) for job in found.jobs)
-        if len(_drawn(found, unit, data)) > 1
+        if unit != FEWER and len(_drawn(found, unit, data)) > 1
     ]
-    if not names:
+    fewer = list(_fewer(found))
+    count = len(names) + bool(fewer)
+    if not count:
         return {}
-    figure, panels = figures.new(4.2 * len(names), 3.6, 1, len(names))
-    for axes, (unit, data) in zip(panels[0], names, strict=True):
-        for (trust, words), colour, style in zip(
-            {"server": "trusted server", "nobody": "trusting nobody"}.items(), figures.MORE, ("--", "-"), strict=False
-        ):
-            points = [
-                (
-                    epsilon,
-                    [
-                        run["accuracy"]
-                        for run in found.of(unit=unit, data=data, model=HEAD, epsilon=epsilon, trust=trust)
-                    ],
-                )
-                for epsilon in _drawn(found, unit, data)
-            ]
-            points = [(epsilon, values) for epsilon, values in points if values]
-            x, y = [epsilon for epsilon, _ in points], [statistics.fmean(values) for _, values in points]
-            axes.plot(x, y, style, marker="o", color=colour, label=words)
-        without = [run["accuracy"] for run in found.of(unit=unit, data=data, model=HEAD, epsilon=NO_NOISE)]
-        if without:
-            axes.axhline(statistics.fmean(without), linestyle=":", color=figures.MORE[-1], label="without noise")
-        figures.log_scale(axes, "x", base=2)
-        figures.label(axes, "epsilon", "test accuracy", f"{data}, one {unit}")
+    columns = min(count, 3)
+    figure, panels = figures.new(4.2 * columns, 3.4 * -(-count // columns), -(-count // columns), columns)
+    every = [axes for row in panels for axes in row]
+    for axes, (unit, data) in zip(every, names, strict=False):
+        _draw_accuracy(axes, found, unit, data)
+    if fewer:
+        axes = every[len(names)]
+        noise, lost = ([float(row[column]) for row in fewer] for column in (2, 5))
+        axes.plot(noise, lost, "o", color=figures.MORE[0], label="measured")
+        line = [min(noise), max(noise)]
+        axes.plot(line, [expected_loss(each) for each in line], ":", color=figures.MORE[-1], label="expected loss")
+        figures.log_scale(axes, "x")
+        figures.log_scale(axes, "y")
+        figures.label(axes, "noise to signal", "points of accuracy lost", "digits, 250 to 2,000 examples")
+    for axes in every[count:]:
+        axes.set_visible(False)
     return {"guaranteed": figure}
+
+
+def _draw_accuracy(axes: Any, found: Results, unit: str, data: str) -> None:
+    for (trust, words), colour, style in zip(
+        {"server": "trusted server", "nobody": "nobody trusted"}.items(), figures.MORE, ("--", "-"), strict=False
+    ):
+        points = [
+            (epsilon, found.of(unit=unit, data=data, model=HEAD, epsilon=epsilon, trust=trust))
+            for epsilon in _drawn(found, unit, data)
+        ]
+        means = {epsilon: 100 * statistics.fmean(run["accuracy"] for run in runs) for epsilon, runs in points if runs}
+        axes.plot(list(means), list(means.values()), style, marker="o", color=colour, label=words)
+    without = [run["accuracy"] for run in found.of(unit=unit, data=data, model=HEAD, epsilon=NO_NOISE)]
+    if without:
+        axes.axhline(100 * statistics.fmean(without), linestyle=":", color=figures.MORE[-1], label="without noise")
+    figures.log_scale(axes, "x", base=2)
+    figures.label(axes, "epsilon", "test accuracy, %", f"{data}, for one {unit}")
 
 
 def _drawn(found: Results, unit: str, data: str) -> Sequence[float]:
