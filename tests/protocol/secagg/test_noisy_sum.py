@@ -20,7 +20,7 @@ from dbcl.privacy.distributed import NoiseShares
 from dbcl.protocol import Broadcast, Update
 from dbcl.protocol.secagg import NoisySum, Registry, SecureClient, SecureRounds, SigningKey
 from dbcl.protocol.secagg.encoding import noisy_config
-from dbcl.protocol.secagg.messages import Masked, Survivors, decode_message
+from dbcl.protocol.secagg.messages import Masked, Survivors, decode_message, encode_message
 
 Array = NDArray[np.float64]
 VALUES = 20_000
@@ -215,14 +215,14 @@ def test_a_sum_in_float32_is_refused() -> None:
 
 
 class Silos:
-    """The clients of a plan, and a server over messages that tests may change."""
+    """The clients of a plan, and a server over messages that tests may change; `more` clients than were planned."""
 
-    def __init__(self, plan: PrivacyPlan, *, values: int = 6) -> None:
+    def __init__(self, plan: PrivacyPlan, *, values: int = 6, more: int = 0) -> None:
         self.plan = replace(plan, values=values)
         torch.manual_seed(0)
         self.server = dbcl.Server(nn.Linear(values, 1, bias=False), privacy=self.plan)
         self.config = noisy_config(self.plan)
-        keys = {f"silo {number}": SigningKey() for number in range(self.plan.clients)}
+        keys = {f"silo {number}": SigningKey() for number in range(self.plan.clients + more)}
         self.registry = Registry({name: key.public for name, key in keys.items()})
         self.clients = {
             name: SecureClient(name, key, self.config, self.registry, NoisySum.of_client(self.plan))
@@ -300,12 +300,66 @@ def test_a_round_without_all_silos_is_refused_by_each_of_them() -> None:
     silos = Silos(plan_of())
     fewer = replace(silos.config, min_cohort=3)
     silos.rounds.config = fewer
-    silos.rounds._noisy_group = lambda broadcast, clients, refused: [  # type: ignore[method-assign]
-        silos.rounds._group(broadcast, clients, whole=False)
-    ]
+    any_group(silos)
     with pytest.raises(ProtocolError):
         silos.play(["silo 0", "silo 1", "silo 2", "silo 3"])
     assert any("there must be 5 to" in refusal for refusal in silos.refusals)
+
+
+def any_group(silos: Silos) -> None:
+    """Let the server ask any clients for a sum."""
+    silos.rounds._noisy_group = lambda broadcast, clients, refused: [  # type: ignore[method-assign]
+        silos.rounds._group(broadcast, clients, whole=False)
+    ]
+
+
+def test_a_round_with_more_silos_than_planned_is_refused_by_each_of_them() -> None:
+    """All of them are known: the words have no room for the noise of more."""
+    silos = Silos(plan_of(), more=1)
+    any_group(silos)
+    with pytest.raises(ProtocolError):
+        silos.play()
+    assert sum("6 clients, and there must be 5 to 5" in refusal for refusal in silos.refusals) == 6
+
+
+def test_the_silos_are_the_same_in_every_round() -> None:
+    """All of them are known: a sum with the noise of another silo in place of one has another covariance."""
+    silos = Silos(plan_of(), more=1)
+    names = list(silos.clients)
+    silos.play(names[:5])
+    for name in names[:5]:
+        silos.restart(name)
+    with pytest.raises(ProtocolError, match="no sum could be made"):
+        silos.play(names[1:])
+    assert sum("the same clients in every round" in refusal for refusal in silos.refusals) == 4
+    assert silos.play(names[:5]).accepted == 5
+
+
+def test_a_list_without_one_silo_is_signed_by_no_silo() -> None:
+    silos = Silos(plan_of())
+
+    def shorten(sent: Mapping[str, bytes]) -> dict[str, bytes]:
+        changed = dict(sent)
+        for name, data in sent.items():
+            if silos.clients[name]._round.next_step == "agree":  # type: ignore[union-attr]
+                whole = decode_message(Survivors, data)
+                changed[name] = encode_message(replace(whole, survivors=whole.survivors[:-1]))
+        return silos.ask(changed)
+
+    with pytest.raises(ProtocolError, match="no sum could be made"):
+        silos.rounds.play(list(silos.clients), silos.begin, shorten)
+    assert sum("a sum of 4 clients would be shown" in refusal for refusal in silos.refusals) == 4
+    assert sum("a list of survivors that cannot be" in refusal for refusal in silos.refusals) == 1
+
+
+@pytest.mark.parametrize(("cohort", "fewest", "colluders"), [(10, 10, 2), (10, 8, 2), (100, 60, 20), (5, 3, 1)])
+def test_no_group_has_a_threshold_for_fewer_colluders_than_planned(cohort: int, fewest: int, colluders: int) -> None:
+    """Or two lists of survivors could both have enough signatures, and a server both secrets of a client."""
+    sizes = {"clients": 2 * cohort, "cohort": cohort, "fewest": fewest, "colluders": colluders}
+    config = noisy_config(plan_of(**{**FLEET, **sizes}))
+    for count in range(fewest, cohort + 1):
+        assert config.colluders(count) >= colluders
+        assert 2 * config.threshold(count) > count + colluders
 
 
 def test_a_round_has_one_vector_whatever_the_data_are_by_then() -> None:
@@ -437,7 +491,19 @@ def test_one_list_of_survivors_is_signed_in_a_round() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"epsilon": 9.0}, {"rounds": 7}, {"clip": 0.2}, {"colluders": 0}, {"separation": 2}, {"examples": 700}]
+    "change",
+    [
+        {"epsilon": 9.0},
+        {"delta": 1e-6},
+        {"rounds": 7},
+        {"clip": 0.2},
+        {"colluders": 0},
+        {"clients": 4, "cohort": 4},
+        {"separation": 2},
+        {"correlation": "independent"},
+        {"examples": 700},
+        {"batch": 300},
+    ],
 )
 def test_clients_that_agreed_to_another_plan_do_not_take_part(change: dict[str, Any]) -> None:
     silos = Silos(plan_of())
@@ -463,6 +529,9 @@ def test_a_client_needs_a_registry_and_its_state_keeps_the_noise() -> None:
     after = silos.clients["silo 1"].encoding.state()
     assert before.values == after.values
     assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+    other = NoisySum.of_client(replace(silos.plan, epsilon=8.0))  # the noise so far had another scale
+    with pytest.raises(ProtocolError, match="of another plan"):
+        other.load_state(before)
     plain = dbcl.protocol.secagg.SecureClient("silo 1", SigningKey(), dbcl.SecAggConfig(), silos.registry)
     with pytest.raises(ProtocolError, match="another guarantee"):
         plain.load_state(silos.clients["silo 1"].state())

@@ -16,7 +16,6 @@ from dbcl.protocol.secagg.encoding import Encoding, Vector, WeightedMean
 from dbcl.protocol.secagg.keys import SEED, KeyPair, Registry, SigningKey, derive, opened, seal
 from dbcl.protocol.secagg.masks import add_masks
 from dbcl.protocol.secagg.messages import (
-    MAX_GROUP,
     Advert,
     Agreed,
     Agreement,
@@ -234,9 +233,9 @@ class ClientRound:
     def _problems(self, roster: Roster) -> list[str]:
         """Return the reasons to reject a roster."""
         count, config, members = len(roster.members), self.config, roster.members
-        problems = []
-        if not config.min_cohort <= count <= MAX_GROUP:
-            problems.append(f"{count} clients, and there must be {config.min_cohort} to {MAX_GROUP}")
+        problems, most = list[str](), self._encoding.largest_group
+        if not config.min_cohort <= count <= most:
+            problems.append(f"{count} clients, and there must be {config.min_cohort} to {most}")
         if list(roster.names) != sorted(set(roster.names)):
             problems.append("its members are not in order, or one of them stands twice")
         expected = (config.threshold(count), config.colluders(count), config.clip, config.weight_cap)

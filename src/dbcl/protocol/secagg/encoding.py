@@ -21,8 +21,9 @@ from dbcl.errors import ConfigError, ProtocolError
 from dbcl.privacy import NoiseStream, ParticipationTracker, PrivacyPlan, clip_factor
 from dbcl.privacy.distributed import longest_rounded
 from dbcl.protocol.messages import Broadcast, Update
-from dbcl.protocol.secagg.history import GroupRule, OneSumARound, StandingGroup
+from dbcl.protocol.secagg.history import AccountedAttendance, GroupRule, OneSumARound, StandingGroup
 from dbcl.protocol.secagg.keys import digest
+from dbcl.protocol.secagg.messages import MAX_GROUP
 from dbcl.protocol.secagg.quantizer import LEVELS, Quantizer, Words, folded, rounded_at_random, word_bits
 from dbcl.protocol.secagg.vectors import broadcast_digest, sum_vector, update_vector
 from dbcl.state import State, join
@@ -58,6 +59,14 @@ class Encoding(ABC):
     more_words = 0
     """Words of a vector beside those of the values."""
 
+    @property
+    def largest_group(self) -> int:
+        """Largest number of clients in a sum."""
+        return MAX_GROUP
+
+    parties: int | None = None
+    """Number of clients whose keys may be known, if all of them count for what a client believes of past rounds."""
+
     @abstractmethod
     def vector(self, update: Update | bytes, broadcast: Broadcast) -> tuple[Vector, int]:
         """Return the vector of a client's update for this round, and its number of examples.
@@ -85,7 +94,7 @@ class Encoding(ABC):
 
     def rule(self) -> GroupRule:
         """Return the rule by which a client takes part in groups, for one client."""
-        return OneSumARound() if self.noisy else StandingGroup()
+        return StandingGroup()
 
     def binding(self, plan: bytes) -> bytes:
         """Return the digest of everything that clients must agree on, given that of their round plan."""
@@ -179,6 +188,20 @@ class NoisySum(Encoding):
         return cls(plan, NoiseStream(plan.shares, key or seeds.fresh()))
 
     @property
+    def largest_group(self) -> int:
+        """Planned number of clients in a round, for whose noise the words have room."""
+        return min(self.plan.cohort, MAX_GROUP)
+
+    @property
+    def parties(self) -> int | None:  # type: ignore[override]
+        return self.plan.clients if self.plan.counts_attendance else None
+
+    def rule(self) -> GroupRule:
+        if self.plan.counts_attendance:
+            return AccountedAttendance(self.plan.shares)
+        return OneSumARound(steady=self.plan.least == self.plan.clients)
+
+    @property
     def grid(self) -> float:
         """Value of the integer 1."""
         return self.plan.clip / self.plan.shares.steps
@@ -242,15 +265,23 @@ class NoisySum(Encoding):
         return digest(b"guarantee", plan, terms)
 
     def state(self) -> State:
-        return State({}, {}) if self.stream is None else join(noise=self.stream.state(), turns=self.tracker.state())
+        if self.stream is None:
+            return State({}, {})
+        plan = State({"digest": self.binding(b"").hex()}, {})
+        return join(plan=plan, noise=self.stream.state(), turns=self.tracker.state())
 
     def load_state(self, state: State) -> None:
         if self.stream is None:
             raise ProtocolError("the server has no noise of its own")
         try:
-            noise, turns = state.part("noise"), state.part("turns")
-        except KeyError as error:
+            noise, turns, plan = state.part("noise"), state.part("turns"), state.part("plan").values["digest"]
+        except (KeyError, TypeError) as error:
             raise ProtocolError("the state of a client's noise cannot be read") from error
+        if plan != self.binding(b"").hex():
+            raise ProtocolError(
+                "the state of a client's noise is of another plan: a guarantee cannot be changed in a run, and a new "
+                "run needs a new key"
+            )
         self.tracker.load_state(turns)
         self.stream.load_state(noise)
 
@@ -272,4 +303,5 @@ def noisy_config(plan: PrivacyPlan) -> SecAggConfig:
     (10, 2, 7)
     """
     assert plan.colluders is not None
-    return SecAggConfig(clip=plan.clip, weight_cap=1, min_cohort=plan.least, colluding=plan.colluders / plan.cohort)
+    # As a share of the smallest group, so that no group counts on fewer colluders than were planned for.
+    return SecAggConfig(clip=plan.clip, weight_cap=1, min_cohort=plan.least, colluding=plan.colluders / plan.least)

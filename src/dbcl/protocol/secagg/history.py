@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from dbcl.errors import ProtocolError, plain, shown
+from dbcl.privacy import NoiseShares
+from dbcl.privacy.attendance import AttendanceLog, Rows
 from dbcl.protocol.inspection import is_name
 from dbcl.state import State
 
@@ -83,6 +85,9 @@ class GroupRule(ABC):
     def check_roster(self, round: int, names: tuple[str, ...]) -> None:
         """Raise `ProtocolError` if the client must not be in this roster, whether it signs a list or not."""
 
+    def learn(self, round: int, attendance: Rows) -> None:  # noqa: B027  most need none
+        """Take over the attendance of earlier rounds from a roster, or raise `ProtocolError` if it cannot be."""
+
     @abstractmethod
     def mask(self, round: int, names: tuple[str, ...]) -> None:
         """Record that a masked vector leaves for a roster."""
@@ -153,6 +158,10 @@ class OneSumARound(GroupRule):
     clients. So a client masks its vector of a round for one roster, and signs one list of survivors; two lists of one
     roster cannot both have enough signatures (`SecAggConfig`).
 
+    Args:
+        steady: The group of the first round is that of all rounds. Noise that is correlated over rounds needs it: the
+            accountant counts on the same noise streams in every sum.
+
     >>> rule = OneSumARound()
     >>> rule.mask(3, ("ann", "bob", "cleo"))
     >>> rule.check_roster(3, ("ann", "bob", "cleo"))
@@ -163,13 +172,21 @@ class OneSumARound(GroupRule):
     dbcl.errors.ProtocolError: round 3: a masked vector has left for another group, and a round has one sum
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, steady: bool = False) -> None:
+        self._steady = steady
         self._masked: tuple[int, tuple[str, ...]] | None = None
         self._signed: tuple[int, tuple[str, ...]] | None = None
 
     def check_roster(self, round: int, names: tuple[str, ...]) -> None:
-        if self._masked is not None and self._masked[0] == round and self._masked[1] != names:
+        if self._masked is None or self._masked[1] == names:
+            return
+        if self._masked[0] == round:
             raise ProtocolError(f"round {round}: a masked vector has left for another group, and a round has one sum")
+        if self._steady:
+            raise ProtocolError(
+                f"round {round}: a masked vector has left for another group, and the guarantee is planned for the same "
+                "clients in every round"
+            )
 
     def mask(self, round: int, names: tuple[str, ...]) -> None:
         self.check_roster(round, names)
@@ -195,3 +212,45 @@ class OneSumARound(GroupRule):
             self._masked, self._signed = read(state.values["masked"]), read(state.values["signed"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ProtocolError("the state does not say what was masked and signed in the last round") from error
+
+
+class AccountedAttendance(OneSumARound):
+    """Rule for sums with shares of correlated noise from which parties may be missing.
+
+    Before it signs a list of survivors, a client computes mu from the attendance of all revealed sums, that of this
+    list included, and signs only if the plan allows it. It keeps the attendance by itself (`AttendanceLog`).
+
+    >>> from dbcl.privacy import PrivacyPlan
+    >>> plan = PrivacyPlan(
+    ...     epsilon=8, delta=1e-5, clip=1.0, unit="example", noise_by="clients", colluders=1, fewest=4, separation=2,
+    ...     rounds=8, clients=5, cohort=5, examples=500, batch=250, values=10,
+    ... )
+    >>> rule = AccountedAttendance(plan.shares)
+    >>> rule.sign(0, ("ann", "bob", "cleo", "dan"))
+    >>> rule.learn(1, ((0, ("ann", "bob", "cleo", "eve")),))
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ProtocolError: round 1: the roster states another attendance of round 0 than the list that was signed
+    """
+
+    def __init__(self, shares: NoiseShares) -> None:
+        super().__init__()
+        self.log = AttendanceLog(shares)
+
+    def learn(self, round: int, attendance: Rows) -> None:
+        self.log.learn(round, attendance)
+
+    def check_list(self, round: int, survivors: tuple[str, ...]) -> None:
+        super().check_list(round, survivors)
+        self.log.check(round, survivors)
+
+    def sign(self, round: int, survivors: tuple[str, ...]) -> None:
+        super().sign(round, survivors)
+        self.log.add(round, survivors)
+
+    def state(self) -> State:
+        return State({**super().state().values, "attendance": self.log.state().values}, {})
+
+    def load_state(self, state: State) -> None:
+        super().load_state(state)
+        self.log.load_state(State(state.values.get("attendance", {}), {}))
