@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor, nn
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 import dbcl
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.flower import DoubleBlind, KeyRegistry, LocalGrid, SecureMod, blinded, clipped_reply, make_key, reply
+from dbcl.flower.client import protected
 from dbcl.flower.grid import FIRST_NODE
+from dbcl.flower.guarantee_node import GuaranteeMod
 from dbcl.flower.identity import key_name
 from dbcl.privacy import PrivacyPlan, UpdateNoise, cyclic_batch
 from dbcl.protocol import Update
@@ -23,6 +25,8 @@ from dbcl.protocol.secagg import NoisySum
 from dbcl.protocol.secagg.encoding import noisy_config
 from dbcl.testing.clipping import per_example_sum
 from dbcl.testing.kinds import CLASSES, FEATURES, KINDS
+from flower.recording import read, recorded
+from flower.revealed import ServerView
 
 CLIP = 0.5
 PLAN = PrivacyPlan(
@@ -152,7 +156,8 @@ def test_a_reply_is_the_sum_of_the_clipped_gradients_of_the_examples_whose_turn_
     broadcast = server.open_round()
     LocalGrid(ClientApp(), nodes=1)  # without a grid no message can be made
     message = Message(RecordDict({"dbcl": ConfigRecord({"broadcast": dbcl.encode(broadcast)})}), 1000, "train")
-    answer = clipped_reply(model, message, (x, y), privacy=PLAN, clip=CLIP)
+    with protected():
+        answer = clipped_reply(model, message, (x, y), privacy=PLAN, clip=CLIP)
     found = dbcl.protocol.decode_update(answer.content["dbcl"]["update"]).tensors  # type: ignore[arg-type]
     turn = [1, 3, 5, 7]
     own = {name: each[turn] for name, each in x.items()} if isinstance(x, dict) else x[turn]
@@ -161,7 +166,7 @@ def test_a_reply_is_the_sum_of_the_clipped_gradients_of_the_examples_whose_turn_
     assert float(torch.cat([each.flatten() for each in found.values()]).norm()) > PLAN.clip / 10
 
 
-@pytest.mark.parametrize("exchange", [2, 3, 4, 5])
+@pytest.mark.parametrize("exchange", [1, 2, 3, 4, 5])
 def test_a_node_that_is_lost_in_a_round_and_comes_back_does_not_end_the_run(exchange: int, tmp_path: Path) -> None:
     grid, strategy = grid_of(PLAN, tmp_path), strategy_of(PLAN)
     counted = {"messages": 0, "lost": 0}
@@ -182,9 +187,15 @@ def test_a_node_that_is_lost_in_a_round_and_comes_back_does_not_end_the_run(exch
         return process(message, context)
 
     grid.client_app = fragile  # type: ignore[assignment]
+    recorded(grid, str(tmp_path / "messages"))
     strategy.start(grid, num_rounds=3)
     assert counted["lost"] == 1
     assert [report.accepted for report in strategy.reports] == [5, 5, 5]
+    names = [key_name(bytes.fromhex(key)) for key in (tmp_path / "keys.txt").read_text().split()]
+    seen = ServerView.of(read(tmp_path / "messages"))
+    seen.assert_nothing_is_revealed_twice(names, rounds=3)
+    # Before its signature the round begins anew; after its masked vector the others need no help.
+    assert len(seen.rosters[0]) == (2 if 1 < exchange < 4 else 1)
 
 
 def test_a_server_that_dies_goes_on_and_nothing_is_revealed_twice(tmp_path: Path) -> None:
@@ -219,11 +230,45 @@ def test_a_fleet_takes_turns_and_counts_them_itself(tmp_path: Path) -> None:
         ({"privacy": PLAN, "folder": "x"}, "keys of all nodes"),
         ({"privacy": PLAN, "folder": "x", "registry": KeyRegistry()}, "keys of all nodes"),
         ({"privacy": PLAN, "config": dbcl.SecAggConfig()}, "the config follows from it"),
+        (
+            {
+                "privacy": PLAN,
+                "folder": "x",
+                "registry": KeyRegistry(keys=frozenset([bytes(32)])),
+            },
+            "planned for 5 nodes that all take part in every round, and the registry has 1",
+        ),
     ],
 )
 def test_a_mod_without_what_the_guarantee_needs_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         SecureMod(**changes)
+
+
+def test_a_mod_that_only_counts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="adds neither noise nor masks"):
+        GuaranteeMod(PLAN, folder="x")
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_an_error_of_the_app_does_not_quote_data_to_the_server(
+    raises: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = ClientApp(mods=[SecureMod(folder=tmp_path, registry=registry(tmp_path, 5), privacy=PLAN)])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        if raises:
+            raise ValueError("patient 17 has no age")
+        return Message(Error(1, "patient 17 has no age"), reply_to=message)
+
+    grid, told = LocalGrid(app, 5), list[str]()
+    grid.hook = lambda message: told.append(message.error.reason) if message.has_error() else None
+    with pytest.raises(ProtocolError, match="no sum could be made"):
+        strategy_of(PLAN).start(grid, num_rounds=1)
+    assert told
+    assert not any("patient" in reason for reason in told)
+    assert "patient 17 has no age" in caplog.text
 
 
 def test_a_node_whose_update_is_no_sum_of_clipped_gradients_takes_no_part(tmp_path: Path) -> None:
@@ -239,7 +284,9 @@ def test_a_node_whose_update_is_no_sum_of_clipped_gradients_takes_no_part(tmp_pa
         strategy_of(plan).start(LocalGrid(app, 5), num_rounds=1)
 
 
-def test_an_app_without_the_mod_sends_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", [{"secure": True}, {}])
+def test_an_app_without_the_mod_sends_nothing(flag: dict[str, Any]) -> None:
+    """Whatever the server says: one that asks for an unprotected update gets none."""
     app = ClientApp()
 
     @app.train()
@@ -248,8 +295,8 @@ def test_an_app_without_the_mod_sends_nothing(tmp_path: Path) -> None:
 
     broadcast = dbcl.Server(net(), dbcl.config.UNSKETCHED).open_round()
     LocalGrid(app, 1)
-    record = ConfigRecord({"broadcast": dbcl.encode(broadcast), "secure": True})
-    with pytest.raises(ProtocolError, match="would leave unprotected"):
+    record = ConfigRecord({"broadcast": dbcl.encode(broadcast), **flag})
+    with pytest.raises(ProtocolError, match="would leave without noise"):
         train(Message(RecordDict({"dbcl": record}), 1000, "train"), None)  # type: ignore[arg-type]
     with pytest.raises(ProtocolError, match="protect one example"):
         clipped_reply(net(), Message(RecordDict(), 1000, "train"), examples(0), privacy=FLEET, clip=CLIP)

@@ -1,6 +1,8 @@
 """Client side of a Flower app: make the model of a message, and reply with its change."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +18,9 @@ from dbcl.objective import Loss, cross_entropy
 from dbcl.privacy import PrivacyPlan, UpdateNoise
 from dbcl.protocol import Broadcast, BroadcastRequirements, decode_broadcast, encode
 from dbcl.protocol.client import as_number
+
+_PROTECTED = ContextVar("protected", default=False)
+"""True in an app while a mod protects its answer."""
 
 
 def blinded(module: nn.Module, message: Message, *, require: BroadcastRequirements | None = None) -> nn.Module:
@@ -80,8 +85,8 @@ def clipped_reply(
     """Answer a message to train with the clipped gradients of the examples whose turn it is, added up in float64.
 
     This is the whole of a client's training if one example is the privacy unit: which examples have their turn follows
-    from the round and the plan, and each gradient is clipped by itself. With `SecureMod(privacy=plan)` the sum does not
-    leave the node: the mod adds noise and masks to it.
+    from the round and the plan, and each gradient is clipped by itself. The sum does not leave the node: if the clients
+    add the noise, the app needs `SecureMod(privacy=plan)`, which adds noise and masks to it.
 
     Args:
         module: The network.
@@ -90,6 +95,9 @@ def clipped_reply(
         privacy: The plan that the node agrees to.
         clip: Bound on the norm of one example's gradient. The learning rate is the plan's clip divided by it.
         loss: Loss of a batch, called for each example alone.
+
+    Raises:
+        ProtocolError: The sum would leave the node as it is, or the plan protects another unit.
 
     >>> import torch, dbcl
     >>> from dbcl.flower import LocalGrid
@@ -102,18 +110,38 @@ def clipped_reply(
     >>> broadcast = dbcl.Server(nn.Linear(6, 2), dbcl.config.UNSKETCHED).open_round()
     >>> message = Message(RecordDict({"dbcl": ConfigRecord({"broadcast": encode(broadcast)})}), 1000, "train")
     >>> data = torch.ones(10, 6), torch.arange(10) % 2
-    >>> answer = clipped_reply(nn.Linear(6, 2), message, data, privacy=plan, clip=0.1)
+    >>> with protected():  # as SecureMod does
+    ...     answer = clipped_reply(nn.Linear(6, 2), message, data, privacy=plan, clip=0.1)
     >>> float(dbcl.protocol.decode_update(answer.content["dbcl"]["update"]).tensors["weight"].norm()) <= 5 * 0.2
     True
+    >>> clipped_reply(nn.Linear(6, 2), message, data, privacy=plan, clip=0.1)
+    Traceback (most recent call last):
+        ...
+    dbcl.errors.ProtocolError: this update would leave without noise ...
     """
     if privacy.unit != "example":
         raise ProtocolError("clipped_reply is for plans that protect one example; answer with reply")
+    if privacy.shared and not _PROTECTED.get():  # whatever the server says that it asks for
+        raise ProtocolError(
+            "this update would leave without noise and without a mask; make the app with "
+            "ClientApp(mods=[dbcl.flower.SecureMod(folder=..., registry=..., privacy=plan)])"
+        )
     broadcast, own = received(message), examples_of(data)
     _refuse_unprotected(message)
     training = LocalTraining(lr=privacy.clip / clip, steps=1, example_clip=clip, separation=privacy.separation)
     model = protocol.blinded(module, broadcast)
     update = training.clipped_update(model, broadcast, own, seed=seeds.fresh(), client=0, loss=loss)
     return Message(RecordDict({RECORD: ConfigRecord({"update": encode(update)})}), reply_to=message)
+
+
+@contextlib.contextmanager
+def protected() -> Iterator[None]:
+    """Mark that a mod protects the answer of the app that runs inside."""
+    token = _PROTECTED.set(True)
+    try:
+        yield
+    finally:
+        _PROTECTED.reset(token)
 
 
 def _refuse_unprotected(message: Message) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from flwr.app import Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 
-from dbcl.errors import ProtocolError
+from dbcl.errors import ConfigError, ProtocolError
 from dbcl.flower.client import received
 from dbcl.flower.identity import NodeStore, introduction, node_store
 from dbcl.flower.records import STEP, message_bytes
@@ -50,6 +50,13 @@ class GuaranteeMod:
 
     privacy: PrivacyPlan
     folder: str | Path
+
+    def __post_init__(self) -> None:
+        if self.privacy.shared:
+            raise ConfigError(
+                "this mod counts, and adds neither noise nor masks; with noise_by='clients' in the plan take "
+                "SecureMod(folder=..., registry=..., privacy=plan)"
+            )
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Answer a message to train if the node's own count allows it."""

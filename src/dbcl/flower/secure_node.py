@@ -1,6 +1,7 @@
 """Mod for a node under secure aggregation: lets nothing leave but the five answers of the protocol."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
 from dbcl.errors import ConfigError, ProtocolError
-from dbcl.flower.client import received
+from dbcl.flower.client import protected, received
 from dbcl.flower.guarantee_node import check_turn
 from dbcl.flower.identity import KeyRegistry, NodeStore, introduction, key_name, node_store
 from dbcl.flower.records import RECORD, SECURE, STEP, message_bytes, update_of
@@ -19,6 +20,11 @@ from dbcl.protocol.codec import CHECKPOINT, pack, unpack
 from dbcl.protocol.secagg import NoisySum, SecAggConfig, SecureClient
 from dbcl.protocol.secagg.encoding import noisy_config
 from dbcl.state import State
+
+log = logging.getLogger("flwr.dbcl")
+
+FAILED = "the app of this node failed, and the node's own log says why"
+"""Text of an error that the server is sent: the app's own error may quote data."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +81,18 @@ class SecureMod:
                 "a guarantee needs a folder on the node's own disk, where the node counts its participations and keeps "
                 "its noise: SecureMod(folder=..., privacy=plan)"
             )
-        if self._noisy and (self.registry is None or self.registry.keys is None):
+        if not self._noisy:
+            return
+        known = None if self.registry is None else self.registry.keys
+        if known is None:
             raise ConfigError(
                 "a guarantee against the server needs the keys of all nodes: "
                 "SecureMod(folder=..., registry=KeyRegistry.read(file), privacy=plan)"
+            )
+        if self.privacy.cohort == self.privacy.clients != len(known):
+            raise ConfigError(
+                f"the guarantee is planned for {self.privacy.clients} nodes that all take part in every round, and the "
+                f"registry has {len(known)} keys"
             )
 
     @property
@@ -120,13 +134,28 @@ class SecureMod:
             broadcast = received(message)
             client.check(broadcast)
             self._check_turn(broadcast, store)
-        trained = call_next(message, context)
+        trained = self._trained(message, context, call_next)
         if trained.has_error():
             return trained
         with self._client(context) as (client, store):
             keys = client.begin(broadcast, update_of(trained))
             self._check_turn(broadcast, store, count=True)
             return _answer(message, keys)
+
+    def _trained(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        """Return the app's answer; with shares of noise the server learns of an error only that there was one."""
+        try:
+            with protected():
+                trained = call_next(message, context)
+        except Exception:
+            if not self._noisy:
+                raise
+            log.exception("the app of this node failed")
+            raise ProtocolError(FAILED) from None
+        if self._noisy and trained.has_error():
+            log.error("the app of this node failed: %s", trained.error.reason)
+            raise ProtocolError(FAILED)
+        return trained
 
     def _check_turn(self, broadcast: Broadcast, store: NodeStore, *, count: bool = False) -> None:
         """Count the node's participations by the plan of a guarantee; with shares of noise `NoisySum` counts them."""
