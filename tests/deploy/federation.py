@@ -90,7 +90,8 @@ class Federation:
             file.write(f'[superlink.outside]\naddress = "127.0.0.1:{self.reached_at}"\n{self._safety}\n')
         self.wait(lambda: listens(self.reached_at), "the proxy to listen", MINUTE)
 
-    def start_node(self, number: int, of: int) -> subprocess.Popen[bytes]:
+    def start_node(self, number: int, of: int, config: str = "") -> subprocess.Popen[bytes]:
+        """Start a node with its partition and further entries of its own configuration."""
         safety = ["--insecure"]
         if self.keys is not None:
             safety = ["--root-certificates", str(self.keys / "ca.crt")]
@@ -100,7 +101,7 @@ class Federation:
             "flower-supernode",
             *safety,
             *("--superlink", f"127.0.0.1:{self.reached_at}", "--port", str(free_port())),
-            *("--node-config", f"partition-id={number} num-partitions={of}"),
+            *("--node-config", f"partition-id={number} num-partitions={of} {config}".rstrip()),
         )
         self.nodes[number] = node
         return node

@@ -25,7 +25,7 @@ def app(tmp_path: Path) -> Path:
     mod = f"dbcl.flower.SecureMod({SECAGG}, folder={str(tmp_path / 'secrets')!r})"
     needed = "import dbcl.flower\nfrom dbcl.protocol.secagg import SecAggConfig\n"
     changes = {
-        "client_app.py": {"import dbcl.flower\n": needed, "app = ClientApp()": f"app = ClientApp(mods=[{mod}])"},
+        "client_app.py": {"import dbcl.flower\n": needed, "mods=[guarantee]": f"mods=[{mod}]"},
         "server_app.py": {
             "import dbcl.flower\n": needed,
             "dbcl.SketchConfig(": "dbcl.SketchConfig(lanes=1, ",

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from torch import Tensor
 import dbcl
 from dbcl import data
 from dbcl.engines import evaluate
+from dbcl.errors import ProtocolError
 from dbcl.flower import LocalGrid
 from dbcl.model import networks
+from dbcl.simulation import preset
+from dbcl.simulation.build import privacy_plan
+from dbcl.simulation.planning import planned
 
 CONFIG = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
 
@@ -105,6 +110,42 @@ class Kept:
     def __call__(self, *arguments: Any, **more: Any) -> dbcl.flower.DoubleBlind:
         self.last = self.made(*arguments, **more)
         return self.last
+
+
+def own_config(folder: Path, nodes: int, rounds: int) -> dict[str, Any]:
+    """Return the configuration of nodes that insist on the guarantee, each with a key in a folder of its own."""
+    keys = [dbcl.flower.make_key(folder / f"partition-{number}") for number in range(nodes)]
+    (folder / "keys.txt").write_text("\n".join(keys))
+    return {"preset": "guaranteed", "rounds": rounds, "secrets": str(folder), "keys": str(folder / "keys.txt")}
+
+
+def test_the_app_with_a_guarantee_against_everyone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes take part by their own configuration: with a server of another plan, or of none, nobody does."""
+    monkeypatch.syspath_prepend(str(APP))
+    from dbcl_app import client_app, guarantee, server_app
+
+    whole = planned(preset("guaranteed", rounds=3), examples=4000, values=39_700)
+    assert guarantee.plan_of("digits", 10, 3) == privacy_plan(whole, 4000, 39_700)
+    few = replace(digits := data.load("digits"), x_train=digits.x_train[:800], y_train=digits.y_train[:800])
+    few = replace(few, x_test=digits.x_test[:50], y_test=digits.y_test[:50])
+    monkeypatch.setattr(data, "load", lambda name: few)
+    monkeypatch.setattr(dbcl.flower, "DoubleBlind", strategies := Kept(dbcl.flower.DoubleBlind))
+    own = own_config(tmp_path / "secrets", nodes=10, rounds=3)
+
+    def play(**changes: Any) -> dbcl.flower.DoubleBlind:
+        config = {**CONFIG, "preset": "guaranteed", "rounds": 3, "min-nodes": 10, **changes}
+        grid = LocalGrid(client_app.app, nodes=10, run_config=config, node_config=own)
+        server_app.app(grid, Context(run_id=0, node_id=1, node_config={}, state=RecordDict(), run_config=config))
+        return strategies.last
+
+    for other in ({"preset": "blind"}, {"rounds": 4}):
+        with pytest.raises(ProtocolError):
+            play(**other)
+    strategy = play(checkpoint=str(tmp_path / "run"))
+    assert [report.accepted for report in strategy.reports] == [10, 10, 10]
+    assert strategy.server.guarantee == guarantee.plan_of("digits", 10, 3).promise
+    assert [line["round"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3]
+    assert len(list((tmp_path / "secrets").glob("*/features/*"))) == 10
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 from flwr.app import ArrayRecord, Context, MetricRecord
@@ -12,6 +13,7 @@ from flwr.serverapp.strategy import FedAvg
 
 import dbcl.flower
 from dbcl.files import write_atomic
+from dbcl_app.guarantee import PRESET, features, head, plan_of
 from dbcl_app.task import load_test, measure, net
 
 app = ServerApp()
@@ -33,33 +35,39 @@ def write_metrics(path: Path, line: dict[str, float]) -> None:
 def main(grid: Grid, context: Context) -> None:
     """Play the rounds, or those that are left, and keep the model."""
     config = context.run_config
-    x, y = load_test(str(config["data"]))
+    data, nodes, rounds = str(config["data"]), int(config["min-nodes"]), int(config["rounds"])
+    x, y = load_test(data)
+    make, more = net, dict[str, Any]()
+    if config["preset"] == PRESET:  # the nodes make the same plan by themselves, or take no part
+        more |= {"privacy": plan_of(data, nodes, rounds), "ema_decay": 0.95}
+        make, x = head, features(data, x, y).inputs
+    else:
+        more["sketch"] = dbcl.SketchConfig(ratio=float(config["ratio"]), veil=float(config["veil"]))
     folder = Path(str(config["checkpoint"])).expanduser().absolute() if config["checkpoint"] else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
 
     def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
         """Measure the running mean of W, which only the server can."""
-        model = net()
+        model = make()
         model.load_state_dict(arrays.to_torch_state_dict())
         loss, accuracy = measure(model, x, y)
         if folder is not None:
             write_metrics(folder / "metrics.jsonl", {"round": number, "accuracy": accuracy, "loss": loss})
         return MetricRecord({"accuracy": accuracy, "loss": loss})
 
-    nodes = int(config["min-nodes"])
     seed = None if config["insecure-seed"] == "" else int(config["insecure-seed"])
     with dbcl.flower.secret_weights(seed):  # who knows where a run begins works out more of the updates
-        model = net()
+        model = make()
     strategy = dbcl.flower.DoubleBlind(  # Only the server can measure the model, so no client is asked to evaluate.
         FedAvg(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes),
         model,
-        dbcl.SketchConfig(ratio=float(config["ratio"]), veil=float(config["veil"])),
+        **more,
         insecure_seed=seed,
         checkpoint=folder,
         round_timeout=float(config["round-timeout"]),
     )
-    result = strategy.start(grid=grid, num_rounds=int(config["rounds"]), evaluate_fn=evaluate)
+    result = strategy.start(grid=grid, num_rounds=rounds, evaluate_fn=evaluate)
     if folder is not None:
         weights = safetensors.torch.save(result.arrays.to_torch_state_dict())
         write_atomic(folder / "model.safetensors", weights, mode=0o600)
