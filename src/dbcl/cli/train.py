@@ -80,17 +80,18 @@ def train(
     ] = False,
     **settings: Any,
 ) -> None:
-    """Train a model double-blind: clients get sketches of the weights, the server gets sketches of their updates.
+    """Train a model together: by default with a guarantee for every example, against everyone.
 
-    Without options this trains a small network on the embedded digits, within a minute, and leaves a folder with the
-    configuration, metrics, checkpoints, the model and a picture.
+    Without options this trains a linear head on features of the embedded digits with a guarantee for every example,
+    within a minute, and leaves a folder with the configuration, metrics, checkpoints, the model and a picture.
 
     Examples:
 
       dbcl train
-      dbcl train --preset paper --data mnist --target 0.97
+      dbcl train --data mnist --epsilon 1
       dbcl train --preset private --epsilon 4
-      dbcl train --model mypackage.nets:make --coverage 'encoder.*' --ratio 2-4 --veil 0.5
+      dbcl train --preset paper --data mnist --target 0.97
+      dbcl train --preset blind --model mypackage.nets:make --coverage 'encoder.*' --ratio 2-4 --veil 0.5
       dbcl train --resume runs/001-blind-digits --rounds 400
     """
     if resume is not None:
