@@ -29,7 +29,7 @@ from dbcl_audit.context import AuditContext, OnProgress, Steps
 from dbcl_audit.effort import FULL, AuditEffort
 from dbcl_audit.findings import Audit, Finding, Measure, with_interval
 from dbcl_audit.fixed_shards import as_it_is, as_it_is_steps, few_parties, few_steps, whole_cohort, whole_cohort_steps
-from dbcl_audit.guarantee import audit_guarantee, guarantee_steps
+from dbcl_audit.guarantee import audit_guarantee, colluders_of, guarantee_steps
 from dbcl_audit.single_steps import (
     attack_colluding,
     attack_fixed_images,
@@ -162,11 +162,14 @@ def audit(
     guaranteed = config.privacy is not None
     simulated = "all clients of the run, and canaries" if guaranteed else f"{clients} parties or more, as each says"
     settings = {**config.options(), "unprotected": plan.unprotected, "simulated_run": simulated}
+    colluders = colluders_of(config, plan, len(task.train))
+    if colluders is not None:
+        settings["colluders"] = colluders
     return Audit(
         folder.name,
         settings,
         _run_facts(folder),
-        adversaries(plan, config),
+        adversaries(plan, config, colluders),
         tuple(with_interval(finding) for finding in findings),
         perf_counter() - began,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -197,13 +200,17 @@ def _run_parts(context: AuditContext, parts: Sequence[Part], progress: Callable[
     return findings
 
 
-def adversaries(plan: SketchPlan, config: RunConfig) -> tuple[tuple[str, str, str], ...]:
+def adversaries(plan: SketchPlan, config: RunConfig, colluders: int | None = None) -> tuple[tuple[str, str, str], ...]:
     """Return for each adversary its name, what it receives, and what it does not receive.
+
+    `colluders` is the planned number of colluding clients if clients add the noise of a guarantee.
 
     >>> config = RunConfig.from_options(veil=0.0, lanes=1)
     >>> adversaries(build_plan(config, task_of(config).make_model(0)), config)[0][1][:65]
     "the sketches' seeds; sketches of 1.weight, 3.weight without noise"
     """
+    if colluders is not None:
+        return _adversaries_of_shares(config.cohort, colluders)
     sketched = [tensor.name for tensor in plan.tensors if tensor.sketched]
     noise = f" with secret noise of {config.sketch.veil:g} times their size" if config.sketch.veil else " without noise"
     if config.privacy is not None:
@@ -227,6 +234,24 @@ def adversaries(plan: SketchPlan, config: RunConfig) -> tuple[tuple[str, str, st
         *together,
         ("server", *server),
         ("anyone", "the finished model, if it is published", "the messages, if the transport encrypts them"),
+    )  # fmt: skip
+
+
+def _adversaries_of_shares(cohort: int, colluders: int) -> tuple[tuple[str, str, str], ...]:
+    """Return the adversaries of a run whose clients add the noise of a guarantee."""
+    together = (
+        ("colluders",
+         f"what the server and {colluders} clients see together: sums with the noise of {cohort - colluders} others",
+         "the others' data, updates and noise"),
+    ) if colluders else ()  # fmt: skip
+    return (
+        ("client", "the weights, which follow from noisy sums; its own data and noise",
+         "other clients' updates and noise"),
+        ("server", f"sums of {cohort} updates with the noise of all {cohort} clients, and so the weights",
+         "a client's update by itself; clients' data and noise"),
+        *together,
+        ("anyone", "the finished model, and the weights of all rounds if they are published",
+         "clients' data and noise"),
     )  # fmt: skip
 
 

@@ -75,6 +75,10 @@ class CanaryEstimate:
     turns: int
     largest: float = 0.0
     """Largest contribution of one example, if that is the unit, relative to the planned clip."""
+    quiet: tuple[str, ...] = ()
+    """Clients that add less noise than planned, if clients add it."""
+    expected: float = 0.0
+    """Mu that these canaries reach if the noise is that of the plan and no larger; 0 if unknown."""
 
     @cached_property
     def mu(self) -> float:
@@ -138,12 +142,69 @@ class CanaryEstimate:
         """True unless mu exceeds the stated one by more than chance allows in one sound run of a
         thousand.
 
-        That an example contributes more than the clip is no chance.
+        That an example contributes more than the clip, or a client adds too little noise, is no
+        chance.
         """
-        return self.largest <= 1 + ROUNDING and self.mu - Z_999 * self.mu_error <= self.stated.mu
+        return self.largest <= 1 + ROUNDING and not self.quiet and self.mu - Z_999 * self.mu_error <= self.stated.mu
+
+    @property
+    def reached(self) -> bool:
+        """True unless mu is below the expected one by more than chance allows in one sound run of a
+        thousand.
+
+        Otherwise the noise is not that of the plan, or the measurement does not see the canaries.
+        """
+        return self.mu + Z_999 * self.mu_error >= self.expected
 
 
-class Canaries:
+class ForwardingServer:
+    """Server for engines that forwards everything to another server; a subclass adds canaries.
+
+    >>> import dbcl
+    >>> plan = PrivacyPlan(epsilon=8, delta=1e-3, clip=0.5, rounds=6, clients=8, cohort=4)
+    >>> server = dbcl.Server(nn.Linear(30, 4), dbcl.SketchConfig(sketch="identity-v1"), privacy=plan)
+    >>> ForwardingServer(server, plan).round
+    0
+    """
+
+    def __init__(self, server: Server, privacy: PrivacyPlan) -> None:
+        self.server, self.privacy = server, privacy
+
+    @property
+    def round(self) -> int:
+        return self.server.round
+
+    @property
+    def plan(self) -> SketchPlan:
+        return self.server.plan
+
+    @property
+    def model(self) -> nn.Module:
+        return self.server.model
+
+    @property
+    def traffic(self) -> tuple[int, int] | None:
+        """Bytes of the last round besides broadcasts and updates."""
+        return self.server.traffic
+
+    def open_round(self, client: str | int | None = None) -> Broadcast:
+        """Return a client's broadcast of the round."""
+        return self.server.open_round(client)
+
+    def prepare(self) -> None:
+        """Precompute randomness of the next round."""
+        self.server.prepare()
+
+    def close_round(self, updates: Updates) -> RoundReport:
+        """Close the round with the clients' updates."""
+        return self.server.close_round(updates)
+
+    def sums(self) -> Mapping[str, Update]:
+        """Return the sums of the last round, for a server that sees only sums."""
+        return self.server.sums()
+
+
+class Canaries(ForwardingServer):
     """Server for engines that adds canaries: forwards the clients' updates to `server`, with the
     canaries' updates.
 
@@ -194,7 +255,7 @@ class Canaries:
             )
         if server.round != 0:
             raise AuditError(f"canaries take part from round 0 on, and round {server.round} is next")
-        self.server, self.privacy = server, plan
+        super().__init__(server, plan)
         self.largest = 0.0
         """The largest contribution of an example so far, relative to the planned clip: above 1
         clients do not clip.
@@ -203,7 +264,7 @@ class Canaries:
         weights = server.weights()
         self._shapes = {each.name: each.shape for each in server.plan.tensors if not each.sketched}
         self._start = self._flat({name: weights[name].detach() for name in self._shapes}).clone()
-        self.count = _fitting(len(self._start)) if count is None else count
+        self.count = default_count(len(self._start)) if count is None else count
         if self.count < MIN_CANARIES or 5 * self.count > len(self._start):
             raise AuditError(
                 f"{self.count} canaries in the {len(self._start)} unsketched parameters: they are {MIN_CANARIES} "
@@ -211,39 +272,10 @@ class Canaries:
             )
         assert server.keeper.tracker is not None
         server.keeper.tracker.clients += self.count + 1  # canaries are clients beside those of the plan
-        self._directions = _orthonormal(math.ceil(2.5 * self.count), self._start, seed)
+        self._directions = orthonormal(math.ceil(2.5 * self.count), self._start, seed)
         self._used: list[bool] = []
         self._shown: list[Vector] = []
         self._honest: list[Vector] = []
-
-    @property
-    def round(self) -> int:
-        return self.server.round
-
-    @property
-    def plan(self) -> SketchPlan:
-        return self.server.plan
-
-    @property
-    def model(self) -> nn.Module:
-        return self.server.model
-
-    @property
-    def traffic(self) -> tuple[int, int] | None:
-        """Bytes of the last round besides broadcasts and updates."""
-        return self.server.traffic
-
-    def open_round(self, client: str | int | None = None) -> Broadcast:
-        """Return a client's broadcast of the round."""
-        return self.server.open_round(client)
-
-    def prepare(self) -> None:
-        """Precompute randomness of the next round."""
-        self.server.prepare()
-
-    def sums(self) -> Mapping[str, Update]:
-        """Return the sums of the last round, for a server that sees only sums."""
-        return self.server.sums()
 
     @torch.no_grad()
     def close_round(self, updates: Updates) -> RoundReport:
@@ -269,12 +301,14 @@ class Canaries:
         if not turns:
             raise AuditError("no canary has taken part yet")
         workload, strategy = self.privacy.workload, self.privacy.strategy
-        C = _lower(strategy.coefficients(rounds))
+        C = lower_triangular(strategy.coefficients(rounds))
         whole = quotient(np.convolve(strategy.numerator, workload.inverse), strategy.denominator, rounds)
-        y = _lower(whole / workload.lr) @ np.stack(self._shown) - C @ np.stack(self._honest)  # (rounds, directions)
+        y = lower_triangular(whole / workload.lr) @ np.stack(self._shown) - C @ np.stack(
+            self._honest
+        )  # (rounds, directions)
         seen, unseen, spare = np.split(y, [self.count, 2 * self.count], axis=1)
         # From other directions than those that the filter is judged by.
-        weights = _matched(C @ np.array(self._used, dtype=np.float64), spare) / self.privacy.sigma
+        weights = matched_filter(C @ np.array(self._used, dtype=np.float64), spare) / self.privacy.sigma
         allowed = min(self.privacy.participations, -(-rounds // self.privacy.separation))
         return CanaryEstimate(
             tuple((weights @ seen).tolist()),
@@ -349,12 +383,12 @@ class Canaries:
         return products
 
 
-def _fitting(dim: int) -> int:
+def default_count(dim: int) -> int:
     """Return the default number of canaries for directions of `dim` values."""
     return min(MAX_CANARIES, int(MAX_VALUES / max(dim, 1) / 2.5), int(dim / 5))
 
 
-def _orthonormal(count: int, like: Tensor, seed: int) -> Tensor:
+def orthonormal(count: int, like: Tensor, seed: int) -> Tensor:
     """Draw orthonormal random directions on the device of `like`. (count, dim)"""
     generator = torch.Generator(like.device).manual_seed(seed)
     drawn = torch.randn(count, len(like), generator=generator, device=like.device)
@@ -364,7 +398,7 @@ def _orthonormal(count: int, like: Tensor, seed: int) -> Tensor:
     return drawn
 
 
-def _matched(signal: Vector, noise: Vector) -> Vector:
+def matched_filter(signal: Vector, noise: Vector) -> Vector:
     """Return the unit matched filter for a signal, given samples of the noise. (rounds, samples)
 
     Noise that is white, as it should be, gives the signal itself: covariances are shrunk to what
@@ -381,7 +415,7 @@ def _matched(signal: Vector, noise: Vector) -> Vector:
     return found / max(float(np.linalg.norm(found)), MIN_DIVISOR)
 
 
-def _lower(column: Vector) -> Vector:
+def lower_triangular(column: Vector) -> Vector:
     """Return the lower triangular Toeplitz matrix with this first column."""
     whole: Vector = toeplitz(column, np.zeros_like(column))
     return whole

@@ -86,12 +86,37 @@ def contributions(engine: Engine, broadcast: Broadcast) -> list[float]:
     >>> round(max(contributions(engine, server.open_round())), 4)  # the clip, times the learning rate
     0.1
     """
+    return [difference(*pair) for pair in paired_updates(engine, broadcast)]
+
+
+def difference(one: Update, other: Update) -> float:
+    """Return the norm of the difference of two updates.
+
+    >>> one, other = (Update(0, "ab", {"bias": torch.tensor(values)}, 1) for values in ([3.0, 0.0], [0.0, 4.0]))
+    >>> difference(one, other)
+    5.0
+    """
+    return norm({name: tensor - other.tensors[name] for name, tensor in one.tensors.items()})
+
+
+def paired_updates(engine: Engine, broadcast: Broadcast) -> list[tuple[Update, Update]]:
+    """Return the updates of each pair of clients, of which the first has the extreme example.
+
+    >>> import dbcl
+    >>> from dbcl.engines import LocalEngine, LocalTraining
+    >>> from dbcl.simulation import RunConfig, task_of
+    >>> task = with_extremes(task_of(RunConfig()), separation=1)
+    >>> training = LocalTraining(lr=0.1, steps=1, example_clip=1.0)
+    >>> server = dbcl.Server(task.make_model(1))
+    >>> engine = LocalEngine(server, task.make_model(0), task.train.divide(task.division), training, seed=bytes(32))
+    >>> len(paired_updates(engine, server.open_round()))
+    20
+    """
     answers = engine.train_cohort(dict.fromkeys(range(len(engine.clients)), broadcast))
-    norms = []
-    for pair in range(len(engine.clients) // 2):
-        with_it, without = (_read(answers[client_name(2 * pair + place)]) for place in (0, 1))
-        norms.append(norm({name: tensor - without.tensors[name] for name, tensor in with_it.tensors.items()}))
-    return norms
+    return [
+        (_read(answers[client_name(2 * pair)]), _read(answers[client_name(2 * pair + 1)]))
+        for pair in range(len(engine.clients) // 2)
+    ]
 
 
 def _read(message: Update | bytes) -> Update:

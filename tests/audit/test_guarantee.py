@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.utils.data import Subset
 from typer.testing import CliRunner
 
 import dbcl_audit.guarantee as measured
-from dbcl import cli
+from dbcl import cli, seeds
 from dbcl.objective import CLASSIFICATION
 from dbcl.privacy import Spent
 from dbcl.protocol import Server
@@ -26,9 +27,10 @@ from dbcl_audit.audit import audit
 from dbcl_audit.canaries import CanaryEstimate
 from dbcl_audit.effort import QUICK
 from dbcl_audit.findings import Audit, Finding
-from dbcl_audit.guarantee import guarantee_finding
+from dbcl_audit.guarantee import SHARED_ORDER, guarantee_finding, shared_findings
+from dbcl_audit.report.comparison import WHO, epsilon, worst_finding
 from dbcl_audit.report.page import page
-from dbcl_audit.report.rating import BROKEN, DOUBTFUL, FAILED, KEPT, UNRATED, exceeded, word
+from dbcl_audit.report.rating import BROKEN, DOUBTFUL, FAILED, KEPT, SHORT, UNRATED, exceeded, word
 from dbcl_audit.report.wording import verdicts
 
 SETTINGS: dict[str, Any] = {
@@ -48,7 +50,15 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take few canaries, and repeatable secrets: one sound run in a thousand is beyond its limits by chance."""
     monkeypatch.setattr("dbcl_audit.canaries.MAX_CANARIES", 60)
+    drawn: list[bytes] = []
+
+    def fresh() -> bytes:
+        drawn.append(seeds.derive(bytes(32), "guarantee", len(drawn)))
+        return drawn[-1]
+
+    monkeypatch.setattr("dbcl.seeds.fresh", fresh)
 
 
 def run_of(folder: Path, **changes: Any) -> Path:
@@ -211,7 +221,9 @@ def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
     (finding,) = found.findings
     assert word(finding) == FAILED
     assert "before an optimiser that is not linear" in finding.failures[0]
-    assert verdicts(found)[0][:3] == (0, "The guarantee was not measured.", "")
+    seeded, unmeasured = verdicts(found)
+    assert "promises nothing" in seeded[1]
+    assert unmeasured[:3] == (0, "The guarantee was not measured.", "")
     assert "This audit is incomplete" in page(found)
     assert exceeded(found, {"epsilon": 100.0})
 
@@ -237,3 +249,96 @@ def test_a_finding_that_does_not_say_what_is_stated_is_not_rated() -> None:
     bare = Finding("matched filter", "client", "adaptive", "guarantee", "epsilon", 3.0)
     assert word(bare) == UNRATED
     assert "guarantee" in page(Audit("a", {"epsilon": 8.0}, {}, (), (bare,), 1.0))
+
+
+def shared(epsilons: tuple[float, ...], **changes: Any) -> list[Finding]:
+    """Return findings for anyone, the server and colluders, whose measured mu is so far from 0."""
+    found = {who: replace(estimate(mu), **changes) for who, mu in zip(SHARED_ORDER, epsilons, strict=True)}
+    return shared_findings(found, colluders=2)
+
+
+@pytest.mark.parametrize(
+    ("shifts", "words"),
+    [
+        ((0.7, 0.9, 1.0), (KEPT, KEPT, KEPT)),
+        ((0.7, 0.9, 1.6), (BROKEN, KEPT, KEPT)),
+        ((0.7, 1.6, 1.0), (BROKEN, BROKEN, KEPT)),
+        ((0.7, 1.29, 1.0), (DOUBTFUL, DOUBTFUL, KEPT)),
+        ((1.6, 0.9, 1.0), (BROKEN, BROKEN, BROKEN)),
+    ],
+)
+def test_colluders_are_never_rated_milder_than_one_of_them(shifts: tuple[float, ...], words: tuple[str, ...]) -> None:
+    made = shared(shifts)
+    assert [each.adversary for each in made] == ["colluders", "server", "anyone"]
+    assert tuple(word(each) for each in made) == words
+    settings = {"epsilon": 4.38, "sketch": "identity-v1", "noise_by": "clients", "colluders": 2}
+    report = Audit("a", settings, {}, (), tuple(made), 1.0)
+    assert verdicts(report)[0][1].startswith("The server with 2 colluding clients: ")
+    assert epsilon(report).startswith("4.38 (")
+    worst = {who: worst_finding(report, who) for who in WHO}
+    assert [each and word(each) for each in worst.values()] == [words[0], words[0], words[2]]
+
+
+def test_less_than_canaries_should_reach_is_said() -> None:
+    (first, *_) = made = shared((0.2, 0.2, 0.2), expected=1.0)
+    assert word(first) == SHORT
+    settings = {"epsilon": 4.38, "sketch": "identity-v1", "noise_by": "clients", "colluders": 2}
+    rank, said, *_ = verdicts(Audit("a", settings, {}, (), tuple(made), 1.0))[0]
+    assert rank == 2
+    assert "Less was measured" in said or "less was measured" in said
+
+
+OWN = """
+import torch
+
+def data():
+    x = torch.randn(700, 40, generator=torch.Generator().manual_seed(0))
+    y = (x[:, :10].argmax(dim=1)) % 5
+    return (x[:600], y[:600]), (x[600:], y[600:])
+
+def net():
+    return torch.nn.Linear(40, 5)
+"""
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_train_and_audit_with_noise_of_clients(
+    seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything that the report says is true of a run in which nobody trusts the server."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_run", raising=False)
+    (tmp_path / "own_run.py").write_text(OWN)
+
+    def invoke(*arguments: str) -> str:
+        done = CliRunner().invoke(cli.app, [*arguments], env={"COLUMNS": "160"})
+        assert done.exit_code == 0, done.output
+        return " ".join(done.output.split())
+
+    seeded = () if seed is None else ("--seed", str(seed))
+    own = ("--model", "own_run:net", "--data", "own_run:data", "--clients", "5", "--epsilon", "8")
+    invoke("train", *own, "--rounds", "8", "--separation", "2", "--lr", "1", "--out", "run", *seeded)
+    said = invoke("audit", "run", "--allow-code")
+    assert "The server with 1 colluding client: " in said
+    assert "8.00 is stated for these 8 rounds, at delta 1e-05" in said
+    assert "The server: " in said
+    assert "Anyone with the model: " in said
+    assert "every adversary, the server and 1 colluding client included, can infer one example" in said
+    assert "up to 1 colluding client and everyone who gets the model" in said
+    assert ("This run itself promises nothing" in said) == (seed is not None)
+    html = (tmp_path / "run" / "audit.html").read_text()
+    assert "The server need not be trusted" in html
+    compared = invoke("compare", "run")
+    for text in (said, html, compared):
+        assert "server is trusted" not in text
+        assert "trusted server" not in text
+        assert "the true weights" not in text
+    assert "none (seed)" in compared if seed is not None else "8 (" in compared
+    read = Audit.from_json((tmp_path / "run" / "audit.json").read_text())
+    assert [each.adversary for each in read.findings] == ["colluders", "server", "anyone"]
+    stated = [each.budget["stated epsilon"] for each in read.findings]
+    assert stated[0] == pytest.approx(8.0, rel=1e-2)
+    assert stated[1] == stated[2] < stated[0]
+    assert read.settings["colluders"] == 1
+    assert {row[0] for row in read.adversaries} == {"client", "server", "colluders", "anyone"}

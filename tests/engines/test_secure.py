@@ -309,7 +309,7 @@ def test_a_bad_client_does_not_make_another_one_count_for_more(place: str, off: 
         count = sum(tensor.numel() for tensor in made["client 0"].tensors.values())
         victim = {name: tensor + value / math.sqrt(count) for name, tensor in made["client 0"].tensors.items()}
         made["client 0"] = replace(made["client 0"], tensors=victim)
-        server._client("client 7").encoding = Parks(config, parked)
+        server.client("client 7").encoding = Parks(config, parked)
         report = server.close_round(made)
         assert (report.accepted, report.refused) == (8, ())
         ends.append(flat(server))

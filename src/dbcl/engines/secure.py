@@ -102,7 +102,7 @@ class SecureServer(Server):
         answers = {}
         for name, data in sent.items():
             try:
-                answers[name] = self._client(name).begin(decode_broadcast(data), updates[name], self._rounding(name))
+                answers[name] = self.client(name).begin(decode_broadcast(data), updates[name], self._rounding(name))
             except ProtocolError as error:
                 log.warning("%s takes no part in round %s: %s", name, self.round, error)
         return answers
@@ -111,12 +111,13 @@ class SecureServer(Server):
         answers = {}
         for name, data in sent.items():
             try:
-                answers[name] = self._client(name).answer(data)
+                answers[name] = self.client(name).answer(data)
             except ProtocolError as error:
                 log.warning("%s leaves round %s: %s", name, self.round, error)
         return answers
 
-    def _client(self, name: str) -> SecureClient:
+    def client(self, name: str) -> SecureClient:
+        """Return the simulated client of this name, made at its first use."""
         if name not in self._clients:
             key = SigningKey()
             self._known[name] = key.public
@@ -148,7 +149,7 @@ class SecureServer(Server):
             length = group.round.length + rounds.encoding.more_words
             words, members, count = np.zeros(length, dtype=np.uint32), [], len(group.clients)
             for name in group.clients:
-                encoding = self._client(name).encoding
+                encoding = self.client(name).encoding
                 try:
                     vector, examples = encoding.vector(updates[name], sent[name])
                 except ProtocolError as error:
@@ -158,7 +159,7 @@ class SecureServer(Server):
                 members.append(name)
             refused |= group.round.refused
             try:
-                group.settle(members, None if rounds.encoding.noisy else rounds.history)
+                group.settle(members, rounds.record)
             except ProtocolError as error:
                 refused |= group.failed(error)
                 continue
@@ -198,6 +199,6 @@ class SecureServer(Server):
     def _load_clients(self, state: State) -> None:
         self._clients, self._known = {}, {}
         for name in state.values:
-            client = self._client(name)
+            client = self.client(name)
             client.load_state(state.part(name))
             self._known[name] = client.identity.public

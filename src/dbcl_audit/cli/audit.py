@@ -63,7 +63,7 @@ def audit(
         from dbcl_audit import audit as audits
         from dbcl_audit import effort
         from dbcl_audit.report import page as report
-        from dbcl_audit.report import rating, wording
+        from dbcl_audit.report import promises, rating, wording
     except ImportError as error:
         raise missing_extra(error) from None
     limits = {} if fail_above is None else rating.parse_limits(fail_above)
@@ -96,15 +96,16 @@ def audit(
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(page, report.page(found).encode())
     write_atomic(page.with_suffix(".json"), found.json().encode())
-    console.print(wording.simulation_text(found)[0], highlight=False)
+    explained = wording.simulation_text(found)
+    console.print(" ".join(explained if promises.promised(found) else explained[:1]), highlight=False)
     for _, verdict, worst, _ in wording.verdicts(found):
         console.print(f"[bold]{escape(verdict)}[/] {escape(worst)}", highlight=False)
     title = f"leaks of {found.name}: the worst naive and the worst adaptive attack"
     console.print(table(title, ("target", "adversary", "guessing", "naive", "adaptive"), worst_rows(found)))
     for what, why in found.not_attacked.items():
         console.print(f"not attacked: {what}: {why}", highlight=False, markup=False)
-    if wording.promised(found):
-        console.print(wording.NO_PROMISE, highlight=False)
+    if promises.promised(found):
+        console.print(promises.proof_text(found), highlight=False)
     else:
         console.print("An attack that failed proves nothing: a better one may not.")
     print_path("page", page)

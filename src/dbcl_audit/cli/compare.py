@@ -34,7 +34,7 @@ def compare(
     """
     try:
         from dbcl_audit.report import comparison as report
-        from dbcl_audit.report.wording import promised
+        from dbcl_audit.report.promises import promised
     except ImportError as error:
         raise missing_extra(error) from None
 

@@ -6,9 +6,10 @@ from typing import NamedTuple
 from dbcl_audit.findings import Audit, Finding, Measure
 from dbcl_audit.report.figures import trade_off
 from dbcl_audit.report.measures import accuracy_text, chance_of, number_text, plain_text, size_text
+from dbcl_audit.report.promises import promised, shared_by
 from dbcl_audit.report.rating import severity, word, worst, worst_by_adversary
 from dbcl_audit.report.render import render
-from dbcl_audit.report.wording import GLOSSARY, NO_PROOF, promised
+from dbcl_audit.report.wording import GLOSSARY, NO_PROOF
 
 
 class Leak(NamedTuple):
@@ -44,7 +45,9 @@ def worst_finding(audit: Audit, who: str) -> Finding | None:
     'LiRA'
     """
     worst = worst_by_adversary(audit)
-    found = [each for name in WHO[who] if (each := worst.get(name)) is not None]
+    # Where clients add the noise, colluding ones are together with the server.
+    also = ("colluders",) if who == "server" and shared_by(audit) is not None else ()
+    found = [each for name in (*WHO[who], *also) if (each := worst.get(name)) is not None]
     return max(found, key=severity, default=None)
 
 

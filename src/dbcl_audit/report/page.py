@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 from dbcl_audit.findings import Audit, Finding
 from dbcl_audit.report.figures import figures
 from dbcl_audit.report.measures import cases_text, chance_of, number_text, plain_text, range_text
+from dbcl_audit.report.promises import promised
 from dbcl_audit.report.rating import FAILED, RANK, RULES, Risk, risks, severity, word
 from dbcl_audit.report.render import render
 from dbcl_audit.report.wording import (
     GLOSSARY,
     NO_PROOF,
     advice,
-    promised,
     sentence,
     simulation_text,
     target_text,

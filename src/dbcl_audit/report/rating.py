@@ -16,7 +16,20 @@ BROKEN, DOUBTFUL, KEPT = (
     "above what is stated, perhaps by chance",
     "consistent with what is stated",
 )
-RANK = {BAD: 4, BROKEN: 4, LEAKS: 3, UNSURE: 2, WIDE: 2, DOUBTFUL: 2, GUESS: 1, KEPT: 1, UNRATED: 0, FAILED: 0}
+SHORT = "below what is stated: the noise is not that of the plan, or canaries were not seen"
+RANK = {
+    BAD: 4,
+    BROKEN: 4,
+    LEAKS: 3,
+    UNSURE: 2,
+    WIDE: 2,
+    DOUBTFUL: 2,
+    SHORT: 2,
+    GUESS: 1,
+    KEPT: 1,
+    UNRATED: 0,
+    FAILED: 0,
+}
 CONFIDENT = ("share", "tpr", "auc", "accuracy")
 """Families whose intervals are of confidence; those of cosines and images are the spread over
 rounds and images.
@@ -33,7 +46,8 @@ RULES = {
     "members found": "twice the rate of false alarms is a leak; half of all members, or four times that rate "
     "if that is more, is as bad as no defence.",
     "epsilon": "consistent with what is stated where its interval reaches down to that. One audit in forty of a sound "
-    "run is above by chance; one in a thousand is so far above that it is called a fault.",
+    "run is above by chance; one in a thousand is so far above that it is called a fault. Where clients add the noise, "
+    "less than the canaries should reach is marked, too: then the measurement or the noise is not as planned.",
     "interval": "a share or an AUC that would be a leak may be luck where its 95 % interval includes guessing; and one "
     "that is close to guessing is no relief where its interval reaches a leak. Both are marked.",
     "guessing": "as the audit measured it; where it did not: cosine 0, AUC 0.5, accuracy 0, SSIM 0, share 0, error 1, "
@@ -86,7 +100,9 @@ def _against_stated(finding: Finding) -> str:
     low, stated = finding.low, finding.budget.get("stated epsilon")
     if low is None or stated is None:
         return UNRATED
-    return DOUBTFUL if low > stated else KEPT
+    if low > stated or finding.budget.get("exceeds") is True:
+        return DOUBTFUL
+    return SHORT if finding.budget.get("reached") is False else KEPT
 
 
 def risks(audit: Audit) -> list[Risk]:

@@ -7,6 +7,17 @@ from typing import Any
 from dbcl.engines import cohort_size
 from dbcl_audit.findings import ATTACKERS, Audit, Finding, Measure
 from dbcl_audit.report.measures import cases_text, chance_of, number_text, plain_text, range_text
+from dbcl_audit.report.promises import (
+    PROMISED_SIMULATION,
+    SEEDED,
+    SEEDED_NOTE,
+    SHARED_SIMULATION,
+    about_promise,
+    promise_subject,
+    promise_verdict,
+    promised,
+    shared_by,
+)
 from dbcl_audit.report.rating import RANK, word, worst_by_adversary
 
 GLOSSARY = {
@@ -15,7 +26,8 @@ GLOSSARY = {
     "AUC": "chance that a true case is ranked above a false one: 0.5 is a coin, 1 is certain.",
     "canary": "a made-up client or example that contributes as much as the settings allow, in a direction of its own: "
     "its trace can be tested for.",
-    "colluders": "clients, one of each lane, that pool their observations.",
+    "colluders": "clients that pool what they observe: one of each lane or, where clients add the noise, some of them "
+    "together with the server.",
     "cosine": "angle between an estimated update and the true one: 1 is the exact direction, 0 is nothing.",
     "epsilon": "any conclusion is at most e^epsilon times more probable with one client (or example) than without it, "
     "but for an event of probability delta. Measured: the epsilon of noise in which canaries are told as well.",
@@ -28,6 +40,7 @@ GLOSSARY = {
     "1 % of the others (true positives at 1 % false positives).",
     "naive attacker": "an attack as its paper published it, unaware of the defence.",
     "PSNR": "likeness to the original in decibels; above 20 a person recognises it, above 30 it looks the same.",
+    "share of noise": "noise that one client adds by itself, so that nobody has to trust the server with it.",
     "secure aggregation": "a protocol by which the server learns the sum of many updates and no single one.",
     "sketch": "a random projection of the weights, made from a seed that every client knows.",
     "SSIM": "likeness of two images to the eye, 1 for equal ones.",
@@ -61,21 +74,6 @@ VERDICTS = {
     1: "did no better than guessing in any attack of this audit",
     0: "got nothing that can be rated, so this audit says nothing about this adversary",
 }
-PROMISES = {
-    4: "The guarantee does not hold: there is a fault in the code or in the setting.",
-    2: "More was measured than is stated. Of forty audits of a sound run one says so by chance: repeat it.",
-    1: "Nothing speaks against the guarantee: what was measured is consistent with what is stated.",
-    0: "The guarantee was not measured.",
-}
-NO_PROMISE = (
-    "A measurement finds faults and proves nothing: the promise is a theorem with its conditions, against clients and "
-    "the public, with a trusted server."
-)
-PROMISED_SIMULATION = (
-    "This run has a guarantee, and this is a simulated run of its settings with fresh secrets: the same clients, and "
-    "canaries that contribute as much and as often as the guarantee allows. The epsilon at which they can be told "
-    "apart is measured and compared with the stated one. Recordings of the run itself are not examined."
-)
 ADVERSARY_NOTES = {
     "client": "The veil is there to stop clients.",
     "colluders": "Together they see through the sketch in every round; all lanes show the same veil, which stays.",
@@ -160,9 +158,11 @@ def verdicts(audit: Audit) -> list[tuple[int, str, str, str]]:
     """
     measured = [finding for finding in audit.findings if finding.measure is Measure.EPSILON]
     if measured:
-        knowing = "A client that knows all others' updates"
-        texts = [(RANK[word(each)], sentence(each, subject=knowing)) for each in measured]
-        return [(rank, PROMISES[rank], text if rank else "", NO_PROMISE) for rank, text in texts]
+        seeded = [(3, SEEDED, "", SEEDED_NOTE)] if audit.settings.get("seed") is not None else []
+        made = [
+            (*promise_verdict(each, audit), sentence(each, subject=promise_subject(each, audit))) for each in measured
+        ]
+        return [*seeded, *((rank, said, text if rank else "", note) for rank, said, note, text in made)]
     who = {**WHO, "client": "A client"}
     no_veil = {"client": NO_VEIL, "colluders": NO_VEIL_TOGETHER}
     notes = {**ADVERSARY_NOTES, **no_veil} if audit.settings.get("veil") == 0 else ADVERSARY_NOTES
@@ -176,15 +176,6 @@ def verdicts(audit: Audit) -> list[tuple[int, str, str, str]]:
     return lines
 
 
-def promised(audit: Audit) -> bool:
-    """Return True if the audited run has a guarantee.
-
-    >>> promised(Audit("a", {"epsilon": 8.0}, {}, (), (), 1.0))
-    True
-    """
-    return audit.settings.get("epsilon") is not None
-
-
 def simulation_text(audit: Audit) -> list[str]:
     """Describe the kind of evidence on the page, and its meaning for a run with more clients, as
     paragraphs.
@@ -193,7 +184,7 @@ def simulation_text(audit: Audit) -> list[str]:
     'These are simulated runs, most of them of 2 par'
     """
     if promised(audit):
-        return [PROMISED_SIMULATION]
+        return [PROMISED_SIMULATION] if shared_by(audit) is None else [PROMISED_SIMULATION, SHARED_SIMULATION]
     parties, cohort = audit.parties, _cohort(audit.settings)
     others = "a single victim" if parties == 2 else "a victim among the others"
     first = (
@@ -226,36 +217,8 @@ def advice(audit: Audit) -> list[str]:
     'There is no veil, and the sketch is publi'
     """
     if promised(audit):
-        return _about_promise(audit)
+        return about_promise(audit, _server(audit.settings))
     return [*_about_settings(audit.settings), *_about_findings(audit.findings)]
-
-
-def _about_promise(audit: Audit) -> list[str]:
-    """Explain a measured guarantee."""
-    settings = audit.settings
-    measured = [RANK[word(finding)] for finding in audit.findings if finding.measure is Measure.EPSILON]
-    notes = []
-    if max(measured, default=0) == 4:
-        notes.append(
-            "Do not release this model nor go on with the run: more can be inferred about one client than is promised."
-        )
-    if settings.get("seed") is not None:
-        notes.append(
-            "The secrets of this run follow from its seed, so it promises nothing itself: fit for an experiment, never "
-            "for real data. The simulated run has fresh secrets."
-        )
-    if settings.get("privacy_unit") == "example":
-        notes.append(
-            "Each client must clip the gradients of its own examples; the canaries are clipped already, so that is not "
-            "measured here."
-        )
-    if str(settings.get("sketch", "")).startswith("identity"):
-        return [*notes, _server(settings)]
-    return [
-        *notes,
-        "The canaries are in tensors that are not sketched: noise on the others is not measured here.",
-        _server(settings),
-    ]
 
 
 def _about_settings(settings: Mapping[str, Any]) -> list[str]:
