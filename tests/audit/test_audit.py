@@ -196,6 +196,7 @@ def test_the_papers_attacks_fail_on_the_paper_and_rewind_does_not(found: Audit, 
     assert only(found, attack=f"unprotected tensors{where}", measure="cosine").value > 0.99
 
 
+@pytest.mark.slow
 def test_an_audit_of_a_run_with_lanes_simulates_clients_that_collude(tmp_path: Path) -> None:
     folder = train(tmp_path / "run", "paper", rounds=1, lanes=2)
     steps: list[tuple[int, int]] = []

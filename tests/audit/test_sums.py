@@ -67,7 +67,7 @@ def test_images_are_matched_as_many_as_are_in_the_sum(played: SimulatedRun, monk
         return recover(model, gradient, shape, labels, count, *more, **named)
 
     monkeypatch.setattr(images, "recover", watched)
-    images = task_of(CONFIG).images
+    images = task_of(CONFIG).pictures
     assert images is not None
     findings = image_findings(played, images, {}, [0], Matching(steps=1, restarts=1), tell=str)
     assert set(counts) == {3}

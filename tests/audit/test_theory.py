@@ -6,7 +6,7 @@ import torch
 
 from dbcl.errors import SketchError
 from dbcl.sketch import draw
-from dbcl_audit import simulation, theory
+from dbcl_audit import theory, theory_checks
 
 SKETCHES = ("count-v1", "count-hashed-v1", "sampling-v1")
 
@@ -23,7 +23,7 @@ def weights(dout=3, dim=24, rows=2):
 @pytest.mark.parametrize("scheme", SKETCHES)
 @pytest.mark.parametrize("width", [12, 7, 23])
 def test_theorem_1(scheme, width):
-    check = simulation.simulate_option_one(scheme, dim=24, width=width, draws=500, seed=1)
+    check = theory_checks.simulate_option_one(scheme, dim=24, width=width, draws=500, seed=1)
     assert abs(check.deviation) < 4
     assert check.error < 0.1 * check.predicted
 
@@ -31,21 +31,21 @@ def test_theorem_1(scheme, width):
 @pytest.mark.parametrize("scheme", SKETCHES)
 @pytest.mark.parametrize("width", [12, 7])
 def test_theorem_2(scheme, width):
-    check = simulation.simulate_linear(scheme, dim=24, width=width, draws=800, seed=2)
+    check = theory_checks.simulate_linear(scheme, dim=24, width=width, draws=800, seed=2)
     assert abs(check.deviation) < 4
     assert check.error < 0.1 * check.predicted
 
 
 @pytest.mark.parametrize("scheme", SKETCHES)
 def test_sketches_are_unbiased(scheme):
-    for check in simulation.simulate_unbiased(scheme, draws=500, seed=3):
+    for check in theory_checks.simulate_unbiased(scheme, draws=500, seed=3):
         assert abs(check.deviation) < 4
 
 
 def test_simulation_notices_a_missing_gain(monkeypatch):
     monkeypatch.setattr("dbcl.sketch.buckets.BucketSketch.expand", lambda self, y: self.lift(y))
-    assert max(abs(check.deviation) for check in simulation.simulate_unbiased("sampling-v1", draws=500, seed=3)) > 10
-    assert abs(simulation.simulate_option_one("sampling-v1", seed=1).deviation) > 10
+    assert max(abs(check.deviation) for check in theory_checks.simulate_unbiased("sampling-v1", draws=500, seed=3)) > 10
+    assert abs(theory_checks.simulate_option_one("sampling-v1", seed=1).deviation) > 10
 
 
 def test_theorem_2_as_printed_holds_for_hashed_buckets():
@@ -57,7 +57,7 @@ def test_theorem_2_as_printed_holds_for_hashed_buckets():
 def test_theorem_2_as_printed_is_twice_too_large_for_the_papers_own_buckets():
     """Balanced buckets at ratio 2: two inputs share one with chance 1 / (dim - 1), not 2 / dim."""
     dim, width = 24, 12
-    check = simulation.simulate_linear("count-v1", dim=dim, width=width, draws=1500, seed=4)
+    check = theory_checks.simulate_linear("count-v1", dim=dim, width=width, draws=1500, seed=4)
     printed = check.predicted * (1 / width) / theory.collision("count-v1", dim, width)
     assert printed == pytest.approx(check.predicted * 23 / 12)
     assert printed - check.measured > 10 * check.error
@@ -91,7 +91,7 @@ def test_theorem_1_holds_when_the_new_weights_follow_from_the_old_sketch():
 
 
 def test_listing_of_the_paper_is_biased():
-    check = simulation.simulate_listing(dim=5, ratio=2, draws=4000, seed=7)
+    check = theory_checks.simulate_listing(dim=5, ratio=2, draws=4000, seed=7)
     assert check.predicted == 0.8
     assert abs(check.deviation) < 4
     assert (1 - check.measured) > 10 * check.error
@@ -118,13 +118,13 @@ def test_bound_of_the_remark_is_zero_when_there_are_few_outputs(dout, left):
 
 @pytest.mark.parametrize("kappa", [0.0, 0.3, 1.0, 3.0, 10.0])
 def test_veil(kappa):
-    check = simulation.simulate_veil(kappa, seed=8)
+    check = theory_checks.simulate_veil(kappa, seed=8)
     assert abs(check.deviation) < 4
     assert check.error < 0.03
 
 
 def test_veil_simulation_can_tell_neighbouring_formulas_apart():
-    check = simulation.simulate_veil(1.0, rounds=200_000, seed=8)
+    check = theory_checks.simulate_veil(1.0, rounds=200_000, seed=8)
     assert abs(check.deviation) < 4
     for wrong in ((1 + 2) ** -0.25, (1 + 4) ** -0.5, (1 + 1) ** -0.5):
         assert abs(check.measured - wrong) > 10 * check.error

@@ -128,7 +128,7 @@ def test_own_data_are_trained_on_resumed_and_audited(invoke: Invoke) -> None:
     )
     assert whole["r2"] == report["r2"]
     audited = invoke("audit", str(folder), "--quick", "--allow-code")
-    assert "not attacked: pictures and labels: the loss is not the cross entropy of classes" in audited
+    assert "not attacked: images and labels: the loss is not the cross entropy of classes" in audited
     assert "│ old " in audited
     page = (folder / "audit.html").read_text()
     assert "<p>Not attacked:</p>" in page

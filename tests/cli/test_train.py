@@ -258,7 +258,7 @@ def newest(checkpoints: Path) -> int:
         (["--preset", "blind", "--coverage", "nope.*"], PlanError, "pattern 'nope.*' matches no parameter"),
         (["--model", "resnet"], ConfigError, "no model 'resnet'"),
         (["--data", "mnist", "--data-dir", "."], DataError, "is missing; try `dbcl data fetch mnist`"),
-        (["--clients", "5000"], DataError, "4000 examples cannot be divided into 5000 parts"),
+        (["--preset", "blind", "--clients", "5000"], DataError, "4000 examples cannot be divided into 5000 parts"),
         (["--lr", "-1"], ConfigError, "lr must be above 0, got -1"),
         (["--ratio", "4"], GuaranteeError, "no preset was named, so this is guaranteed"),
         (["--device", "cuda"], ConfigError, "PyTorch finds no CUDA device here"),

@@ -327,6 +327,6 @@ def test_settings_of_examples() -> None:
     training = local_training(config)
     assert (training.example_clip, training.separation) == (1.0, 10)
     assert update_noise(config) is None
-    for wrong in ({"algorithm": "fedavg"}, {"fraction": 0.5}, {"lr_schedule": "mine:schedule"}, {"separation": 0}):
+    for wrong in ({"algorithm": "fedavg"}, {"fraction": 0.5}, {"lr_schedule": "mine:schedule"}):
         with pytest.raises(ConfigError, match="with `privacy_unit=example` clients take one step a round"):
             RunConfig.from_options(**{**settings, "fraction": 1.0, **wrong})

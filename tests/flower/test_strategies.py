@@ -259,11 +259,12 @@ MARGIN = 0.06
 """How much accuracy a poisoned, sketched and veiled run of ten rounds may lose against the same unprotected run."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inner",
     [
         lambda: flower.Krum(num_malicious_nodes=1, **QUIET),
-        pytest.param(lambda: flower.FedTrimmedAvg(beta=0.2, **QUIET), marks=pytest.mark.slow),
+        lambda: flower.FedTrimmedAvg(beta=0.2, **QUIET),
     ],
     ids=["Krum", "FedTrimmedAvg"],
 )
@@ -275,6 +276,7 @@ def test_a_robust_strategy_withstands_poison_through_sketch_and_veil(inner: Call
     assert blind > clear - MARGIN
 
 
+@pytest.mark.slow
 def test_the_same_poison_ruins_a_plain_average_and_the_validator_holds_it_back() -> None:
     digits = Digits()
     honest = digits.accuracy(flower.FedAvg(**QUIET), poisoned=False)

@@ -70,8 +70,10 @@ def changed(values: dict[str, Any], path: tuple[Any, ...], new: Any) -> dict[str
 
 
 @pytest.mark.parametrize("secure", [False, True])
-def test_every_value_of_a_checkpoint_may_be_anything(secure: bool, tmp_path: Path) -> None:
-    logging.getLogger("flwr").setLevel(logging.ERROR)
+def test_every_value_of_a_checkpoint_may_be_anything(
+    secure: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, logger="flwr")
     strategy(tmp_path, secure=secure).start(LocalGrid(app(secure), 3), num_rounds=1)
     state = checkpoint.load(tmp_path)
     (newest,) = tmp_path.glob("round-00000001.dbcl")

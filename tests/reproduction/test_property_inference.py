@@ -1,12 +1,15 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from experiments import property_inference
 from experiments.experiment import Context, Results
 
 JOBS = property_inference.jobs(True, Path("nowhere"))
 
 
+@pytest.mark.slow
 def test_both_seats_and_all_learners_are_played() -> None:
     small = {"model": "dlg-lenet", "rounds": 30, "batch": 4, "own_batches": 1, "own_examples": 8}
     found = property_inference.play({**JOBS[1], **small}, Context())

@@ -23,6 +23,7 @@ def test_every_size_has_every_part() -> None:
         assert set(map(tuple, parts.values())) == {("updates", "updates", "pictures", "accuracy")}
 
 
+@pytest.mark.slow
 def test_without_a_veil_the_update_is_exact_and_with_one_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(veil, "SMOOTHERS", ("smoother",))  # the shaped one takes long
     bare, veiled = (veil.play(of(size, "updates"), Context()) for size in (0.0, 0.2))

@@ -72,7 +72,9 @@ def work(folder: Path, told: Connection, resume: bool, rounds: int, more: Mappin
     clients, tracker = [examples(client) for client in range(3)], Counting(told)
     mock.patch.object(dbcl.simulation.run, "curves", return_value=b"picture").start()  # it takes most of the time
     try:
-        dbcl.simulate(net, clients, examples(9), folder=folder, resume=resume, trackers=[tracker], **settings)
+        dbcl.simulate(
+            net, clients, examples(9), settings="blind", folder=folder, resume=resume, trackers=[tracker], **settings
+        )
     except DbclError as error:
         told.send(("refused", str(error)))
     except BaseException as error:

@@ -213,3 +213,30 @@ def test_a_run_goes_on_with_the_same_data_in_the_same_order_only(tmp_path: Path)
         with pytest.raises(ProtocolError, match="not those that this run began with, or come in another order"):
             trained(other, resume=True)
     assert len(trained(order, resume=True).history) == 4
+
+
+def test_the_default_gives_the_same_in_one_piece_in_two_and_by_each_engine(tmp_path: Path) -> None:
+    x = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).long()
+
+    class Stop:
+        def begin(self, folder: Path, settings: Any, round: int) -> None: ...
+
+        def log(self, round: int, values: Any) -> None:
+            if round == 2:
+                raise KeyboardInterrupt
+
+        def end(self) -> None: ...
+
+    def trained(name: str, **more: Any) -> Run:
+        return dbcl.simulate(
+            lambda: nn.Linear(8, 2), (x[:500], y[:500]), (x[500:], y[500:]), clients=4, epsilon=8.0, rounds=5, seed=3,
+            folder=tmp_path / name, **more,
+        )  # fmt: skip
+
+    whole = trained("whole")
+    with pytest.raises(KeyboardInterrupt):
+        trained("parts", trackers=[Stop()])
+    for other in (trained("parts", resume=True), trained("local", engine="local")):
+        assert len(other.history) == 5
+        assert torch.equal(other.model.weight, whole.model.weight)

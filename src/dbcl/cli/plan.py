@@ -43,7 +43,8 @@ def plan(
     chosen = presets.preset(DEFAULT if preset is None else preset, **settings)
     net = networks.build(model, shape=input_shape(model, read_shape(shape)), outputs=outputs)
     examples = examples or units_in(chosen)
-    chosen = planned(chosen, examples=examples, values=parameter_count(net))
+    if chosen.privacy is not None:
+        chosen = planned(chosen, examples=examples, values=parameter_count(net))
     made = build_plan(chosen, net, examples=examples)
     clear = message_bytes(net, SketchPlan.from_model(net, SketchConfig(sketch="identity-v1", veil=0)), "float32")
     size = message_bytes(net, made, chosen.wire)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from dbcl.data import Dataset, Examples, TensorExamples
+from dbcl.data import EMBEDDED, Dataset, Examples, TensorExamples
 from dbcl.errors import ConfigError
 from dbcl.features import ImageFeatures, extract
 from dbcl.features.extract import Features
@@ -16,6 +16,8 @@ from dbcl.user_code import made
 
 Progress = Callable[[int, int], None]
 Maker = Callable[[int], nn.Module]
+_EMBEDDED: dict[str, tuple[TensorExamples, TensorExamples]] = {}
+"""Features of the embedded dataset, computed once in a process; those of other datasets are kept in files."""
 
 
 def no_progress(done: int, total: int) -> None:
@@ -50,9 +52,15 @@ def on_features(
     elif features is None:
         assert config.feature_map is not None
         features = made(config.feature_map, "features")
-    count, total = len(train), len(train) + len(held_out)
-    made_train = extract(features, train, cache=cache, progress=lambda done, _: progress(done, total))
-    made_held_out = extract(features, held_out, cache=cache, progress=lambda done, _: progress(count + done, total))
+    kept = features.version if config.data == EMBEDDED and isinstance(features, ImageFeatures) else ""
+    if kept in _EMBEDDED:
+        made_train, made_held_out = _EMBEDDED[kept]
+    else:
+        count, total = len(train), len(train) + len(held_out)
+        made_train = extract(features, train, cache=cache, progress=lambda done, _: progress(done, total))
+        made_held_out = extract(features, held_out, cache=cache, progress=lambda done, _: progress(count + done, total))
+        if kept:
+            _EMBEDDED[kept] = made_train, made_held_out
     head = _head(config.model, made_train, images) if config.model in networks.SCATTER else None
     return made_train, made_held_out, head
 

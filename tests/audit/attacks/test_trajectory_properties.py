@@ -49,6 +49,7 @@ def case(veil: float, rounds: int, own: int, lr: float = 0.01) -> Case:
     return Case(simulated, trajectory, examples, holds[rows[:own]], truth)
 
 
+@pytest.mark.slow
 def test_a_small_veil_shows_a_property_and_with_shuffled_truth_nothing_is_shown() -> None:
     """39 rounds: under the null the error of an AUC is 0.09, and that of the mean over ten shuffles 0.03."""
     made = case(0.02, 40, 800)
