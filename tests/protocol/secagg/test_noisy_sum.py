@@ -589,3 +589,10 @@ def test_the_terms_are_plain_values_in_a_fixed_order() -> None:
     assert json.loads(json.dumps(asdict(plan))) == asdict(plan)
     assert NoisySum(plan).binding(bytes(32)) == NoisySum(replace(plan)).binding(bytes(32))
     assert NoisySum(plan).binding(bytes(32)) != NoisySum(replace(plan, epsilon=5.0)).binding(bytes(32))
+
+
+def test_clients_agree_on_the_grid_and_the_scale_that_they_derive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version of dbcl may derive others from the same plan."""
+    own = NoisySum(plan_of(values=6)).binding(bytes(32))
+    monkeypatch.setattr("dbcl.privacy.accounting.STEPS_SUM", 1000)
+    assert NoisySum(plan_of(values=6)).binding(bytes(32)) != own

@@ -19,7 +19,7 @@ from dbcl import seeds
 from dbcl.config import SecAggConfig
 from dbcl.errors import ConfigError, ProtocolError
 from dbcl.privacy import NoiseStream, ParticipationTracker, PrivacyPlan, clip_factor
-from dbcl.privacy.distributed import longest_rounded
+from dbcl.privacy.distributed import SCHEME, longest_rounded
 from dbcl.protocol.messages import Broadcast, Update
 from dbcl.protocol.secagg.history import AccountedAttendance, GroupRule, OneSumARound, StandingGroup
 from dbcl.protocol.secagg.keys import digest
@@ -261,7 +261,10 @@ class NoisySum(Encoding):
         return Total(values * factor, float(self.plan.per_round), members)
 
     def binding(self, plan: bytes) -> bytes:
-        terms = json.dumps(asdict(self.plan), sort_keys=True).encode()
+        # Beside the plan what follows from it, since another version of dbcl may derive another grid or scale.
+        shares = self.plan.shares
+        derived = {"scheme": SCHEME, "steps": shares.steps, "scale": f"{shares.scale:.9g}"}
+        terms = json.dumps({**asdict(self.plan), **derived}, sort_keys=True).encode()
         return digest(b"guarantee", plan, terms)
 
     def state(self) -> State:
