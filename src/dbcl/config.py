@@ -156,8 +156,8 @@ class PrivacyConfig:
         colluders: Number of clients that may collude with the server if clients add the noise; None for a fifth of
             them, at least 1.
         fewest: Fewest clients in a sum if clients add the noise: the shares of these, less those of colluders, must be
-            noise enough. 0 for the whole cohort, of which none may drop out then; with noise that is correlated over
-            rounds it must be 0.
+            noise enough. 0 for the whole cohort, of which none may drop out then. With noise that is correlated over
+            rounds mu depends on who was in each sum, and a sum with which it would exceed the target is not revealed.
 
     >>> PrivacyConfig(epsilon=8, clip=0.2).delta
     1e-05
@@ -210,8 +210,7 @@ class PrivacyConfig:
     )
     fewest: int = described(
         0,
-        "With --noise-by clients the fewest clients in a sum, so that others may drop out; 0 for the whole cohort, as "
-        "noise that is correlated over rounds needs it",
+        "With --noise-by clients the fewest clients in a sum, so that others may drop out; 0 for the whole cohort",
         PROMISE,
     )
 

@@ -275,11 +275,21 @@ def _after(run: Path, as_json: bool) -> None:
         ("spent", f"epsilon {spent.epsilon:.3g} at delta {spent.delta:g} (mu {spent.mu:.4g})"),
         ("rounds", f"{account.rounds} of {plan.rounds}"),
         ("participations", f"{account.turns} of one {plan.unit} at most, of {plan.participations}"),
+        *_attendance(account),
     ):
         shown.add_row(*row)
     console.print(shown)
     for sentence in _notes(account):
         console.print(sentence, highlight=False, markup=False)
+
+
+def _attendance(account: Account) -> list[tuple[str, str]]:
+    """Return the row on the clients in the revealed sums, if what is spent depends on them."""
+    if account.attendance is None:
+        return []
+    facts = account.facts()
+    sums, least = facts["revealed_sums"], facts["fewest_in_a_sum"]
+    return [("attendance", f"{least} or more of {account.plan.clients} clients in each of {sums} revealed sums")]
 
 
 def _notes(account: Account) -> list[str]:

@@ -1,6 +1,7 @@
 """Noise mechanisms, clipping and privacy accounting."""
 
 from dbcl.privacy.accounting import PrivacyPlan, Spent
+from dbcl.privacy.attendance import AttendanceLog, attendance_mu
 from dbcl.privacy.clipping import UpdateNoise, clip_factor, norm
 from dbcl.privacy.conversion import epsilon_of, mu_of
 from dbcl.privacy.correlated import CorrelatedNoise
@@ -21,6 +22,7 @@ from dbcl.privacy.noise import IndependentNoise, NoiseMechanism, veil_sizes
 from dbcl.privacy.participation import ParticipationTracker, cyclic_batch, cyclic_cohort, share
 
 __all__ = [
+    "AttendanceLog",
     "CorrelatedNoise",
     "IndependentNoise",
     "Mechanism",
@@ -34,6 +36,7 @@ __all__ = [
     "Strategy",
     "UpdateNoise",
     "Workload",
+    "attendance_mu",
     "banded",
     "check_alone",
     "clip_factor",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from dbcl.config import PrivacyConfig
 from dbcl.errors import ConfigError, GuaranteeError
+from dbcl.privacy.attendance import Rows, attendance_mu
 from dbcl.privacy.conversion import epsilon_of, mu_of
 from dbcl.privacy.distributed import NoiseShares
 from dbcl.privacy.factorization import Mechanism, Strategy, Workload, banded, independent, white
@@ -136,10 +137,11 @@ class PrivacyPlan(PrivacyConfig):
     def _misfits(self) -> list[str]:
         """Return the demands of the participation rule that the clients cannot keep."""
         problems = []
-        if self.shared and self.fewest not in (0, self.cohort) and self.strategy.memory:
+        if self.counts_attendance and self.least < self._least_overlapping:
             problems.append(
-                "noise that is correlated over rounds needs all clients in every round; with fewest take "
-                "correlation='independent', or separation 1"
+                f"with fewest {self.fewest} of {self.clients} clients and {self.colluders} colluders the sums of "
+                "two rounds need not have an honest client in common that knows who was in both: with noise that is "
+                f"correlated over rounds fewest must be {self._least_overlapping} or more"
             )
         if self.unit == "example":
             turns = math.ceil(self.rounds / self.separation)
@@ -171,6 +173,21 @@ class PrivacyPlan(PrivacyConfig):
         """Fewest clients whose sum is revealed if clients add the noise."""
         return self.fewest or self.cohort
 
+    @property
+    def counts_attendance(self) -> bool:
+        """Return whether clients may be missing though noise is correlated over rounds: mu depends on who attends."""
+        return self.shared and self.least < self.cohort and self.strategy.memory > 0
+
+    @property
+    def _least_overlapping(self) -> int:
+        """Smallest `fewest` with which the signers of one sum and the members of another share an honest client.
+
+        More than half of m members and k colluders sign, at least (m + k) // 2 + 1; of n clients n - k are honest. It
+        also rules out two sums in one round, which need 2 (m - k) <= n - k.
+        """
+        bad = self.colluders or 0
+        return next(m for m in range(bad + 1, self.clients + 1) if m + (m + bad) // 2 + 1 > self.clients + bad)
+
     @cached_property
     def shares(self) -> NoiseShares:
         """The shares of noise that clients add; only if `shared`."""
@@ -186,6 +203,7 @@ class PrivacyPlan(PrivacyConfig):
             values=self.values,
             steps=1 << math.ceil(math.log2(least)),
             whole=whole,
+            largest=self.cohort,
         )
 
     @property
@@ -315,6 +333,24 @@ class PrivacyPlan(PrivacyConfig):
         mu = self.mu * used.sensitivity / self.mechanism.sensitivity
         return Spent(mu, epsilon_of(mu, self.delta), self.delta)
 
+    def spent_by(self, attendance: Rows) -> Spent:
+        """Return the budget that is spent by revealing these sums; only if `counts_attendance`.
+
+        >>> plan = PrivacyPlan(
+        ...     epsilon=8, delta=1e-5, clip=1.0, unit="example", noise_by="clients", colluders=1, fewest=4,
+        ...     separation=2, rounds=8, clients=5, cohort=5, examples=500, batch=250, values=10,
+        ... )
+        >>> always = tuple((round, ("ann", "bob", "cleo", "dan", "eve")) for round in range(8))
+        >>> round(plan.mu, 3), round(plan.spent_by(always).mu, 3)  # the root of 3/4
+        (1.665, 1.442)
+        """
+        if not self.counts_attendance:
+            raise ConfigError("attendance counts if clients that add correlated noise may be missing")
+        if attendance and attendance[-1][0] >= self.rounds:
+            raise ConfigError(f"the plan covers {self.rounds} rounds, got a sum of round {attendance[-1][0]}")
+        mu = attendance_mu(self.shares, attendance)
+        return Spent(mu, epsilon_of(mu, self.delta), self.delta)
+
     @property
     def promise(self) -> str:
         """Guarantee and its conditions as a sentence.
@@ -352,7 +388,10 @@ class PrivacyPlan(PrivacyConfig):
 
     @property
     def _members(self) -> str:
-        return f"all {self.cohort} clients" if self.least == self.cohort else f"{self.least} clients or more"
+        if self.least == self.cohort:
+            return f"all {self.cohort} clients"
+        within = ", as long as mu by the attendance stays within it" if self.counts_attendance else ""
+        return f"{self.least} clients or more{within}"
 
     def _promise_of_shares(self) -> str:
         """Return `promise` if clients add the noise."""

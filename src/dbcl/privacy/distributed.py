@@ -16,7 +16,8 @@ wrapped Gaussian with the covariance (I - J/h) (x) s^2 (C^T C)^-1. It is within 
 distribution, and if it were uniform, sum rint(nu_i) would be rint(w + sum U_i) with independent uniform U_i: since q is
 an integer, q + rint(w + U) = rint(q + w + U) is a function of the Gaussian mechanism's output. So everybody together
 sees an (epsilon, delta_mu(epsilon) + (1 + e^epsilon) d tau) mechanism. The bound on tau does not depend on C, whose
-inverse has Gram-Schmidt norms of 1. `docs/nobody-trusted.md` has the proof.
+inverse has Gram-Schmidt norms of 1. `docs/nobody-trusted.md` has the proof. Where clients may be missing in some rounds
+s / sum |c_j| takes the place of s in it (`NoiseShares.spread`), and `attendance` computes mu.
 """
 
 import hashlib
@@ -38,7 +39,7 @@ from dbcl.state import State
 SCHEME = "silo-noise-v1"
 """Label of the stream that z comes from."""
 MIN_SCALE = 3.0
-"""Smallest standard deviation of a share in grid steps: from here on tau is below 1e-25 in any run."""
+"""Smallest standard deviation of a share in grid steps, over `NoiseShares.spread`: from here on tau is below 1e-25."""
 
 
 def total_variation(scale: float, honest: int, rounds: int) -> float:
@@ -78,6 +79,7 @@ class NoiseShares:
         values: d, the number of values in an update.
         steps: Grid steps in the clip.
         whole: The vector is all that one privacy unit contributes, and not a sum over several of them.
+        largest: The most clients in a sum; 0 for `clients`, all of which are in every sum then.
 
     >>> from dbcl.privacy import Workload, banded
     >>> mechanism = Mechanism(Workload(), banded(10), rounds=200, separation=10, participations=20)
@@ -96,17 +98,22 @@ class NoiseShares:
     values: int
     steps: int
     whole: bool = False
+    largest: int = 0
 
     def __post_init__(self) -> None:
+        if not self.largest:
+            object.__setattr__(self, "largest", self.clients)
         problems = []
+        if self.largest < self.clients:
+            problems.append(f"a sum has {self.clients} clients at least, and {self.largest} at most")
         if not 0 <= self.colluders < self.clients:
             problems.append(f"of {self.clients} clients 0 to {self.clients - 1} may collude, got {self.colluders}")
         if self.values < 1 or self.steps < 1:
             problems.append(f"values and steps are 1 or more, got {self.values} and {self.steps}")
-        if not problems and self.scale < MIN_SCALE:
+        if not problems and self.scale < MIN_SCALE * self.spread:
             problems.append(
-                f"a share of noise would have a standard deviation of {self.scale:.3g} grid steps, and {MIN_SCALE:g} "
-                "are needed; take more steps"
+                f"a share of noise would have a standard deviation of {self.scale:.3g} grid steps, and "
+                f"{MIN_SCALE * self.spread:.3g} are needed; take more steps"
             )
         if not problems and self.delta_of_rounding > self.delta / 100:
             problems.append(
@@ -136,9 +143,21 @@ class NoiseShares:
         return self.sensitivity * self.mechanism.sensitivity / (self.mu * math.sqrt(self.honest))
 
     @cached_property
+    def spread(self) -> float:
+        """Sum of |c_j| if clients may be missing, else 1.
+
+        A share of noise is independent noise of standard deviation s / spread in each round, and further noise: the
+        norm of C is at most the sum of |c_j|. That part alone makes the fractional parts of the shares almost uniform,
+        whoever attends. If all attend, C does not enter.
+        """
+        if self.largest == self.clients:
+            return 1.0
+        return float(np.abs(self.mechanism.strategy.coefficients(self.mechanism.rounds)).sum())
+
+    @cached_property
     def delta_of_rounding(self) -> float:
         """(1 + e^epsilon) d tau."""
-        tau = total_variation(self.scale, self.honest, self.mechanism.rounds)
+        tau = total_variation(self.scale / self.spread, self.largest - self.colluders, self.mechanism.rounds)
         return (1 + math.exp(self.epsilon)) * self.values * tau
 
     def mu_against(self, colluders: int) -> float:

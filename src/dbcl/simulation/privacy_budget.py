@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dbcl import data
+from dbcl.engines.secure import SecureServer
 from dbcl.errors import ConfigError, DataError, ProtocolError
 from dbcl.privacy import ParticipationTracker, PrivacyPlan, Spent, mu_of
+from dbcl.privacy.attendance import Rows, attendance_in
 from dbcl.protocol import checkpoint
 from dbcl.simulation.build import privacy_plan
 from dbcl.simulation.config import RunConfig
@@ -118,16 +120,20 @@ class Account:
         rounds: Number of closed rounds.
         turns: Largest number of participations of one unit.
         insecure: The noise follows from a seed, so nothing is guaranteed.
+        attendance: Clients of each revealed sum, if the guarantee depends on it.
     """
 
     plan: PrivacyPlan
     rounds: int
     turns: int
     insecure: bool
+    attendance: Rows | None = None
 
     @property
     def spent(self) -> Spent:
-        """The budget that is spent if the run ends here."""
+        """The budget that is spent if the run ends here; by the attendance, if the guarantee depends on it."""
+        if self.attendance is not None:
+            return self.plan.spent_by(self.attendance)
         return self.plan.spent(rounds=self.rounds, participations=self.turns)
 
     @property
@@ -162,8 +168,16 @@ class Account:
             "planned_rounds": plan.rounds,
             "most_participations": self.turns,
             "planned_participations": plan.participations,
+            **self._attended(),
             "promise": plan.promise,
         }
+
+    def _attended(self) -> dict[str, Any]:
+        """Return how many sums were revealed, and the fewest clients in one; only if the guarantee depends on it."""
+        if self.attendance is None:
+            return {}
+        sizes = [len(names) for _, names in self.attendance]
+        return {"revealed_sums": len(sizes), "fewest_in_a_sum": min(sizes, default=0), "clients": self.plan.clients}
 
 
 def account_of(run: Run) -> Account | None:
@@ -172,7 +186,9 @@ def account_of(run: Run) -> Account | None:
     if keeper.plan is None or keeper.tracker is None:
         return None
     turns = _turns(keeper.plan, run.server.round, keeper.tracker)
-    return Account(keeper.plan, run.server.round, turns, run.config.insecure)
+    attendance = run.server.rounds.attendance if isinstance(run.server, SecureServer) else None
+    rows = None if attendance is None else attendance.rows
+    return Account(keeper.plan, run.server.round, turns, run.config.insecure, rows)
 
 
 def account_in(folder: Path) -> Account | None:
@@ -189,9 +205,10 @@ def account_in(folder: Path) -> Account | None:
         names = ("rounds", "separation", "participations", "clients")
         tracker = ParticipationTracker(**{name: kept[name] for name in names})
         tracker.load_state(State(kept, {}))
+        attendance = attendance_in(server["sums"]["attendance"]) if plan.counts_attendance else None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProtocolError(f"the checkpoint in {folder} does not hold the guarantee and the participations") from error
-    return Account(plan, rounds, _turns(plan, rounds, tracker), config.insecure)
+    return Account(plan, rounds, _turns(plan, rounds, tracker), config.insecure, attendance)
 
 
 def _turns(plan: PrivacyPlan, rounds: int, tracker: ParticipationTracker) -> int:

@@ -1,13 +1,12 @@
 """Groups of clients that add up their updates together, on the server, and the size of their messages."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dbcl.config import SecAggConfig
 from dbcl.errors import ProtocolError, plain
 from dbcl.protocol.secagg.encoding import Encoding
-from dbcl.protocol.secagg.history import SumHistory
 from dbcl.protocol.secagg.keys import DIGEST, KEY, SEED, SIGNATURE
 from dbcl.protocol.secagg.messages import (
     SEALED,
@@ -71,16 +70,15 @@ class Group:
         self._require_enough(deliveries)
         return {name: encode_message(each) for name, each in deliveries.items()}
 
-    def survivors(self, answers: Mapping[str, bytes], history: SumHistory | None) -> dict[str, bytes]:
+    def survivors(self, answers: Mapping[str, bytes], record: Callable[[Sequence[str]], None]) -> dict[str, bytes]:
         survivors = self.round.survivors(answers)
-        self.settle(survivors.survivors, history)
+        self.settle(survivors.survivors, record)
         return dict.fromkeys(survivors.survivors, encode_message(survivors))
 
-    def settle(self, members: Sequence[str], history: SumHistory | None) -> None:
-        """Fix the clients of the sum, or raise `ProtocolError` if it may not be revealed."""
+    def settle(self, members: Sequence[str], record: Callable[[Sequence[str]], None]) -> None:
+        """Fix the clients of the sum, or raise `ProtocolError` if it may not be revealed, which `record` also may."""
         self._require_enough(members)
-        if history is not None:
-            history.add(members)
+        record(members)
 
     def agreed(self, answers: Mapping[str, bytes]) -> dict[str, bytes]:
         agreed = self.round.agreed(answers)

@@ -6,7 +6,7 @@ A round goes: `Advert` up, `Roster` down, `Shares` up, `Delivery` down, `Masked`
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from dbcl.errors import ProtocolError, shown
+from dbcl.privacy import attendance
+from dbcl.privacy.attendance import Rows
 from dbcl.protocol.codec import KINDS, Fields, pack, unpack
 from dbcl.protocol.inspection import is_count, is_name
 from dbcl.protocol.secagg.keys import DIGEST, KEY, SEED, SIGNATURE, digest
@@ -58,7 +60,8 @@ class Roster:
 
     `broadcast` is the digest of the group's broadcast, `plan` that of its round plan, `threshold` the number of clients
     that must help to remove the masks, and `colluders` the number that may collude with the server. Values and norms
-    are at most `bound`, a client counts for at most `most` examples, and a vector has `length` values.
+    are at most `bound`, a client counts for at most `most` examples, and a vector has `length` values. `attendance` has
+    the clients of each earlier sum, where a guarantee depends on it; it is not written if it is empty.
     """
 
     round: int
@@ -70,6 +73,7 @@ class Roster:
     most: int
     length: int
     members: tuple[Member, ...]
+    attendance: Rows = ()
 
     @cached_property
     def binding(self) -> bytes:
@@ -200,7 +204,7 @@ def decode_message(kind: type[M], data: bytes) -> M:
     take = Fields(what, header)
     read: dict[str, Any] = {}
     for each in fields(kind):
-        if each.name != "packed":
+        if each.name != "packed" and (each.default is MISSING or each.name in header):
             spec = _SPECS[each.name]
             read[each.name] = spec.read(take(each.name, spec.valid))
     take.end()
@@ -265,6 +269,13 @@ def _are_members(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= MAX_GROUP and all(map(one, value))
 
 
+def _is_attendance(value: Any) -> bool:
+    try:
+        return bool(attendance.unpacked(value)) and all(map(is_name, value["parties"]))
+    except ValueError:
+        return False
+
+
 def _plain(value: Any) -> Any:
     return value
 
@@ -287,6 +298,7 @@ _SPECS: dict[str, _Spec] = {
     "shares": _by_name(SEED),
     "sharers": _NAMES,
     "survivors": _NAMES,
+    "attendance": _Spec(_is_attendance, attendance.packed, attendance.unpacked),
     "members": _Spec(
         _are_members,
         lambda own: [[member.name, *(each.hex() for each in member[1:])] for member in own],
@@ -299,5 +311,5 @@ def _fields_of(message: Message) -> dict[str, Any]:
     return {
         each.name: _SPECS[each.name].write(getattr(message, each.name))
         for each in fields(message)
-        if each.name != "packed"
+        if each.name != "packed" and (each.default is MISSING or getattr(message, each.name) != each.default)
     }

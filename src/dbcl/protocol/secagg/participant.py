@@ -20,7 +20,8 @@ class SecureClient:
     It keeps the keys of one round, and for the whole run, independently of the server:
 
     - the last round and its broadcast: it rejects earlier rounds, and a second broadcast of one round;
-    - its groups, from which the groups follow that it must reject (`GroupRule`);
+    - its groups, from which the groups follow that it must reject (`GroupRule`), and with noise that is correlated over
+      rounds, if clients may be missing, the attendance of all revealed sums;
     - with shares of noise, its vector of the round: two vectors of one round would reveal the difference of their
       noise.
 
@@ -126,6 +127,12 @@ class SecureClient:
 
     def _check_roster(self, roster: Roster) -> None:
         self.rule.check_roster(roster.round, roster.names)
+        parties = self.encoding.parties
+        if parties is not None and self.registry is not None and len(self.registry.known) > parties:
+            raise ProtocolError(
+                f"the registry has {len(self.registry.known)} keys, and the guarantee is planned for {parties} clients"
+            )
+        self.rule.learn(roster.round, roster.attendance)
 
     def state(self) -> State:
         """Return the state that another process needs to answer the next message, secrets included.

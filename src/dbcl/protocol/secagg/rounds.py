@@ -17,6 +17,7 @@ from dbcl.blinding import lift
 from dbcl.config import SecAggConfig
 from dbcl.errors import ConfigError, ProtocolError, listed, plain
 from dbcl.privacy import clip_factor
+from dbcl.privacy.attendance import AttendanceLog
 from dbcl.protocol.aggregation import Aggregate
 from dbcl.protocol.codec import encode
 from dbcl.protocol.messages import AggregationStats, Broadcast, RoundReport
@@ -85,6 +86,10 @@ class SecureRounds:
             raise ConfigError(listed("this server cannot add securely:", problems))
         self.server, self.config, self.registry, self.persist = server, config, registry, persist
         self.history = SumHistory()
+        self.attendance: AttendanceLog | None = None
+        """Clients of each revealed sum, if a guarantee depends on it."""
+        if server.privacy is not None and server.privacy.counts_attendance:
+            self.attendance = AttendanceLog(server.privacy.shares)
         self._formed: dict[str, tuple[str, ...]] = {}
         """Group of each client that was asked for a masked update before its group has added up."""
         self.sent_up = self.sent_down = 0
@@ -107,7 +112,7 @@ class SecureRounds:
         steps: list[Callable[[Group, Mapping[str, bytes]], Mapping[str, bytes]]] = [
             Group.roster,
             Group.deliver,
-            lambda group, own: group.survivors(own, None if self.encoding.noisy else self.history),
+            lambda group, own: group.survivors(own, self.record),
             Group.agreed,
         ]
         for step in steps:
@@ -201,6 +206,13 @@ class SecureRounds:
         refused |= dict.fromkeys(clients, reason)
         return []
 
+    def record(self, members: Sequence[str]) -> None:
+        """Count the sum of a group as revealed, or raise `ProtocolError` if clients would not sign their list."""
+        if not self.encoding.noisy:
+            self.history.add(members)
+        elif self.attendance is not None:
+            self.attendance.add(self.server.round, members)
+
     def _form(self, groups: Iterable["Group"]) -> bool:
         """Remember the groups that are asked for masked updates: from then on clients take no others into theirs.
 
@@ -218,7 +230,10 @@ class SecureRounds:
     def _group(self, broadcast: Broadcast, clients: tuple[str, ...], *, whole: bool) -> "Group":
         plan = broadcast.plan
         own = broadcast_digest(broadcast), self.encoding.binding(bytes.fromhex(plan.digest)), vector_length(plan)
-        side = GroupRound(broadcast.round, *own, self.config, registry=self.registry, encoding=self.encoding)
+        past = () if self.attendance is None else self.attendance.before(broadcast.round)
+        side = GroupRound(
+            broadcast.round, *own, self.config, registry=self.registry, encoding=self.encoding, attendance=past
+        )
         return Group(clients, plan, side, whole)
 
     def close(self, totals: Sequence[tuple[RoundPlan, Total]], refused: Mapping[str, str]) -> RoundReport:
@@ -251,18 +266,24 @@ class SecureRounds:
         raise ProtocolError(listed(head, _reasons(refused)))
 
     def state(self) -> State:
-        """Return what a checkpoint keeps beside the server's state: the groups that have added up or been formed."""
+        """Return what a checkpoint keeps beside the server's state: the groups of the sums, and the attendance."""
         formed = [list(group) for group in dict.fromkeys(self._formed.values())]
-        return join(history=self.history.state(), formed=State({"groups": formed}, {}))
+        parts = {"history": self.history.state(), "formed": State({"groups": formed}, {})}
+        if self.attendance is not None:
+            parts["attendance"] = self.attendance.state()
+        return join(**parts)
 
     def load_state(self, state: State) -> None:
         """Restore what `state` returned."""
         try:
             groups = [tuple(map(str, group)) for group in state.part("formed").values["groups"]]
             history = state.part("history")
+            attendance = None if self.attendance is None else state.part("attendance")
         except (KeyError, TypeError, AttributeError) as error:
             raise ProtocolError("the checkpoint does not say which clients add up together") from error
         self.history.load_state(history)
+        if self.attendance is not None and attendance is not None:
+            self.attendance.load_state(attendance)
         self._formed = {client: group for group in groups for client in group}
 
 

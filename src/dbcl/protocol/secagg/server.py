@@ -12,6 +12,7 @@ import numpy as np
 
 from dbcl.config import SecAggConfig
 from dbcl.errors import ProtocolError, plain
+from dbcl.privacy.attendance import Rows
 from dbcl.protocol.secagg.encoding import Encoding, Total, WeightedMean
 from dbcl.protocol.secagg.keys import DIGEST, KeyPair, Registry, SigningKey, derive
 from dbcl.protocol.secagg.masks import add_masks
@@ -67,6 +68,8 @@ class GroupRound:
     registry: Registry | None = None
     encoding: Encoding | None = None
     """Encoding of updates as integers; `WeightedMean` if None."""
+    attendance: Rows = ()
+    """Clients of each earlier sum, where a guarantee depends on it."""
     _adverts: dict[str, Advert] = field(default_factory=dict)
     _roster: Roster | None = None
     _shares: dict[str, Shares] = field(default_factory=dict)
@@ -117,6 +120,7 @@ class GroupRound:
             most=self.config.weight_cap,
             length=self.length,
             members=tuple(self._adverts[name].member for name in sorted(self._adverts)),
+            attendance=self.attendance,
         )
         return self._roster
 
