@@ -5,7 +5,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +21,7 @@ from dbcl.files import user_path
 from dbcl.settings import LONG
 from dbcl.simulation import RESUMABLE, RoundMetrics, Run, RunConfig, presets, transcript_bytes
 from dbcl.simulation.baseline import score_without_noise
-from dbcl.simulation.build import check
+from dbcl.simulation.build import device_of
 from dbcl.simulation.run_folder import read_config
 from dbcl.simulation.task import CODE, Task, code_of, task_of
 from dbcl.simulation.user_code import user_code
@@ -112,7 +111,7 @@ def train(
         with presets.hint_of_default(named):
             chosen = presets.preset(preset, **settings)
             with _user_code(chosen, as_json):
-                check(replace(chosen, lr=chosen.lr or 1.0))  # before features are computed; 0 is planned later
+                device_of(chosen)  # before features are computed
                 task = _task(chosen, data_dir, quiet=quiet or as_json)
                 run = Run.start(chosen, out, task=task) if out else _start(chosen, preset, task)
     _warn_of_transcripts(run)

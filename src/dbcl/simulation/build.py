@@ -74,7 +74,6 @@ def check(config: RunConfig) -> RunConfig:
     local_training(config)
     validator(config)
     update_noise(config)
-    _device(config)
     return config
 
 
@@ -254,13 +253,13 @@ def calibration(config: RunConfig, task: Task) -> Tree:
     >>> calibration(RunConfig(), task_of(RunConfig())).shape
     torch.Size([1000, 1, 28, 28])
     """
-    return task.held_out.to(_device(config)).first(CALIBRATION_INPUTS).inputs
+    return task.held_out.to(device_of(config)).first(CALIBRATION_INPUTS).inputs
 
 
 def build_run_server(config: RunConfig, task: Task, *, seed: bytes) -> Server:
     """Make the server of a run, before its first round."""
     check(config)
-    model = task.make_model(_weight_seed(config, seed)).to(_device(config))
+    model = task.make_model(_weight_seed(config, seed)).to(device_of(config))
     examples = len(task.train)
     plan = build_plan(config, model, task.layers, examples=examples)
     values = sum(math.prod(tensor.shape) for tensor in plan.tensors)
@@ -293,7 +292,7 @@ def build_run_server(config: RunConfig, task: Task, *, seed: bytes) -> Server:
 
 def build_engine(config: RunConfig, task: Task, server: TrainingServer, *, seed: bytes) -> Engine:
     """Make the engine that plays the rounds of a run."""
-    device = _device(config)
+    device = device_of(config)
     more = {"precision": config.precision} if config.engine == "stacked" else {}
     return ENGINES[config.engine](
         server,
@@ -343,7 +342,12 @@ def _weight_seed(config: RunConfig, seed: bytes) -> int:
     return int(seeds.words(seed, "weights", n=1)[0] >> np.uint64(2)) if config.seed is None else config.seed
 
 
-def _device(config: RunConfig) -> torch.device:
+def device_of(config: RunConfig) -> torch.device:
+    """Return the device of a run, or raise `ConfigError` if it is not there.
+
+    >>> device_of(RunConfig())
+    device(type='cpu')
+    """
     device = torch.device(resolve_device(config).device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, and PyTorch finds no CUDA device here; `device=auto` takes what there is")
