@@ -132,7 +132,7 @@ class SharedCanaries(ForwardingServer):
         self._left: list[Vector] = []
         """Products of the directions with each sum, less all data that are known."""
         self._known: list[Vector] = []
-        """Products of the directions with the known data of each round."""
+        """Products of the directions with the data that an owner of the model subtracts."""
         self._noise: list[dict[str, Vector]] = []
         """Products of the directions with the noise of each client, by round."""
 
@@ -162,7 +162,8 @@ class SharedCanaries(ForwardingServer):
         if canaries is not None and plan.unit == "example":
             everything = everything - canaries
         self._used.append(canaries is not None)
-        rows = self._dots([total.values + beside - everything, everything, *noise.values()])
+        # Canaries that are added to what is observed are not in the weights.
+        rows = self._dots([total.values + beside - everything, everything - beside, *noise.values()])
         self._left.append(rows[0])
         self._known.append(rows[1])
         self._noise.append(dict(zip(noise, rows[2:], strict=True)))

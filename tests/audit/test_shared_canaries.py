@@ -153,6 +153,7 @@ def test_a_client_as_the_unit() -> None:
     found = measured(plan)
     assert_as_stated(found["colluders"])
     assert found["colluders"].turns == 2
+    assert found["anyone"].mu == pytest.approx(found["server"].mu, abs=0.5)
 
 
 # Faults
