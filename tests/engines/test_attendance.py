@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+import dbcl
+from dbcl.cli.privacy import _after
 from dbcl.engines.secure import SecureServer
 from dbcl.errors import ProtocolError
 from dbcl.privacy import NoiseStream, PrivacyPlan
@@ -19,9 +21,7 @@ from dbcl.protocol.secagg import NoisySum, SecureClient
 from dbcl.protocol.secagg.history import AccountedAttendance
 from dbcl.protocol.secagg.messages import Roster, decode_message, encode_message
 from dbcl.protocol.secagg.vectors import broadcast_digest
-from dbcl.simulation.presets import preset
 from dbcl.simulation.privacy_budget import Account, account_in, account_of
-from dbcl.simulation.run import Run
 
 SEED = bytes(32)
 ALL = "abcde"
@@ -188,18 +188,17 @@ def test_a_list_that_was_sent_out_counts_though_its_sum_was_not_revealed(monkeyp
     assert server.rounds.attendance.rows == rows_of(ALL, "abcd")
 
 
-def test_a_run_states_what_it_spent_by_its_attendance(tmp_path: Path) -> None:
-    options = {"clients": 5, "colluders": 1, "fewest": 4, "rounds": 4, "separation": 2, "epsilon": 50.0}
-    run = Run.start(preset("guaranteed", features=None, engine="local", **options), tmp_path / "run")
-    assert isinstance(run.server, SecureServer)
-    sums = (ALL, "abce", ALL)
-    for names in sums:
-        play(run.server, names)
-    run._save()
+def test_a_run_states_what_it_spent_by_its_attendance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 2
+    options = {"colluders": 1, "fewest": 4, "rounds": 3, "separation": 2, "epsilon": 50.0, "lr": 0.05, "batch_size": 10}
+    run = dbcl.simulate(
+        nn.Linear(4, 2), (x, y), (x, y), settings="guaranteed", clients=5, folder=tmp_path / "run", **options
+    )
     account = account_in(tmp_path / "run")
     assert account is not None
     assert account == account_of(run)
-    assert account.attendance == rows_of(*sums)
     facts = account.facts()
-    assert (facts["revealed_sums"], facts["fewest_in_a_sum"]) == (3, 4)
-    assert facts["spent_mu"] == account.plan.spent_by(rows_of(*sums)).mu < facts["mu"]
+    assert (facts["revealed_sums"], facts["fewest_in_a_sum"]) == (3, 5)
+    assert facts["spent_mu"] == pytest.approx(facts["mu"] * math.sqrt(3 / 4), rel=1e-9)
+    _after(tmp_path / "run", as_json=False)
+    assert "5 or more of 5 clients in each of 3 revealed sums" in capsys.readouterr().out
