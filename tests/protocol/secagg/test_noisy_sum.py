@@ -282,8 +282,7 @@ def test_a_round_moves_the_weights_by_the_noisy_sum() -> None:
     ((_, total),) = silos.rounds.totals
     assert moved == pytest.approx(total.values / silos.plan.per_round, rel=1e-4, abs=1e-7)
     noise = silos.plan.shares.noise(5) * NoisySum(silos.plan).grid
-    assert np.abs(total.values - sum(silos.data.values())).max() < 5 * noise
-    assert np.abs(total.values - sum(silos.data.values())).min() > 0
+    assert noise / 100 < np.abs(total.values - sum(silos.data.values())).max() < 6 * noise
 
 
 def test_a_round_counts_with_all_silos_only_and_the_next_one_goes_on() -> None:
