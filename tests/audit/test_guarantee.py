@@ -288,6 +288,14 @@ def test_less_than_canaries_should_reach_is_said() -> None:
     assert "Less was measured" in said or "less was measured" in said
 
 
+def test_a_client_without_noise_is_named() -> None:
+    settings = {"epsilon": 4.38, "sketch": "identity-v1", "noise_by": "clients", "colluders": 2}
+    made = Audit("a", settings, {}, (), tuple(shared((0.7, 0.9, 1.0), quiet=("client 3",))), 1.0)
+    assert [rank for rank, *_ in verdicts(made)] == [4, 4, 4]
+    assert "client 3" in verdicts(made)[0][1]
+    assert "client 3" in page(made)
+
+
 OWN = """
 import torch
 

@@ -1,6 +1,7 @@
 """Sentences about runs with a guarantee: the promise, its adversaries, and what a measurement proves."""
 
 from dbcl_audit.findings import Audit, Finding, Measure
+from dbcl_audit.report.measures import plain_text
 from dbcl_audit.report.rating import RANK, SHORT, word
 
 PROMISES = {
@@ -117,7 +118,9 @@ def promise_verdict(finding: Finding, audit: Audit) -> tuple[int, str, str]:
     if colluders is None:
         return rank, own, proof_text(audit)
     who = SHARED_VERDICTS.get(finding.adversary, "The guarantee").format(colluders=colluding(colluders))
-    return rank, f"{who}: {own[0].lower()}{own[1:]}", SHARED_NOTES.get(finding.adversary, "")
+    quiet = finding.budget.get("clients with too little noise")
+    missing = f" Less noise than planned was added by: {plain_text(quiet)}." if quiet else ""
+    return rank, f"{who}: {own[0].lower()}{own[1:]}{missing}", SHARED_NOTES.get(finding.adversary, "")
 
 
 def about_promise(audit: Audit, server: str) -> list[str]:
