@@ -301,8 +301,8 @@ TASKS = (
     OrdinaryTask(
         "tabular classification", lambda: mlp(20, 4), tabular_classes, cross_entropy, accuracy, lr=0.2, rounds=100
     ),
-    OrdinaryTask("small CNN", cnn, digits, cross_entropy, accuracy, lr=0.05),
-    OrdinaryTask("ResNet with BatchNorm", resnet, digits, cross_entropy, accuracy, rounds=30, lr=0.05),
+    OrdinaryTask("small CNN", cnn, digits, cross_entropy, accuracy, rounds=30, lr=0.1),
+    OrdinaryTask("ResNet with BatchNorm", resnet, digits, cross_entropy, accuracy, rounds=20, lr=0.1),
     OrdinaryTask("tiny transformer", TinyTransformer, sequences, cross_entropy, accuracy, lr=0.1),
     OrdinaryTask("LoRA on it", fine_tuned, other_sequences, cross_entropy, accuracy, lr=0.1, rounds=30),
     OrdinaryTask("LSTM", Recurrent, signals, cross_entropy, accuracy, lr=0.2, rounds=80),
