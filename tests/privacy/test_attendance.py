@@ -197,6 +197,31 @@ def test_the_worst_signs_are_as_bad_as_stated_and_a_mutant_without_absolute_valu
     assert mutant < (1 - error) * max(found) < stated < (1 + error) * max(found)
 
 
+def test_attendance_that_follows_what_was_revealed_tells_no_more_than_the_worst_path() -> None:
+    """The best test of an adversary that chooses who attends by the sign of the first sum: mu of the worst choice."""
+    plan, count = plan_of(5, 0, 4, rounds=4), 200_000
+    strategy, rng = plan.strategy, np.random.default_rng(0)
+    c = strategy.coefficients(4)
+    C = np.array([[c[row - column] if row >= column else 0.0 for column in range(4)] for row in range(4)])
+    noise = np.linalg.inv(C) @ rng.normal(size=(5, 4, count))
+    data = np.where(np.arange(count) < count // 2, 2.0, 0.0)
+    sums = {name: noise[place] for place, name in enumerate("abcde")}
+    sums["a"] = sums["a"] + np.array([1, 0, -1, 0])[:, None] * data
+    first, scores, budgets = sum(sums[name][0] for name in "abcde"), np.zeros(count), []
+    for positive, rest in ((True, ("abde", "abcde", "abde")), (False, ("abcd", "abcd", "abcd"))):
+        rows, taken = rows_of("abcde", *rest), (first > 0) == positive
+        seen = np.array([sum(sums[name][round] for name in names) for round, names in rows])
+        weights = 2.0 * np.linalg.solve(covariance(strategy, rows, "abcde"), np.array([1, 0, -1, 0]))
+        budgets.append(2.0 * float(weights @ np.array([1, 0, -1, 0])))
+        scores = np.where(taken, weights @ seen - budgets[-1] / 2, scores)
+    assert budgets[1] > 1.05 * budgets[0]
+    ranks = np.argsort(np.argsort(scores))
+    half = count // 2
+    auc = (ranks[:half].sum() - half * (half - 1) / 2) / half**2
+    least, most = (0.5 * math.erfc(-math.sqrt(each) / 2) for each in sorted(budgets))
+    assert least - 0.004 < auc < most + 0.004
+
+
 # Plans
 
 

@@ -122,10 +122,11 @@ def _checks(run: Run) -> tuple[str, str]:
     how = "masked and added over real bytes" if run.config.engine == "local" else "rounded and added as if masked"
     privacy = run.config.privacy
     if privacy is not None and privacy.noise_by == "clients":
-        return "the server saw", f"sums over {privacy.fewest or run.config.cohort} clients, {how}"
+        least = f"{privacy.fewest} clients or more" if privacy.fewest else f"{run.config.cohort} clients"
+        return "the server saw", f"sums over {least}, {how}"
     bound = run.config.secagg.clip if privacy is None else privacy.clip
-    least = run.config.secagg.min_cohort
-    return "the server saw", f"sums over {least} clients or more, {how}; each update is clipped to {bound:g}"
+    fewest = run.config.secagg.min_cohort
+    return "the server saw", f"sums over {fewest} clients or more, {how}; each update is clipped to {bound:g}"
 
 
 def _seen(plan: SketchPlan) -> str:

@@ -162,7 +162,8 @@ def forecasts(config: RunConfig, *, examples: int, values: int) -> list[Forecast
     for epsilon in sorted({*EPSILONS, config.privacy.epsilon}):
         for noise_by in ("clients", "server")[config.clients < 2 :]:
             colluders = config.privacy.colluders if noise_by == "clients" else None
-            target = replace(config.privacy, epsilon=epsilon, noise_by=noise_by, colluders=colluders, fewest=0)
+            fewest = config.privacy.fewest if noise_by == "clients" else 0
+            target = replace(config.privacy, epsilon=epsilon, noise_by=noise_by, colluders=colluders, fewest=fewest)
             made = suggest(target, clients=config.clients, examples=examples, values=values)
             loss = expected_loss(made.noise_to_signal)
             found.append(
