@@ -147,8 +147,8 @@ class NoiseShares:
         """Sum of |c_j| if clients may be missing, else 1.
 
         A share of noise is independent noise of standard deviation s / spread in each round, and further noise: the
-        norm of C is at most the sum of |c_j|. That part alone makes the fractional parts of the shares almost uniform for
-        any attendance. If all attend, C does not enter.
+        norm of C is at most the sum of |c_j|. That part alone makes the fractional parts of the shares almost uniform
+        for any attendance. If all attend, C does not enter.
         """
         if self.largest == self.clients:
             return 1.0
