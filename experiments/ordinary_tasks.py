@@ -4,6 +4,8 @@ Every task is trained four ways with dbcl as a user would write it on the first 
 and with the preset `blind`, the five verbs, Flower's `DoubleBlind` on a `LocalGrid`), and by a loop that knows nothing
 of dbcl. All have the same initial weights and clients. `python -m experiments.ordinary_tasks` plays what has no row yet
 and writes docs/ordinary-tasks.md.
+
+Longer than 350 lines, since training by hand, by dbcl and by Flower is written out here, each as a user would.
 """
 
 import argparse

@@ -14,8 +14,8 @@ from dbcl.model import networks
 from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import checkpoint
 from dbcl.simulation import preset
-from dbcl.simulation.build import privacy_plan, rms, weight_scale
-from dbcl.simulation.planning import planned
+from dbcl.simulation.build import privacy_plan
+from dbcl.simulation.planning import planned, rms, weight_scale
 
 Invoke = Callable[..., str]
 

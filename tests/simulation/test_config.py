@@ -16,9 +16,9 @@ from dbcl.model import networks
 from dbcl.objective import Objective
 from dbcl.protocol import BroadcastRequirements, UpdateValidator
 from dbcl.settings import about
-from dbcl.simulation.build import build_plan, build_run_server, check, privacy_plan, public_setting, rms, validator
+from dbcl.simulation.build import build_plan, build_run_server, check, privacy_plan, public_setting, validator
 from dbcl.simulation.config import OPTIONS, RunConfig
-from dbcl.simulation.planning import planned
+from dbcl.simulation.planning import planned, rms
 from dbcl.simulation.presets import DEFAULT, PRESETS, explain, from_toml, preset, to_toml
 from dbcl.simulation.task import given, task_of
 from dbcl.simulation.training import local_training, update_noise

@@ -19,10 +19,9 @@ from dbcl.model import networks
 from dbcl.privacy import PrivacyPlan
 from dbcl.settings import PROMISE
 from dbcl.simulation import plots, presets
-from dbcl.simulation.build import rms, weight_scale
 from dbcl.simulation.config import RunConfig
 from dbcl.simulation.features import input_shape
-from dbcl.simulation.planning import parameter_count
+from dbcl.simulation.planning import parameter_count, rms, weight_scale
 from dbcl.simulation.privacy_budget import Account, account_in, choices, noise_by_epsilon, plan_of, units_in
 
 DRAWN = tuple(2 ** (step / 4) for step in range(-4, 17))

@@ -24,7 +24,7 @@ from dbcl.plan import SketchPlan
 from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import Server, UpdateValidator
 from dbcl.simulation.config import RunConfig
-from dbcl.simulation.planning import noise_warning, parameter_count, steps_warning
+from dbcl.simulation.planning import noise_warning, parameter_count, rms, steps_warning, weight_scale
 from dbcl.simulation.task import Task
 from dbcl.simulation.training import local_training, update_noise
 from dbcl.transcripts import Setting
@@ -146,31 +146,6 @@ def new_seed(config: RunConfig) -> bytes:
     (True, False)
     """
     return seeds.fresh() if config.seed is None else seeds.derive(bytes(seeds.SEED_BYTES), "run", config.seed)
-
-
-def rms(model: nn.Module) -> float:
-    """Return the RMS of all trained parameters of a model.
-
-    >>> rms(nn.Linear(4, 2).requires_grad_(False))
-    0.0
-    """
-    trained = [parameter.detach().double() for parameter in model.parameters() if parameter.requires_grad]
-    total = sum(parameter.numel() for parameter in trained)
-    return math.sqrt(sum(float(parameter.square().sum()) for parameter in trained) / total) if total else 0.0
-
-
-def weight_scale(model: nn.Module, privacy: PrivacyPlan) -> float:
-    """Return the RMS of the initial weights, with which the noise of a guarantee is compared.
-
-    If all weights are initially 0, as those of a linear model may be, it is what the updates can make of them.
-
-    >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
-    >>> model = nn.Linear(4, 1, bias=False)
-    >>> weight_scale(model, plan) == rms(model), weight_scale(nn.utils.vector_to_parameters(
-    ...     torch.zeros(4), model.parameters()) or model, plan)
-    (True, 40.0)
-    """
-    return rms(model) or privacy.reach / math.sqrt(max(1, parameter_count(model)))
 
 
 def sketch_config(

@@ -1,5 +1,6 @@
 """Settings of a guarantee that follow from the run: rounds, separation and learning rate that are left at 0."""
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -70,6 +71,32 @@ def steps_warning(plan: PrivacyPlan | None, model: nn.Module) -> str:
         f"the guarantee leaves {plan.rounds} noisy steps of training, in which a network with hidden layers may learn "
         f"little: small tasks lost {LOSS_WITH_HIDDEN_LAYERS} (docs/ordinary-tasks.md). {CHOICES}"
     )
+
+
+def rms(model: nn.Module) -> float:
+    """Return the RMS of all trained parameters of a model.
+
+    >>> rms(nn.Linear(4, 2).requires_grad_(False))
+    0.0
+    """
+    trained = [parameter.detach().double() for parameter in model.parameters() if parameter.requires_grad]
+    total = sum(parameter.numel() for parameter in trained)
+    return math.sqrt(sum(float(parameter.square().sum()) for parameter in trained) / total) if total else 0.0
+
+
+def weight_scale(model: nn.Module, privacy: PrivacyPlan) -> float:
+    """Return the RMS of the initial weights, with which the noise of a guarantee is compared.
+
+    If all weights are initially 0, as those of a linear model may be, it is what the updates can make of them.
+
+    >>> import torch
+    >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
+    >>> model = nn.Linear(4, 1, bias=False)
+    >>> weight_scale(model, plan) == rms(model), weight_scale(nn.utils.vector_to_parameters(
+    ...     torch.zeros(4), model.parameters()) or model, plan)
+    (True, 40.0)
+    """
+    return rms(model) or privacy.reach / math.sqrt(max(1, parameter_count(model)))
 
 
 def planned(config: RunConfig, *, examples: int, values: int) -> RunConfig:
