@@ -52,7 +52,7 @@ def attendance_mu(shares: NoiseShares, rows: Rows) -> float:
 
     It is exact over the sets of colluders that differ in their attendance if these are `MAX_SUBSETS` or fewer, and else
     a bound from above. The cost is one inverse of a matrix of the size of `rows` for each set: 800 sums of ten parties
-    with two colluders, all of different attendance, take 1.5 s on one core, and if all attend in every round 0.1 s.
+    with two colluders, all of different attendance, take 1 s of one core, and if all attend in every round 0.1 s.
 
     >>> from dbcl.privacy.factorization import Mechanism, Workload, banded
     >>> mechanism = Mechanism(Workload(), banded(2), rounds=4, separation=2, participations=2)
