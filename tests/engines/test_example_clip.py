@@ -141,6 +141,35 @@ def test_of_many_aligned_examples_in_float32_one_changes_no_more_than_its_clip(
     assert float((sums[0] - sums[1]).norm()) <= plan.clip * (1 + excess)
 
 
+class Scale(nn.Module):
+    """One weight, in a layer that has no fast path; with `branches` also none for several examples together."""
+
+    def __init__(self, *, branches: bool) -> None:
+        super().__init__()
+        self.weight, self.branches = nn.Parameter(torch.zeros(1, 1)), branches
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.branches and float(x.detach().sum()) < 0:
+            x = -x
+        return x * self.weight
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Linear(1, 1, bias=False), Scale(branches=False), Scale(branches=True)], ids=["dense", "vmap", "each"]
+)
+def test_a_sum_for_shares_of_noise_is_exact(model: nn.Module) -> None:
+    """It is one whose every partial sum is no number of float32, in a model in float32."""
+    count, large = 2101, 2.0**25
+    x = torch.cat([torch.tensor([large]), torch.ones(count)])[:, None]
+    broadcast = dbcl.Server(model, dbcl.config.UNSKETCHED).open_round()
+    training = LocalTraining(lr=1.0, steps=1, example_clip=large)
+    local = dbcl.blinded(model, broadcast)
+    update = training.clipped_update(
+        local, broadcast, (x, torch.ones(len(x))), seed=SEED, client=0, loss=lambda outputs, _: outputs.sum()
+    )
+    assert update.tensors["weight"].item() == -(large + count)
+
+
 def centred(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Collate examples less their mean: each acts on all others of its batch."""
     x, y = map(torch.stack, zip(*pairs, strict=True))
