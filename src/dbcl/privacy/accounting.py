@@ -383,7 +383,8 @@ class PrivacyPlan(PrivacyConfig):
         """
         if not self.shared:
             return "against clients and the public, with a trusted server"
-        others = f"up to {self.colluders} colluding clients" if self.colluders else "other clients"
+        plural = "" if self.colluders == 1 else "s"
+        others = f"up to {self.colluders} colluding client{plural}" if self.colluders else "other clients"
         return f"against the server, {others} and everyone who gets the model"
 
     @property
