@@ -106,7 +106,7 @@ def test_silos_play_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.INFO):
         strategy.start(grid_of(PLAN, tmp_path), num_rounds=4)
     assert [report.accepted for report in strategy.reports] == [5] * 4
-    assert "against the server, up to 1 colluding clients" in caplog.text
+    assert "against the server, up to 1 colluding client" in caplog.text
     assert strategy.server.guarantee == PLAN.promise
     with pytest.raises(ConfigError, match="planned for 4 rounds"):
         strategy.start(grid_of(PLAN, tmp_path), num_rounds=5)
