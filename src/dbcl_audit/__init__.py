@@ -1,9 +1,10 @@
-"""Attacks on finished runs: what each party could infer from what it observed, and a report of it.
+"""Attacks on recorded training runs, and a report of what each party can infer from its
+observations.
 
-`audit.py` runs a whole audit: `simulated_run.py` plays short runs with known ground truth,
-`estimators/` and `attacks/` work from transcripts, `scoring.py` compares with the ground truth, and
-`report/` renders the findings (`findings.py`) as a page. `guarantee.py` measures the epsilon of a
-guarantee with canaries (`canaries.py`).
+`audit.py` runs a complete audit. `simulated_run.py` simulates short runs with known ground truth,
+`estimators/` and `attacks/` process the transcripts, `scoring.py` compares the results with the
+ground truth, and `report/` renders the findings (`findings.py`) as a page. `guarantee.py` uses
+canaries (`canaries.py`) to measure the epsilon of a differential-privacy guarantee.
 """
 
 import importlib

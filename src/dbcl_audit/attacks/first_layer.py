@@ -1,4 +1,4 @@
-"""Recovery of one example from the gradient of a dense first layer with a bias, by linear
+"""Recover one example from the gradient of a dense first layer with a bias by solving linear
 equations.
 """
 
@@ -35,8 +35,8 @@ class FirstLayer:
     sketch: Sketch
 
     def inputs(self) -> Tensor:
-        """Return x R of a single example: dV = db^T (x R D), so that every row of dV with a bias
-        gradient holds x R D.
+        """Return x R of a single example. Because dV = db^T (x R D), every row of dV with a nonzero
+        bias gradient is a multiple of x R D.
         """
         weight, bias = self.weight.detach().cpu().double(), self.bias.detach().cpu().double()
         if not bias.any():
@@ -44,12 +44,13 @@ class FirstLayer:
         return (bias @ weight) / (bias @ bias) / self.sketch.gain(weight)
 
     def sees(self, examples: Tensor) -> Array:
-        """Return the inputs of the layer and its bias for examples: c = (x R D, 1)."""
+        """Return the sketched layer inputs of the examples, with a 1 for the bias: c = (x R D, 1).
+        """
         x = examples.detach().cpu().double().flatten(1)
         return np.concatenate([self.sketch.project(x).numpy(), np.ones((len(x), 1))], axis=1)
 
     def rows(self) -> Array:
-        """Return [dV, db] without the units that did not change."""
+        """Return the matrix [dV, db] without the rows of units whose gradient is zero."""
         weight, bias = (part.detach().cpu().double().numpy() for part in (self.weight, self.bias))
         if weight.shape != (len(bias), self.sketch.width):
             raise ConfigError(
@@ -66,8 +67,8 @@ class FirstLayer:
 
 
 def metric_root(c: Array) -> Array:
-    """Return a root of M = root root^T, the inverse of the second moments of examples, so that c
-    root is white.
+    """Return a root of the inverse second moments M = root root^T of examples; c root is then
+    white.
 
     >>> root = metric_root(np.array([[2.0, 0.0], [0.0, 1.0]]))
     >>> (root @ root.T).round(2).tolist()
@@ -79,8 +80,8 @@ def metric_root(c: Array) -> Array:
 
 
 def dense_first_layer(broadcast: Broadcast, shape: Sequence[int]) -> str | None:
-    """Return the prefix of a dense first layer with a bias that takes the whole image; None if
-    there is none.
+    """Return the name prefix of a dense first layer that has a bias and takes the whole image, or
+    None.
 
     >>> import dbcl
     >>> from torch import nn
@@ -98,11 +99,11 @@ def dense_first_layer(broadcast: Broadcast, shape: Sequence[int]) -> str | None:
 def solve_first_layer(
     rounds: Sequence[FirstLayer], shape: Sequence[int], *, box: tuple[float, float], tv: float = 1e-3, steps: int = 300
 ) -> Tensor:
-    """Solve for one example: min over x in the box of sum_t |x R_t - y_t|^2 + tv TV(x).
+    """Recover one example by minimising sum_t |x R_t - y_t|^2 + tv TV(x) over x in the box.
 
-    Several rounds that trained on this example alone each add equations; two rounds at ratio 2 have
-    as many as x has entries. The weight of the total variation falls to zero in stages, so that it
-    only decides what the equations leave open.
+    Each round whose batch was this example alone adds equations. Two rounds at compression ratio 2
+    give as many equations as x has entries. The weight of the total variation decreases to zero in
+    stages; the prior therefore determines only the components that the equations do not.
 
     >>> import dbcl
     >>> x, delta = torch.tensor([[0.2, 0.9, 0.4]]), torch.tensor([[1.0], [2.0]])
@@ -121,8 +122,8 @@ def solve_inputs(
     tv: float = 1e-3,
     steps: int = 300,
 ) -> Tensor:
-    """Invert the sketch of an example: min over x in the box of sum_t |x R_t - y_t|^2 + tv TV(x),
-    for known y_t = x R_t.
+    """Invert the sketch of an example, given y_t = x R_t: minimise sum_t |x R_t - y_t|^2 + tv TV(x)
+    over x in the box.
 
     >>> import dbcl
     >>> x, sketch = torch.full((1, 4, 4), 0.75, dtype=torch.float64), dbcl.sketch.CountSketch(16, 8, seed=bytes(32))

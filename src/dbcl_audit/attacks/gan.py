@@ -1,12 +1,13 @@
-"""Images of a class that another client alone holds, drawn by a generator (Hitaj et al. 2017).
+"""GAN attack: generate images of a class that only one other client holds (Hitaj et al. 2017).
+
 Reads: client-N.
 
-The attacker is a client that follows the protocol. In every round it trains a generator whose
-images the model that it received shall take for the victim's class. It then calls its drawings a
-class of their own, `fake`, and trains on them with its other examples, so that the victim must say
-better what its class looks like: the model that all share is the discriminator of a GAN, whose real
-images only the victim has. No update is estimated, and no round needs an earlier one; what hides
-updates does not stop it.
+The attacker is a client that follows the protocol. In every round it trains a generator to produce
+images that the received model classifies as the victim's class. It labels the generated images with
+an extra class, `fake`, and trains on them together with its other examples. The victim's updates
+must then separate its class from `fake`. The shared model thus acts as the discriminator of a GAN
+whose real images only the victim has. The attack estimates no update and needs no earlier round;
+defences that hide updates do not prevent it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,14 +31,25 @@ from dbcl_audit.estimators.smoother import known_scales, smoother
 
 ATTACKER, VICTIM = 0, 1
 BLOCK_SIZES = (2, 4, 7)
-"""Sides of the blocks of pixels of patterns that are no image."""
+"""Side lengths, in pixels, of the blocks from which non-image patterns are made."""
 KEPT_ROUNDS = 5
-"""Rounds whose drawings are kept: a model that forgets older ones lets the generator cycle."""
+"""Number of rounds whose generated images are kept. With fewer, the model forgets older images and
+the generator can cycle.
+"""
 
 
 @dataclass(frozen=True)
 class GanSettings:
-    """Settings of the attacker's generator: `steps` of Adam in every round in which it takes part.
+    """Settings of the attacker's generator.
+
+    Args:
+        target: class that only the victim holds.
+        steps: Adam steps in every round in which the attacker takes part.
+        batch: generated images per step.
+        lr: learning rate of Adam.
+        latent: dimension of the generator's noise input.
+        channels: channels of the generator's second convolution; the first layer has twice as many.
+        tv: weight of the total variation of the generated images.
 
     >>> GanSettings(target=3, steps=0)
     Traceback (most recent call last):
@@ -46,15 +58,15 @@ class GanSettings:
     """
 
     target: int
-    """The class that only the victim holds."""
+    """Class that only the victim holds."""
     steps: int = 10
     batch: int = 32
     lr: float = 1e-3
     latent: int = 64
     channels: int = 16
     tv: float = 0.1
-    """The weight of the drawings' total variation: images are smooth, as the attacker knows from
-    its own.
+    """Weight of the total variation of the generated images. The prior for smoothness comes from
+    the attacker's own images.
     """
 
     def __post_init__(self) -> None:
@@ -64,8 +76,8 @@ class GanSettings:
 
 
 def generator(shape: Sequence[int], settings: GanSettings) -> nn.Module:
-    """Build a small DCGAN generator: a dense layer and two transposed convolutions, from noise to
-    pixels within +-1.
+    """Build a small DCGAN generator: a dense layer and two upsampling convolutions from noise to
+    pixels in [-1, 1].
 
     >>> generator((1, 28, 28), GanSettings(target=3))(torch.zeros(2, 64)).shape
     torch.Size([2, 1, 28, 28])
@@ -90,10 +102,14 @@ def generator(shape: Sequence[int], settings: GanSettings) -> nn.Module:
 
 
 class GanAttacker:
-    """A client's generator, with the models that it receives as discriminators.
+    """Generator of the attacking client. The received models serve as discriminators.
 
-    `box` is the range of the values that images have. `drawings` holds `count`, of the last
-    `KEPT_ROUNDS` models.
+    Args:
+        shape: shape of an image.
+        box: range of the pixel values.
+        settings: settings of the generator.
+        count: number of images in `drawings`, generated against the last `KEPT_ROUNDS` models.
+        seed: seed of the generator's weights and noise.
 
     >>> attacker = GanAttacker((1, 28, 28), (-1.0, 1.0), GanSettings(target=3, steps=2), count=10, seed=0)
     >>> attacker.learn(networks.build("mnist-mlp", outputs=11))
@@ -113,8 +129,8 @@ class GanAttacker:
         self.drawings = self._drawn(count)
 
     def learn(self, model: nn.Module) -> None:
-        """Train the generator so that a model takes its images for the victim's class, and draw new
-        ones.
+        """Train the generator until the model classifies its images as the victim's class, then
+        replace the oldest generated images.
         """
         model.eval()
         self.generator.train()
@@ -142,11 +158,11 @@ class GanAttacker:
 
 
 class GanEngine(StackedEngine):
-    """Engine with one attacking client, which learns from each broadcast and trains on its
-    drawings.
+    """Engine with one attacking client that trains a generator on each broadcast and trains on the
+    generated images.
 
-    `drawings` are the rows of the examples of all clients that hold its drawings; None where it
-    only looks on.
+    `drawings` holds the indices of the generated images among the examples of all clients. With
+    None the attacker does not train on the generated images.
 
     >>> import dbcl
     >>> from dbcl.engines import LocalTraining
@@ -181,8 +197,8 @@ def _variation(images: Tensor) -> Tensor:
 
 
 def with_drawings(dataset: Dataset, drawings: int) -> Dataset:
-    """Return the dataset with one more class, whose training examples are the attacker's drawings,
-    blank at first.
+    """Return the dataset with one additional class, whose training examples are placeholders for
+    the generated images.
 
     >>> from dbcl import data
     >>> more = with_drawings(data.load("digits"), 50)
@@ -200,11 +216,11 @@ def with_drawings(dataset: Dataset, drawings: int) -> Dataset:
 
 
 def divide_classes(labels: Tensor, target: int, fake: int, clients: int, *, held: bool = True) -> list[Rows]:
-    """Divide examples: the target class to the victim, the drawings to the attacker, and the rest
-    to all clients.
+    """Divide examples: the target class to the victim, the generated images to the attacker, all
+    others evenly to all clients.
 
-    Unless the target class is `held`, no client has it, and drawings of it cannot come from the
-    victim.
+    With `held=False` no client has the target class. Generated images of the class then cannot
+    reflect the victim's data.
 
     >>> rows = divide_classes(torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]), target=1, fake=3, clients=2)
     >>> [sorted(torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])[row].tolist()) for row in rows]
@@ -221,7 +237,7 @@ def divide_classes(labels: Tensor, target: int, fake: int, clients: int, *, held
 
 
 def estimated_models(transcript: Transcript) -> Iterator[nn.Module]:
-    """Yield the model of each round, W without the sketch, as a smoother estimates it from all
+    """Yield the model of each round with unsketched weights W, as estimated by a smoother from all
     rounds.
 
     >>> from dbcl_audit.examples import example_batches
@@ -245,8 +261,8 @@ def estimated_models(transcript: Transcript) -> Iterator[nn.Module]:
 def judge(dataset: Dataset, *, steps: int, seed: int = 0) -> nn.Module:
     """Train a CNN on the held-out examples, which no party of the run has.
 
-    It has one more class for patterns that are no image of any class: held-out images
-    whose blocks of pixels change places, and blots.
+    The CNN has one additional class for patterns that are not images of any class: held-out images
+    with permuted blocks of pixels, and smooth noise.
 
     >>> from dbcl import data
     >>> judge(data.load("digits"), steps=1)(torch.zeros(2, 1, 28, 28)).shape
@@ -280,8 +296,8 @@ def scrambled(images: Tensor, block: int, rng: np.random.Generator) -> Tensor:
 
 
 def blots(like: Tensor, block: int, box: tuple[float, float], rng: np.random.Generator) -> Tensor:
-    """Draw smooth noise of the shape of images: a normal value for every block of pixels,
-    interpolated, in the box.
+    """Draw smooth noise with the shape of the images: one normal value per block of pixels,
+    interpolated and clamped to the box.
 
     >>> found = blots(torch.zeros(3, 1, 28, 28), 7, (-1.0, 1.0), np.random.default_rng(0))
     >>> found.shape, float(found.abs().max()) <= 1
@@ -297,10 +313,12 @@ def blots(like: Tensor, block: int, box: tuple[float, float], rng: np.random.Gen
 
 @dataclass(frozen=True)
 class Drawn:
-    """Likeness of drawings to the target class.
+    """Similarity of generated images to the target class.
 
-    `called` is the share that the judge assigns to it, `nearest` the share nearest to the mean of
-    that class among the means of all, and `psnr` the median PSNR with that mean, in dB.
+    Args:
+        called: fraction of the images that the judge assigns to the target class.
+        nearest: fraction of the images whose nearest class mean is that of the target class.
+        psnr: median PSNR against the mean of the target class, in dB.
 
     >>> Drawn(called=0.9, nearest=0.8, psnr=12.0).called
     0.9
@@ -313,7 +331,7 @@ class Drawn:
 
 @torch.no_grad()
 def measure(images: Tensor, dataset: Dataset, target: int, judge: nn.Module) -> Drawn:
-    """Measure drawings by a judge and by the class means of the held-out examples.
+    """Measure generated images with a judge and with the class means of the held-out examples.
 
     >>> from dbcl import data
     >>> digits = data.load("digits")

@@ -1,4 +1,4 @@
-"""Gradients of a received model, by the names of the plan."""
+"""Gradients of a received model, keyed by the tensor names of the plan."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -15,7 +15,8 @@ from dbcl.objective import Loss, cross_entropy
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters by the plan's names: W of a plain model, V of a sketched one.
+    """Return the parameters keyed by the plan's names: W of an unsketched model, V of a sketched
+    model.
 
     >>> import dbcl
     >>> broadcast = dbcl.Server(nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
@@ -33,10 +34,10 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
 def gradients(
     model: nn.Module, inputs: Tree, targets: Tree, *, loss: Loss = cross_entropy, create_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Return the gradient of the loss of a batch, dL/dV, by the plan's names.
+    """Return the gradient of the loss of a batch, dL/dV, keyed by the plan's names.
 
-    The loss is the mean cross entropy if not given; targets are then classes, or soft labels: a row
-    of probabilities for each image (one value each for a single output).
+    The default loss is the mean cross entropy. Its targets are classes or soft labels: one row of
+    probabilities per image, or one probability per image for a single output.
 
     >>> found = gradients(nn.Linear(3, 2), torch.ones(1, 3), torch.tensor([1]))
     >>> {name: tuple(gradient.shape) for name, gradient in found.items()}
@@ -50,7 +51,7 @@ def gradients(
 def example_gradients(
     model: nn.Module, inputs: Tree, targets: Tree, *, loss: Loss = cross_entropy, together: int = 50
 ) -> dict[str, Tensor]:
-    """Return the gradient of each example, by the plan's names, with a leading axis for the
+    """Return the gradient of every example, keyed by the plan's names, with a leading axis for the
     examples.
 
     >>> found = example_gradients(nn.Linear(3, 2), torch.ones(5, 3), torch.zeros(5, dtype=torch.long))
@@ -77,7 +78,7 @@ def example_gradients(
 
 
 class _Called(nn.Module):
-    """Model with other values for its parameters."""
+    """Module that calls a model with substituted parameter values."""
 
     def __init__(self, model: nn.Module, values: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -88,10 +89,11 @@ class _Called(nn.Module):
 
 
 def as_gradient(changes: Mapping[str, Tensor], lr: float, steps: int = 1) -> dict[str, Tensor]:
-    """Read a client's update as a gradient: g = -dV / (lr steps).
+    """Convert a client's update to a gradient: g = -dV / (lr steps).
 
-    Exact for one step of plain SGD. For several local steps it is an approximation: it takes every
-    step's gradient as that at the broadcast weights, and so the batches of all steps as one batch.
+    The result is exact for one step of plain SGD. For several local steps it is an approximation:
+    all batches together count as one batch, and every gradient is evaluated at the broadcast
+    weights.
 
     >>> as_gradient({"bias": torch.tensor([-0.2])}, lr=0.1)["bias"]
     tensor([2.])

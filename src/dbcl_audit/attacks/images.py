@@ -1,7 +1,9 @@
-"""Gradient inversion of the victim's images, by matching and by solving a dense first layer. Reads:
-server; client-0.
+"""Gradient inversion of the victim's images, by gradient matching and by solving a dense first
+layer.
 
-The server knows the victim's update; a client uses an estimate of it.
+Reads: server; client-0.
+
+The server knows the victim's update. A client uses an estimate of the update.
 """
 
 import copy
@@ -40,8 +42,8 @@ class Attack(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Attempts:
-    """Attacks on one image after another; `results` holds the recovered images or the reasons of
-    failures.
+    """Attack results for one image after another. `results` holds the recovered images, or the
+    error message of a failed attack.
     """
 
     dataset: Dataset
@@ -65,7 +67,7 @@ class _Attempts:
         settings: Matching | None = None,
         count: int = 1,
     ) -> None:
-        """Match a gradient with those of a model, for `count` images together."""
+        """Recover `count` images by matching a gradient with the gradients of a model."""
         self.tell(f"images, {attack.adversary}, {attack.name}: {number + 1} of {self.images}")
         how = replace(settings or self.settings, box=self.box)
         try:
@@ -75,7 +77,7 @@ class _Attempts:
         self.results.setdefault(attack, []).append(result)
 
     def solve(self, attack: Attack, gradient: Mapping[str, Tensor], broadcast: Broadcast) -> None:
-        """Solve the first layer, if it is dense and has a bias."""
+        """Recover the image by solving the first layer, if the layer is dense and has a bias."""
         shape = self.dataset.shape
         layer = dense_first_layer(broadcast, shape)
         if layer is None:
@@ -104,11 +106,18 @@ def image_findings(
     inverting: Matching | None = None,
     solver_steps: int = 300,
 ) -> list[Finding]:
-    """Recover the victim's single images as the server and as a client, naive and adaptive.
+    """Recover the victim's single images as the server and as a client, with naive and adaptive
+    attacks.
 
-    `found` holds the attacker's estimates. With `inverting` the server also tries these settings,
-    such as those of Inverting Gradients. A dense first layer is solved in `solver_steps` for each
-    weight of the total variation.
+    Args:
+        simulated: simulated run with known batches.
+        dataset: dataset of the run.
+        found: the attacking client's estimates of the changes, by estimator name.
+        rounds: rounds to attack.
+        settings: settings of gradient matching.
+        tell: callback for progress messages.
+        inverting: settings of a further attack by the server, such as Inverting Gradients.
+        solver_steps: iterations for a dense first layer at each weight of the total variation.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl import data
@@ -141,7 +150,9 @@ def image_findings(
 
 
 def _victims_own(result: Recovered | str, dataset: Dataset, truth: Tensor) -> Recovered | str:
-    """Select the victim's image from several: the first, when all are paired with the true ones."""
+    """Select the victim's image from jointly recovered images: pair all with the true images and
+    return the first.
+    """
     if isinstance(result, str) or len(result.images) == 1:
         return result
     paired = image_quality.pair(result.images, dataset.x_train[truth].double(), image_quality.span(dataset))
@@ -150,7 +161,9 @@ def _victims_own(result: Recovered | str, dataset: Dataset, truth: Tensor) -> Re
 
 
 def _server_attacks(attempts: _Attempts, number: int, simulated: SimulatedRun, round: int, template: nn.Module) -> None:
-    """Attack as the server, which knows W and the victim's update or the mean of several."""
+    """Attack as the server, which knows W and either the victim's update or the mean of several
+    updates.
+    """
     (known, broadcast, sent, clients), lr = simulated.server_observation(round), simulated.server.setting.local.lr
     client, count = blinded(template, broadcast), len(clients)
     assert known.weights is not None
@@ -180,8 +193,8 @@ def _client_attacks(
     victim: VictimsRound,
     found: Mapping[str, Changes],
 ) -> None:
-    """Attack as a client, which estimates the victim's update and, in another lane, the victim's
-    model.
+    """Attack as a client, which estimates the victim's update and, if the victim is in another
+    lane, the victim's model.
     """
     transcript, adversary = simulated.attacker, simulated.adversary
     setting, index = transcript.setting, transcript.rounds.index(round)
@@ -241,7 +254,7 @@ def recovered_image_findings(
 
 
 def _plain_model(template: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Return an unsketched model with these weights, in double precision."""
+    """Return an unsketched model with the given weights, in double precision."""
     model = copy.deepcopy(template).double()
     with torch.no_grad():
         own = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -1,4 +1,6 @@
-"""Inference of the victim's labels from the output layer's bias in two broadcasts. Reads: client-0."""
+"""Label inference from the change of the output layer's bias between two broadcasts. Reads:
+client-0.
+"""
 
 from collections.abc import Sequence
 
@@ -15,13 +17,14 @@ from dbcl_audit.simulated_run import VICTIM, SimulatedRun
 
 
 def labels_of_gradient(weight: Tensor | None, bias: Tensor | None, count: int = 1) -> Tensor:
-    """Infer labels from the gradient of the output layer: its bias if there is one, else the sums
-    of rows (iDLG).
+    """Infer labels from the gradient of the output layer: from its bias, or without one from row
+    sums (iDLG).
 
-    The bias gradient of class c is mean(p_c) - n_c / count, and a row's sum is that times the
-    layer's inputs, which sigmoid and ReLU keep positive: one example makes exactly one entry
-    negative. In a batch the most negative entry is taken `count` times, each time with what one
-    example adds taken back (exact for biases while p is even).
+    The bias gradient of class c is mean(p_c) - n_c / count. A row sum is this value times the sum
+    of the layer's inputs, which are positive after a sigmoid or ReLU. For one example, exactly one
+    entry is negative. For a batch, the most negative entry is selected `count` times, and each
+    selection subtracts the contribution of one example (exact for biases if the predictions p are
+    uniform).
 
     >>> labels_of_gradient(None, torch.tensor([0.1, 0.1, -0.9, 0.7]))
     tensor([2])
@@ -46,7 +49,7 @@ def labels_of_gradient(weight: Tensor | None, bias: Tensor | None, count: int = 
 
 
 def label_chance(labels: Tensor) -> float:
-    """Accuracy of always guessing the most common class.
+    """Return the accuracy of always predicting the most frequent class.
 
     >>> label_chance(torch.tensor([0, 1, 0, 1])), label_chance(torch.tensor([0, 1, 1, 1]))
     (0.5, 0.75)
@@ -55,8 +58,8 @@ def label_chance(labels: Tensor) -> float:
 
 
 def label_finding(simulated: SimulatedRun, dataset: Dataset, rounds: Sequence[int]) -> Finding:
-    """Infer the victim's labels in simulated rounds of one example each, from the output layer's
-    bias alone.
+    """Infer the victim's labels from the output layer's bias, in simulated rounds with one example
+    each.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl import data

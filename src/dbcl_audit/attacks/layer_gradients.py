@@ -1,4 +1,4 @@
-"""Gradients of single examples by layer, as products of inputs and output gradients."""
+"""Per-example gradients of single layers, as products of layer inputs and output gradients."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,13 @@ from dbcl.round_plan import RoundPlan
 
 @dataclass(frozen=True, eq=False)
 class LayerGradients:
-    """Gradients of single examples by one layer's weight and bias: deltas x (inputs, 1), (examples,
-    ...) each.
+    """Per-example gradients of one layer's weight and bias, stored as the factors of deltas x
+    (inputs, 1).
+
+    Args:
+        name: name of the layer's weight.
+        inputs: layer inputs, one row per example.
+        deltas: gradients of the loss by the layer's outputs, one row per example.
 
     >>> each = LayerGradients("weight", torch.ones(2, 3), torch.tensor([[1.0], [2.0]]))
     >>> each.squares, each.products(1)
@@ -29,8 +34,8 @@ class LayerGradients:
     deltas: Tensor
 
     def through(self, plan: RoundPlan) -> "LayerGradients":
-        """Return the gradients by V of a sketched layer, whose inputs are x R D; convolutions over
-        positions keep theirs.
+        """Return the gradients by V of a sketched layer, whose inputs are x R D. Convolutions with
+        sketched positions stay unchanged.
         """
         sketch = plan.sketches.get(self.name)
         if sketch is None or sketch.dim != self.inputs.shape[1]:
@@ -43,15 +48,16 @@ class LayerGradients:
         return (self.inputs.square().sum(1) + 1) * self.deltas.square().sum(1)
 
     def products(self, start: int) -> Tensor:
-        """Inner products of all gradients with those from `start` on."""
+        """Inner products of all gradients with the gradients from index `start` on."""
         return (self.inputs @ self.inputs[start:].T + 1) * (self.deltas @ self.deltas[start:].T)
 
 
 def layer_gradients(model: nn.Module, examples: Examples, objective: Objective) -> list[LayerGradients]:
-    """Compute the gradients of single examples by every dense and convolutional layer, in one pass.
+    """Compute the per-example gradients of every dense and convolutional layer in one backward
+    pass.
 
-    Of dense layers on vectors they are exact. Where a layer sees many positions of one example,
-    they are those of the mean input and the summed delta.
+    The gradients are exact for dense layers on vectors. For a layer that is applied at several
+    positions of an example, the result combines the mean input and the summed delta.
 
     >>> from dbcl.data import examples_of
     >>> from dbcl.objective import CLASSIFICATION

@@ -1,8 +1,9 @@
-"""Two classifiers of updates with and without a property: a random forest and a matched filter.
+"""Two classifiers that detect a property from an update: a random forest and a matched filter.
 
-The attacker makes updates of its own from batches with and without the property, learns to tell
-them apart, and scores the victim's updates (Melis et al. 2019). The forest is the published
-learner; the matched filter also knows how much noise the defence adds.
+The attacker computes updates from batches with and without the property, trains a classifier on
+these updates, and scores the victim's updates (Melis et al. 2019). The random forest is the
+published classifier. The matched filter additionally uses the known variance of the defence's
+noise.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,7 +34,8 @@ PENALTIES = 10.0 ** np.arange(-6.0, 2.0)  # lambda, in units of the features' to
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Updates as rows of features, with a flag for each whose batch had the property.
+    """Feature rows of updates `x`, and for each row a flag in `y`: True if the batch had the
+    property.
 
     >>> Samples(np.eye(4), np.array([True, True, False, False])).x.shape
     (4, 4)
@@ -54,7 +56,8 @@ class Samples:
 
 
 def flatten(update: Mapping[str, Tensor], names: Iterable[str] | None = None) -> Features:
-    """Concatenate the entries of an update, or those of `names` in that order.
+    """Concatenate the entries of an update's tensors: all tensors, or those listed in `names`, in
+    the given order.
 
     >>> import torch
     >>> flatten({"weight": torch.eye(2), "bias": torch.tensor([3.0, 4.0])}).tolist()
@@ -65,11 +68,11 @@ def flatten(update: Mapping[str, Tensor], names: Iterable[str] | None = None) ->
 
 
 def melis_features(update: Mapping[str, Tensor], *, vectors: bool) -> Features:
-    """Make the features of Melis et al.: |u|, only its maximum over a kernel or a long row, all
-    scaled to |row|_2 = 1.
+    """Compute the features of Melis et al.: |u|, max-pooled over kernels and long rows, scaled to
+    unit norm.
 
-    Theirs leave 1-D tensors out; `vectors` keeps them, and with them the biases, which are the
-    first to leak.
+    The published features omit 1-D tensors. `vectors` includes these tensors, and thereby the
+    biases, which leak first.
 
     >>> import torch
     >>> update = {"weight": torch.tensor([[3.0, -4.0]]), "bias": torch.tensor([12.0])}
@@ -87,8 +90,8 @@ def melis_features(update: Mapping[str, Tensor], *, vectors: bool) -> Features:
 
 
 def forest(train: Samples, test_x: Features, seed: int) -> Array:
-    """Score updates with the published learner: standard scaling, 100 trees, 5 or more samples in a
-    leaf.
+    """Score updates with the published classifier: standard scaling, then 100 trees with at least 5
+    samples per leaf.
 
     >>> y = np.arange(40) % 2 == 0
     >>> scores = forest(Samples(y[:, None] + np.zeros((40, 3)), y), np.array([[0.0] * 3, [1.0] * 3]), seed=0)
@@ -101,15 +104,16 @@ def forest(train: Samples, test_x: Features, seed: int) -> Array:
 
 
 class MatchedFilter:
-    """Linear discriminant of updates of two kinds under noise of known variance.
+    """Linear discriminant for two classes of updates under noise of known variance.
 
-    w = (Sigma / batch + diag(noise) + lambda I)^-1 (mu_1 - mu_0), with the mean and the common
-    covariance of the clean training rows. Each tested update is a mean over `batch` such rows, plus
-    noise that has one variance in each group of features. With u = 1 / (noise + lambda), w = u X^T
-    alpha, so that only matrices of the size of the samples are inverted. lambda is `penalty`, or
-    the one of `penalties` (in units of the features' total variance) that best separates left-out
-    rows with noise; the noise adds w^T diag(noise) w to the variance of the scores, so none is
-    drawn. The scores are log odds, so that those of several filters compare.
+    w = (Sigma / batch + diag(noise) + lambda I)^-1 (mu_1 - mu_0), with the class means and the
+    common covariance of the noiseless training rows. A tested update is a mean over `batch` such
+    rows, plus noise with one variance per group of features. With u = 1 / (noise + lambda), w = u
+    X^T alpha; only matrices with as many rows as there are samples are inverted.
+
+    lambda is `penalty`, or the entry of `penalties` (in units of the features' total variance) that
+    best separates held-out rows under noise. The noise is not sampled: it adds w^T diag(noise) w to
+    the variance of the scores. The scores are log odds and can be compared between filters.
 
     >>> rng = np.random.default_rng(0)
     >>> y = np.arange(100) % 2 == 0
@@ -136,8 +140,8 @@ class MatchedFilter:
             self.grams[number] += block @ block.T
 
     def __call__(self, test_x: Features, noise: Array) -> Array:
-        """Return the log odds that each update has the property; `noise` is the variance in each
-        group of features.
+        """Return the log odds that each update has the property. `noise` holds the noise variance
+        of each group of features.
         """
         if noise.shape != (len(self.grams),) or not (noise >= 0).all():
             raise ValueError(f"noise must be a variance of 0 or more for each of {len(self.grams)} groups of features")
@@ -159,8 +163,8 @@ class MatchedFilter:
         return np.asarray(odds * (scores - middle), dtype=np.float64)
 
     def _centred(self, part: slice) -> Features:
-        """Subtract the mean from some columns; a copy of all would take as much memory as the
-        samples.
+        """Return some columns with their mean subtracted. A centred copy of all columns would
+        double the memory use.
         """
         return np.asarray(self.x[:, part] - self.mean[part])
 
@@ -176,7 +180,9 @@ def _blocks(group: NDArray[np.integer[Any]]) -> list[tuple[int, slice]]:
 
 
 def _less_mean(rows: Array, y: Flags) -> Array:
-    """H X: each row less the mean of its class, scaled so that Sigma = (H X)^T H X; H is symmetric."""
+    """Return H X: each row minus the mean of its class, scaled so that Sigma = (H X)^T H X. H is
+    symmetric.
+    """
     out = rows.copy()
     for kind in (y, ~y):
         out[kind] -= rows[kind].mean(axis=0)
@@ -184,15 +190,15 @@ def _less_mean(rows: Array, y: Flags) -> Array:
 
 
 def _within(gram: Array, y: Flags) -> Array:
-    """H G H, the inner products of the rows of H X."""
+    """Return H G H, the inner products of the rows of H X."""
     return _less_mean(_less_mean(gram, y).T, y)
 
 
 def _dual(gram: Array, y: Flags, batch: int) -> Array:
-    """alpha = c - H (I + H G H)^-1 H G c, where mu_1 - mu_0 = X^T c: Woodbury's identity for w = u
-    X^T alpha.
+    """Return alpha = c - H (I + H G H)^-1 H G c, with mu_1 - mu_0 = X^T c (Woodbury identity for w
+    = u X^T alpha).
 
-    H is that of `_less_mean` divided by sqrt(batch).
+    Here H is the matrix of `_less_mean` divided by sqrt(batch).
     """
     c = y / y.sum() - ~y / (~y).sum()
     target: Array = gram @ c
@@ -202,12 +208,12 @@ def _dual(gram: Array, y: Flags, batch: int) -> Array:
 
 
 def _middle(y: Flags) -> Array:
-    """Weights of the rows whose weighted sum is the midpoint of the two kinds' means."""
+    """Return row weights whose weighted sum is the midpoint of the two class means."""
     return np.asarray((y / y.sum() + ~y / (~y).sum()) / 2, dtype=np.float64)
 
 
 def _folds(y: Flags) -> NDArray[np.int64]:
-    """Assign each update to a fold; every fold has its share of both kinds."""
+    """Assign each update to a fold, stratified by class."""
     fold = np.empty(len(y), dtype=np.int64)
     for kind in (y, ~y):
         fold[kind] = np.arange(kind.sum()) % min(FOLDS, y.sum(), (~y).sum())
@@ -215,10 +221,9 @@ def _folds(y: Flags) -> NDArray[np.int64]:
 
 
 def _separation(gram: Array, noise: Array, y: Flags, fold: NDArray[np.int64], batch: int) -> tuple[float, float]:
-    """m_1 - m_0 and v / batch + w^T diag(noise) w, from the scores of rows that were left out when
-    w was made.
+    """Return m_1 - m_0 and v / batch + w^T diag(noise) w of the cross-validated scores.
 
-    `gram` is X diag(u) X^T, so that x_i^T w = (G alpha)_i, and `noise` is X diag(u noise u) X^T.
+    `gram` is X diag(u) X^T, which gives x_i^T w = (G alpha)_i. `noise` is X diag(u noise u) X^T.
     """
     scores, spread = np.empty(len(y)), 0.0
     for number in range(fold.max() + 1):

@@ -1,4 +1,4 @@
-"""Differentiable replay of a client's local training: several steps of SGD."""
+"""Differentiable replay of a client's local training with several SGD steps."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,16 @@ from dbcl.objective import cross_entropy
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """A client's training in one round: the learning rate, and the examples in the batch of each
-    step.
+    """Local training of a client in one round.
 
-    The order of the examples is the client's secret, so that `from_training` assumes one. If all
-    fit into one batch, it does not matter. Momentum and the proximal term are those of
-    `LocalTraining`.
+    The true order of the examples is unknown to the attacker, and `from_training` assumes an order.
+    The order has no effect if all examples fit into one batch.
+
+    Args:
+        rate: learning rate.
+        batches: indices of the examples in the batch of each step.
+        momentum: momentum, as in `LocalTraining`.
+        proximal: weight of the proximal term, as in `LocalTraining`.
 
     >>> LocalSteps.from_training(LocalTraining(lr=0.1, batch_size=2, epochs=2), examples=3)
     LocalSteps(rate=0.1, batches=((0, 1), (2,), (0, 1), (2,)), momentum=0.0, proximal=0.0)
@@ -37,8 +41,8 @@ class LocalSteps:
 
     @staticmethod
     def from_training(training: LocalTraining, examples: int, round: int = 0) -> "LocalSteps":
-        """Return the steps of a client with `examples` examples, in the order 0, 1, 2, ... in every
-        epoch.
+        """Return the steps of a client with `examples` examples, taken in the order 0, 1, 2, ... in
+        every epoch.
         """
         if not training.is_sgd or training.example_clip is not None:
             raise ConfigError(
@@ -52,10 +56,11 @@ class LocalSteps:
         return LocalSteps(training.rate(round), batches, training.momentum, training.proximal)
 
     def mean_gradient(self, model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Replay the steps and return the change as `as_gradient` does: -(V_end - V_sent) / (rate *
-        steps).
+        """Replay the steps and return the scaled change -(V_end - V_sent) / (rate * steps), as
+        `as_gradient` does.
 
-        It has a derivative by the images and by labels that are probabilities, through all steps.
+        The result is differentiable through all steps with respect to the images and to soft
+        labels.
 
         >>> from dbcl_audit.attacks.gradients import gradients
         >>> model, x, y = nn.Linear(3, 2), torch.ones(1, 3), torch.tensor([1])

@@ -1,8 +1,8 @@
 """Gradient inversion by gradient matching (DLG, iDLG, Inverting Gradients).
 
-The naive attacker, that of the papers, matches the lifted update with the gradients of the plain
-model W. The adaptive one knows the sketch: it matches the update as it was sent with the gradients
-of a client's own sketched model, and replays all local steps where the client took several.
+The naive attacker follows the papers: it matches the lifted update with gradients of the unsketched
+model W. The adaptive attacker knows the sketch: it matches the update as sent with gradients of the
+client's sketched model, and replays all local steps of the client.
 """
 
 import copy
@@ -30,16 +30,24 @@ SOLVED_LOSS = 1e-16  # relative squared error at which L-BFGS stops
 class Matching:
     """Settings of gradient matching.
 
-    "l2" is DLG: |g - g*|^2 / |g*|^2 by L-BFGS with a strong Wolfe search. "cosine" is Inverting
-    Gradients: 1 - <g, g*> / |g||g*| by signed Adam whose rate of 0.1 falls tenfold after 3/8, 5/8
-    and 7/8 of the steps. Both add `tv` times the total variation. With `anneal_tv`, "l2" lowers
-    that weight to zero over the first 80 % of the steps: right for exact gradients, while estimated
-    ones need the prior to the end. `box` is the range of the values that inputs can have. `label`
-    says whether labels are known, inferred from the output layer (iDLG), or optimised jointly as
-    soft labels. `per_tensor` divides each tensor's squared error by that tensor's own size;
-    otherwise the error of the large output layer hides the others. `start_std` is the standard
-    deviation of the random start. DLG as published has per_tensor=False and start_std=1. Restarts
-    end early once one falls below `good_enough`.
+    Args:
+        objective: "l2" is DLG: |g - g*|^2 / |g*|^2, minimised by L-BFGS with a strong Wolfe line
+            search. "cosine" is Inverting Gradients: 1 - <g, g*> / |g||g*|, minimised by signed Adam
+            with learning rate 0.1, divided by 10 after 3/8, 5/8 and 7/8 of the steps.
+        steps: iterations per restart.
+        restarts: maximum number of restarts.
+        tv: weight of the total variation.
+        anneal_tv: with "l2", decrease the weight `tv` to zero over the first 80 % of the steps.
+            Suits exact gradients; estimated gradients need the prior throughout.
+        box: range of the input values.
+        label: "known", "inferred" from the output layer (iDLG), or "joint": optimised as soft
+            labels.
+        per_tensor: divide each tensor's squared error by the tensor's squared norm. Otherwise the
+            error of the large output layer dominates.
+        start_std: standard deviation of the random initial images.
+        good_enough: loss below which no further restart is made.
+
+    DLG as published has per_tensor=False and start_std=1.
 
     >>> Matching("cosine", steps=4800, restarts=1, tv=0.1).label
     'inferred'
@@ -69,7 +77,7 @@ class Matching:
 
 @dataclass(frozen=True, eq=False)
 class Recovered:
-    """Recovered images; `loss` is the matching error of the best restart, without any prior.
+    """Recovered images. `loss` is the matching error of the best restart, without any prior.
 
     >>> Recovered(torch.zeros(1, 1, 4, 4), torch.tensor([3]), 1e-9, (1e-9,), (), 0.5).labels
     tensor([3])
@@ -93,17 +101,20 @@ def recover(
     seed: int = 0,
     steps: LocalSteps | None = None,
 ) -> Recovered:
-    """Find images whose gradients match the target: min over x of distance(dL/dV(x), target) + tv
-    TV(x).
+    """Recover images by gradient matching: minimise distance(dL/dV(x), target) + tv TV(x) over x.
 
-    `target` holds gradients by the plan's names, in the shape of the model's own parameters. Only
-    what it holds is matched, so that unprotected tensors alone can be attacked; buffers in it are
-    ignored. `labels` are used only where the settings say that they are known. The model is copied,
-    in float64, on the device that it lies on.
-
-    Where the client took several `steps`, the target is its change as `as_gradient(changes, rate,
-    number of steps)` reads it, and the images are those whose replayed training changes the model
-    so.
+    Args:
+        model: model of the client. A copy in float64 is used, on the same device.
+        target: gradients keyed by the plan's names, in the shapes of the model's parameters.
+            Parameters without a target are not matched, so that unprotected tensors can be attacked
+            alone. Buffers are ignored.
+        shape: shape of one image.
+        labels: true labels; used only if `settings.label` is "known".
+        count: number of images.
+        settings: settings of the optimisation.
+        seed: seed of the initial images.
+        steps: local steps of the client. The target is then the scaled change that `as_gradient`
+            returns, and the replayed training must reproduce this change.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2)).double()
     >>> x = torch.tensor([[0.1, -0.2, 0.3, 0.4]]).double()
@@ -136,7 +147,7 @@ def recover(
 
 
 class _Restart:
-    """One restart: variables, objective, and the best point so far."""
+    """One restart: its variables, its objective, and the best point so far."""
 
     def __init__(
         self,
@@ -178,7 +189,7 @@ class _Restart:
         return soft.squeeze(-1).sigmoid() if soft.shape[-1] == 1 else soft.softmax(dim=-1)
 
     def distance(self) -> Tensor:
-        """Relative distance between the gradients of the images and the target."""
+        """Relative distance between the target and the gradients of the current images."""
         if self.steps is None:
             found = gradients(self.model, self.images, self.soft_labels(), create_graph=True)
         else:
@@ -192,7 +203,7 @@ class _Restart:
         return 1 - inner / (size * self.size + 1e-30)
 
     def objective(self) -> Tensor:
-        """Return distance plus prior; set the gradients of the variables."""
+        """Return the distance plus the priors, and set the gradients of the variables."""
         for variable in self.variables:
             variable.grad = None
         distance = self.distance()
@@ -207,14 +218,16 @@ class _Restart:
         return loss.detach()
 
     def keep(self, loss: float) -> None:
-        """Keep this point if it is the best so far."""
+        """Store the current images and labels if their loss is the lowest so far."""
         if loss <= self.best_loss:
             self.best_loss, self.best_images = loss, self.images.detach().clone()
             soft = self.soft_labels().detach()
             self.best_labels = (soft.argmax(-1) if soft.ndim == 2 else soft.round().long()).cpu()
 
     def lbfgs(self) -> str:
-        """Optimise as DLG does; return the reason of a failure, or an empty text."""
+        """Optimise with L-BFGS as in DLG. Return the error message of a failure, or an empty
+        string.
+        """
         optimizer = torch.optim.LBFGS(
             self.variables, lr=1, max_iter=STEPS_PER_CHECK, history_size=100, tolerance_grad=0, tolerance_change=0,
             line_search_fn="strong_wolfe",
@@ -237,7 +250,9 @@ class _Restart:
         return ""
 
     def adam(self) -> str:
-        """Optimise as Inverting Gradients does; return the reason of a failure, or an empty text."""
+        """Optimise with signed Adam as in Inverting Gradients. Return the error message of a
+        failure, or an empty string.
+        """
         steps = self.settings.steps
         optimizer = torch.optim.Adam(self.variables, lr=0.1)
         drops = [max(1, int(steps * part)) for part in (3 / 8, 5 / 8, 7 / 8)]
@@ -258,7 +273,7 @@ class _Restart:
 
 
 def total_variation(images: Tensor) -> Tensor:
-    """Mean of |x_ij - x_(i+1)j| + |x_ij - x_i(j+1)|, smoothed at 0 so that it has a derivative.
+    """Mean of |x_ij - x_(i+1)j| + |x_ij - x_i(j+1)|, smoothed at 0 to be differentiable.
 
     >>> round(float(total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]))), 3)
     1.001
@@ -270,8 +285,8 @@ def total_variation(images: Tensor) -> Tensor:
 
 
 def _matched(model: nn.Module, target: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients to match, in float64 on the model's device; reject those of another
-    model.
+    """Return the gradients to match, in float64 on the model's device. Raise if names or shapes
+    differ from the model's.
     """
     own, buffers = parameters(model), dict(model.named_buffers())
     asked = {name: tuple(parameter.shape) for name, parameter in own.items() if name in target}
@@ -288,7 +303,7 @@ def _matched(model: nn.Module, target: Mapping[str, Tensor]) -> dict[str, Tensor
 def _labels(
     model: nn.Module, wanted: Mapping[str, Tensor], labels: Tensor | None, count: int, settings: Matching
 ) -> Tensor | None:
-    """Return the known or inferred labels; None if they are optimised."""
+    """Return the known or inferred labels, or None if the labels are optimised."""
     device = next(iter(wanted.values())).device
     if settings.label == "known":
         if labels is None or len(labels) != count:

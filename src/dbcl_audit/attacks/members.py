@@ -1,14 +1,15 @@
-"""Membership inference on what the others train on, by likelihood ratios over all rounds.
+"""Membership inference on the other clients' data, by likelihood ratios over all rounds.
 
 Reads: client-N and its allies; server, for the clients' lanes.
 
-A client that trains on the same examples in every round shows them again and again, and noise that
-is fresh each round averages out. Interference is stronger than that noise: examples are alike, and
-one that resembles a member moves the model as a member does. The attacker therefore regresses the
-scores of its own examples, known not to be in any other client's data, on their gradients, round by
-round, and keeps the residual of every candidate. The log-likelihood ratio of the residual weighs
-rounds and examples by how far membership would have shifted it: an example with a small gradient
-says little whatever its score, and one with a large gradient and no score is no member.
+A client that trains on the same examples in every round repeats their influence, while fresh noise
+averages out over the rounds. Correlation between examples is a larger error source than the noise:
+an example that resembles a member moves the model as the member does. The attacker therefore uses
+its null examples, known not to be in any other client's data. In each round it regresses their
+scores on their gradients and keeps the residual of every candidate. The log-likelihood ratio of the
+residuals weights rounds and examples by the shift that membership would cause: an example with a
+small gradient gives little evidence, and one with a large gradient and a score near zero is not a
+member.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,25 +34,31 @@ from dbcl_audit.numerics import standardized
 from dbcl_audit.simulated_run import ShardRun
 
 RIDGE = 0.03
-"""Variance, relative to that of the scores, which gradients do not explain."""
+"""Score variance that gradients do not explain, relative to the variance that they explain."""
 PROCESS_NOISE_SCALE = 10.0
-"""Ratio of the others' deviation from the drift along gradients of examples to that along any
-direction.
+"""Ratio of two deviations of the other clients from the drift: along gradients of examples, and
+along any direction.
 """
 NEIGHBOUR_ROUNDS_FACTOR = 3.0
-"""Factor by which members shift the score of a round beyond what they do in it: they train before
-and after as well.
+"""Factor by which membership shifts the score of a round beyond the effect of this round's
+training, because members also train in the neighbouring rounds.
 """
 SHIFT_SPREAD = 1.0
-"""Standard deviation of a member's shift, relative to its mean: the attacker knows the victim's
-gradients roughly.
+"""Standard deviation of a member's shift, relative to its mean. The attacker knows the victim's
+gradients only roughly.
 """
 MIN_SQUARED_NORM = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
 class RoundScores:
-    """Scores of examples in one lane of a round: log-likelihood ratios of membership, and losses.
+    """Scores of examples in one lane of a round.
+
+    Args:
+        plan: digest of the lane's plan.
+        others: expected number of other clients in the lane.
+        ratios: log-likelihood ratios of membership.
+        losses: losses of the examples.
 
     >>> RoundScores("ab12", 1.0, np.zeros(3), np.ones(3)).others
     1.0
@@ -67,9 +74,8 @@ def log_ratio(left: Array, variance: Array, shift: Array, spread: float = SHIFT_
     """Log-likelihood ratio of residuals: N(shift, variance + (spread shift)^2) for members against
     N(0, variance).
 
-    Without a spread it is shift left / variance - v / 2 with v = shift^2 / variance. Its mean is v
-    / 2 for members and
-    -v / 2 for others, its variance v for both.
+    With spread 0 the ratio is shift left / variance - v / 2, where v = shift^2 / variance. Its mean
+    is v / 2 for members and -v / 2 for non-members. Its variance is v for both.
 
     >>> log_ratio(np.array([0.0, 2.0]), np.ones(2), np.full(2, 2.0), spread=0.0)
     array([-2.,  2.])
@@ -80,14 +86,14 @@ def log_ratio(left: Array, variance: Array, shift: Array, spread: float = SHIFT_
 
 
 def round_scores(trajectory: Trajectory, examples: Examples, null: Examples) -> list[list[RoundScores]]:
-    """Score examples in every lane of every observed round but the last.
+    """Score examples in every lane of every observed round except the last.
 
-    With z = <d(x), influence> / |d(x)| and the cosines k of gradients, the null examples predict z
-    by kriging: k(x) (K + ridge I)^-1 z_null. `log_ratio` compares the residual with the shift of a
-    member.
+    Kriging predicts z = <d(x), influence> / |d(x)| from the null examples and the cosines k of
+    gradients: k(x) (K + ridge I)^-1 z_null. `log_ratio` compares the residual with the expected
+    shift of a member.
 
     Args:
-        trajectory: the rounds as the attacker models them.
+        trajectory: the attacker's model of the rounds.
         examples: candidates.
         null: examples known not to be in any other client's data.
 
@@ -140,12 +146,13 @@ def _scored(trajectory: Trajectory, index: int, lane: Lane, both: Examples, coun
 def ratio_scores(
     scores: Sequence[Sequence[RoundScores]], lanes: Sequence[str | None], clients: int | None = None
 ) -> Array:
-    """Sum over the rounds of the log-likelihood ratios of membership.
+    """Sum the log-likelihood ratios of membership over the rounds.
 
     Args:
-        scores: of every round, by lane.
-        lanes: plan of the client's lane in each round; None where it is unknown, and one of `clients` others may be in
-            any lane, by how many others are expected there, or absent.
+        scores: scores of every round, by lane.
+        lanes: plan digest of the client's lane in each round; None if unknown. An unknown lane is
+            averaged over all lanes, weighted by the expected number of other clients, and over
+            absence.
         clients: number of other clients; by default all of them take part.
 
     >>> lanes = [RoundScores("a", 1.0, np.array([1.0]), np.ones(1)), RoundScores("b", 3.0, np.array([5.0]), np.ones(1))]
@@ -165,11 +172,11 @@ def ratio_scores(
 
 
 def loss_scores(scores: Sequence[Sequence[RoundScores]], groups: Array, null: slice) -> Array:
-    """Score examples by their mean loss over all rounds, in standard deviations of their group's
-    null examples.
+    """Score examples by their mean loss over all rounds, in standard deviations of the null
+    examples of the same group.
 
-    `groups` are the examples' classes, since some are harder than others; one for all where there
-    are none.
+    `groups` holds the class of each example, because classes differ in difficulty. Use a single
+    group if there are no classes.
 
     >>> lanes = [RoundScores("a", 1.0, np.zeros(1), np.array([0.1, 1.0, 2.0, 3.0]))]
     >>> bool(loss_scores([lanes], np.zeros(4), slice(1, 4))[0] > 2)
@@ -188,11 +195,11 @@ def loss_scores(scores: Sequence[Sequence[RoundScores]], groups: Array, null: sl
 def member_findings(
     played: ShardRun, trajectory: Trajectory, *, null: int = 600, seed: int = 0, note: str = ""
 ) -> list[Finding]:
-    """Infer membership in the other clients' shards, against examples that no client has.
+    """Infer membership in the other clients' shards, compared with examples that no client has.
 
-    Where all clients take part in every round the attacker is told in which lane each of the others
-    is, the worst case; each client's examples are then looked for in its lanes. Where some are
-    absent it knows neither.
+    With full participation the attacker is given the lane of every other client (worst case) and
+    tests each client's examples in that client's lanes. With partial participation the attacker
+    knows neither lanes nor cohort.
 
     >>> from dbcl_audit.examples import example_run
     >>> from dbcl_audit.attacks.trajectory import Knowledge
@@ -252,8 +259,8 @@ def _judged(
     note: str,
     seed: int,
 ) -> list[Finding]:
-    """Measure all clients' members against the non-members; each of several clients has its own
-    scores of these.
+    """Measure the scores of all clients' members against non-members. Every client has separate
+    scores of the non-members.
     """
     values = np.concatenate(scores)
     truth = np.concatenate([np.arange(len(each)) < count for each, count in zip(scores, members, strict=True)])
@@ -264,8 +271,8 @@ def _judged(
 
 
 def _lanes_of(played: ShardRun, client: int, rounds: Sequence[int]) -> list[str | None]:
-    """Return the plan of a client's lane in each round, or None if not all clients take part in
-    every round.
+    """Return the plan digest of a client's lane in each round, or None for every round with partial
+    participation.
     """
     if played.config.cohort < len(played.shards.of_clients):
         return [None] * len(rounds)
@@ -273,7 +280,7 @@ def _lanes_of(played: ShardRun, client: int, rounds: Sequence[int]) -> list[str 
 
 
 def _groups(examples: Examples) -> Array:
-    """Return the class of each example; 0 for all if targets are no classes."""
+    """Return the class of each example, or 0 for all examples if the targets are not classes."""
     targets = examples.take(np.arange(len(examples))).targets
     if isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point():
         return np.asarray(targets.numpy(), dtype=np.float64)
