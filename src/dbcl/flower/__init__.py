@@ -1,8 +1,8 @@
-"""Flower apps, double-blind: `DoubleBlind` around the strategy, `blinded` and `reply` in the client.
+"""Flower integration: `DoubleBlind` wraps a strategy; clients call `blinded` and `reply`.
 
-Needs the extra: pip install '.[flower]' in a clone of dbcl. There is no mod that does it without the client's two
-lines: an app that trains the full-size effective weight leaves the space of the sketch with its first step, so it could
-not be exact.
+Requires the extra: pip install '.[flower]' in a clone of dbcl. A Flower mod cannot replace the two
+calls in the client. An app that trains the full-size effective weight leaves the space of the
+sketch with its first step, and the lift would no longer be exact.
 """
 
 import os

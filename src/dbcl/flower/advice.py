@@ -1,4 +1,4 @@
-"""Warnings about settings that protect the nodes less than they could, each given once in a run."""
+"""Warnings about settings that weaken the protection of the nodes. Each is given once per run."""
 
 import logging
 
@@ -8,16 +8,19 @@ from dbcl.protocol import Server
 log = logging.getLogger("flwr.dbcl")
 
 MIN_NODES = 10
-"""Nodes in a round below which one that keeps its broadcasts recognises single examples of the others."""
+"""Number of nodes per round below which a warning is issued.
+
+With fewer nodes, membership inference between nodes succeeds.
+"""
 
 
 class Advice:
-    """Warns once of each problem.
+    """Issues each warning about weak protection at most once per run.
 
     Args:
-        server: The server whose rounds are played.
-        insecure: The server's secrets follow from a seed.
-        evaluate_cohort_only: Only nodes that train in a round evaluate on its broadcast.
+        server: The server whose rounds are run.
+        insecure: True if the server's secrets are derived from a known seed.
+        evaluate_cohort_only: True if only the nodes of the training cohort evaluate its broadcast.
     """
 
     def __init__(self, server: Server, *, insecure: bool, evaluate_cohort_only: bool) -> None:
@@ -25,7 +28,7 @@ class Advice:
         self._given: set[str] = set()
 
     def on_start(self, inner: InnerStrategy, *, checkpoints: bool) -> None:
-        """Warn of settings of the run."""
+        """Warn about weak settings when the run starts."""
         if self.server.privacy is not None and self.insecure:
             log.warning("the noise follows from insecure_seed, so there is no guarantee: for experiments only")
         if self.server.privacy is not None and not checkpoints:
@@ -35,7 +38,7 @@ class Advice:
             self._onlookers(f"{evaluate:.0%} of the nodes evaluate and {train:.0%} train in a round")
 
     def on_round(self, server_round: int, *, nodes: int, onlookers: int) -> None:
-        """Warn of a round in which few nodes train, or which nodes have seen that do not train in it."""
+        """Warn about small cohorts, and about nodes outside the cohort that received the broadcast."""
         if onlookers:
             self._onlookers(f"{onlookers} nodes have seen round {server_round} and do not train in it")
         # Without a veil, with a seed or with a guarantee, other facts matter more, and the summary names them.

@@ -1,4 +1,4 @@
-"""Aggregation by a Flower strategy: of lifted updates, and of the metrics of an evaluation."""
+"""Aggregation of lifted updates and of evaluation metrics by a Flower strategy."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -17,28 +17,35 @@ from dbcl.protocol.aggregation import Aggregate, mean_metrics, replacement
 
 
 class StrategyAggregation:
-    """Lets a strategy aggregate the accepted updates of a round, as full-size weights.
+    """Aggregates the accepted updates of a round with a Flower strategy, as full-size weights.
 
-    A strategy that only averages sees the metrics alone: the server averages first and lifts once, which is the same.
-    Under a guarantee it sees nothing, because the guarantee does not cover metrics.
+    A strategy that only averages receives only the metrics, because the server can average the
+    updates first and lift the result once. Under a guarantee the strategy receives no metrics
+    either, because the guarantee does not cover them.
 
     Args:
         server: The server, which validates and lifts the updates.
         inner: The inner strategy.
-        server_round: Number of the round by Flower's count.
+        server_round: Number of the round as counted by Flower.
         senders: The replies of the nodes.
     """
 
     def __init__(self, server: Server, inner: InnerStrategy, server_round: int, senders: Mapping[str, Message]) -> None:
         self.server, self.inner, self.server_round, self.senders = server, inner, server_round, senders
         self.metrics: MetricRecord | None = None
-        """Metrics of the round as the strategy aggregates them."""
+        """Metrics of the round, aggregated by the strategy."""
 
     def aggregate(self, result: ValidationResult) -> Aggregate:
         """Return the strategy's aggregate of the accepted updates.
 
+        Args:
+            result: The accepted updates and the rejections.
+
+        Returns:
+            The aggregate for the server's step.
+
         Raises:
-            ProtocolError: The strategy made no weights.
+            ProtocolError: The strategy returned no weights.
         """
         new = None
         if self.server.privacy is None:
@@ -55,7 +62,7 @@ class StrategyAggregation:
         return self._replaced(result, from_record(new))
 
     def _messages(self, result: ValidationResult) -> list[Message]:
-        """Return the updates as the strategy expects them: full-size weights, metrics with the number of examples."""
+        """Return updates as Flower messages with full-size weights, metrics and example counts."""
         accepted, key = result.accepted, self.inner.weight_key
         names, known = common_names(each.update.metrics for each in accepted.values()), result.stats().metrics
         own = [each.update.metrics.get(key, each.weight) for each in accepted.values()]
@@ -72,7 +79,7 @@ class StrategyAggregation:
         return ((who, {}) for who in result.accepted) if self.inner.averages else self.server.averaging.lifted(result)
 
     def _replaced(self, result: ValidationResult, new: Mapping[str, Tensor]) -> Aggregate:
-        """Return the strategy's new weights; normalisation statistics are averaged whatever the strategy does."""
+        """Return the strategy's new weights, with averaged normalisation statistics."""
         made = replacement(new, self.server.weights(), len(result.accepted))
         mean, statistics = self.server.averaging.aggregate(result).mean(), self.server.statistics
         kept = {name: tensor for name, tensor in made.sum.items() if name not in statistics}
@@ -82,7 +89,10 @@ class StrategyAggregation:
 def validated(
     server: Server, came: Mapping[str, Message], asked: Iterable[str]
 ) -> tuple[ValidationResult, dict[str, bytes]]:
-    """Validate the nodes' updates; return the result, in which nodes without an update are rejected, and the bytes."""
+    """Validate the nodes' updates. Return the validation result and the encoded updates by node.
+
+    Nodes that sent no update are listed as rejected.
+    """
     answers, failed = read_replies(came, asked, update_of, quote_errors=server.privacy is None)
     result = server.validate(answers)
     return replace(result, rejected={**failed, **result.rejected}), answers
@@ -91,9 +101,12 @@ def validated(
 def aggregate_evaluation(
     server: Server, inner: InnerStrategy, server_round: int, came: Mapping[str, Message], asked: list[str]
 ) -> tuple[MetricRecord | None, dict[str, Rejection]]:
-    """Let a strategy aggregate the nodes' metrics; return them with a rejection for every other node that was asked.
+    """Aggregate the nodes' evaluation metrics with the strategy.
 
-    Metrics that a node lacks are filled in with the mean, and its number of examples is bounded as in training.
+    The mean of a metric replaces missing values. Example counts are bounded as in training.
+
+    Returns:
+        The aggregated metrics, and a rejection for each node without a valid reply.
     """
     read = partial(metrics_of, most=server.validator.max_examples)
     good, rejected = read_replies(came, asked, read, quote_errors=server.privacy is None)

@@ -1,4 +1,4 @@
-"""Attempts at a round under secure aggregation: a round in which no sum could be made begins anew."""
+"""Repeated attempts at a round under secure aggregation, in case an attempt yields no sum."""
 
 import logging
 from collections.abc import Callable
@@ -14,24 +14,27 @@ from dbcl.protocol import RoundReport
 log = logging.getLogger("flwr.dbcl")
 
 ATTEMPTS = 3
-"""Number of attempts at a round before the run gives up."""
+"""Maximum attempts at a round before the run stops."""
 
 
 def play_securely(
     secure: SecureExchange, configure: Callable[[], list[Message]], grid: Grid, timeout: float
 ) -> tuple[RoundReport, MetricRecord]:
-    """Play a round in which the server learns only a sum.
+    """Run a round under secure aggregation, with up to `ATTEMPTS` attempts.
 
-    Only the last attempt goes without nodes that are lost: from then on they are no part of their group.
+    Only the last attempt drops unavailable nodes: they leave their group permanently.
 
     Args:
-        secure: The exchanges of a round.
-        configure: Makes the first messages of an attempt.
-        grid: The grid that carries the messages.
-        timeout: Longest wait for answers, in seconds.
+        secure: The message exchanges of a round.
+        configure: Creates the first messages of an attempt.
+        grid: The grid that transports the messages.
+        timeout: Maximum time to wait for answers, in seconds.
+
+    Returns:
+        The report and the metrics of the round.
 
     Raises:
-        ProtocolError: No attempt succeeded, and the round cannot be given up.
+        ProtocolError: All attempts failed, and the round cannot be skipped.
     """
     number = secure.server.round + 1
     for left in reversed(range(ATTEMPTS)):
@@ -56,7 +59,10 @@ def play_securely(
 
 
 def _may_void(privacy: PrivacyPlan | None) -> bool:
-    """Return whether a round without a sum may be given up: where groups change, clients mask once in a round."""
+    """Return True if a round without a sum may be skipped.
+
+    Rounds can be skipped only if groups may change, because clients then mask only once per round.
+    """
     return privacy is not None and privacy.shared and privacy.least < privacy.clients
 
 

@@ -1,4 +1,4 @@
-"""Strategies that cannot be inside DoubleBlind, each with a remedy."""
+"""Checks for strategies that `DoubleBlind` does not support. Each error suggests an alternative."""
 
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
@@ -22,7 +22,7 @@ TREES = (flower.FedXgbBagging, flower.FedXgbCyclic)
 
 
 def refuse_beside_guarantee(strategy: Strategy, privacy: PrivacyPlan) -> None:
-    """Refuse what a guarantee does not cover: other aggregations than a sum, and metrics that come from clients."""
+    """Raise `ConfigError` for aggregation or client metrics that a guarantee does not cover."""
     name, settings = type(strategy).__name__, vars(strategy)
     if privacy.unit != "client" and not privacy.shared:
         raise ConfigError(
@@ -58,7 +58,10 @@ def refuse_beside_guarantee(strategy: Strategy, privacy: PrivacyPlan) -> None:
 
 
 def refuse_beside_sums(strategy: Strategy, model: nn.Module) -> None:
-    """Refuse what needs more than the sum of the updates, which is all that a server that adds securely learns."""
+    """Raise `ConfigError` if a strategy or model needs more than the sum of the updates.
+
+    Under secure aggregation the server learns only this sum.
+    """
     name, settings = type(strategy).__name__, vars(strategy)
     if (problem := unbounded(filter(is_statistic, broadcast_names(model)))) is not None:
         raise ConfigError(problem)
@@ -87,10 +90,10 @@ def refuse_beside_sums(strategy: Strategy, model: nn.Module) -> None:
 def conditions(
     strategy: Strategy, model: nn.Module, privacy: PrivacyPlan | None, secagg: SecAggConfig | None, batches: int
 ) -> SecAggConfig | None:
-    """Return the conditions of secure aggregation, which with shares of noise follow from the plan.
+    """Return the secure aggregation settings; distributed noise derives them from the privacy plan.
 
     Raises:
-        ConfigError: The guarantee, the conditions and the strategy do not fit together.
+        ConfigError: The guarantee, the settings and the strategy are incompatible.
     """
     if privacy is not None:
         refuse_beside_guarantee(strategy, privacy)
@@ -108,7 +111,7 @@ def conditions(
 
 
 def refuse(strategy: Strategy, *, outer: type[Strategy], resumes: bool) -> None:
-    """Say what to do instead of a composition that cannot work."""
+    """Raise `ConfigError`, with an alternative, for an unsupported composition of strategies."""
     if not isinstance(strategy, Strategy):
         raise ConfigError(
             f"{type(strategy).__name__} is no strategy of Flower's Message API; take one of flwr.serverapp.strategy or "

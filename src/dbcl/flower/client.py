@@ -1,4 +1,4 @@
-"""Client side of a Flower app: make the model of a message, and reply with its change."""
+"""Client side of a Flower app: build a model from a message and reply with its update."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -20,13 +20,25 @@ from dbcl.protocol import Broadcast, BroadcastRequirements, decode_broadcast, en
 from dbcl.protocol.client import as_number
 
 _PROTECTED = ContextVar("protected", default=False)
-"""True in an app while a mod protects its answer."""
+"""True in an app while a mod protects the app's reply."""
 
 
 def blinded(module: nn.Module, message: Message, *, require: BroadcastRequirements | None = None) -> nn.Module:
-    """Make a client's model from a message of `DoubleBlind`: a copy of `module` with the compact weights in it.
+    """Build a client's model from a `DoubleBlind` message: a copy of `module` with compact weights.
 
-    Train it with any loop and any optimiser; see `dbcl.blinded` for learning rates and for `require`.
+    Train the model with any loop and any optimiser. See `dbcl.blinded` for learning rates.
+
+    Args:
+        module: A network with the architecture of the server's model. It is not changed.
+        message: The server's message, to train or to evaluate.
+        require: Minimum protection of the broadcast.
+
+    Returns:
+        The model to train or to evaluate.
+
+    Raises:
+        ProtocolError: The message holds no valid broadcast.
+        PlanError: The architecture differs, or the broadcast does not meet `require`.
 
     >>> import dbcl
     >>> from dbcl.flower import LocalGrid
@@ -48,9 +60,20 @@ def reply(
     metrics: Mapping[str, float] | None = None,
     noise: UpdateNoise | None = None,
 ) -> Message:
-    """Answer a message of `DoubleBlind`: to train with the change of the model, to evaluate with the metrics alone.
+    """Reply to a `DoubleBlind` message with an update, or with metrics only if it asks to evaluate.
 
-    In a function that evaluates, `model` may be None. With `noise` the client clips its update and adds noise to it.
+    Args:
+        model: The trained model; may be None for a message to evaluate.
+        message: The message to reply to.
+        examples: Number of examples that the client used.
+        metrics: Metrics to report.
+        noise: Clipping and noise that the client applies to its update.
+
+    Returns:
+        The reply.
+
+    Raises:
+        ProtocolError: The update would leave the node unprotected, or the message is invalid.
 
     >>> import dbcl
     >>> from dbcl.flower import LocalGrid
@@ -82,22 +105,28 @@ def clipped_reply(
     clip: float,
     loss: Loss = cross_entropy,
 ) -> Message:
-    """Answer a message to train with the clipped gradients of the examples whose turn it is, added up in float64.
+    """Reply to a message to train with a sum of clipped gradients, computed in float64.
 
-    This is the whole of a client's training if one example is the privacy unit: which examples have their turn follows
-    from the round and the plan, and each gradient is clipped by itself. The sum does not leave the node: if the clients
-    add the noise, the app needs `SecureMod(privacy=plan)`, which adds noise and masks to it.
+    This call is the client's complete training if one example is the privacy unit. The round and
+    the plan determine the batch, and each gradient is clipped separately. The sum does not leave
+    the node unprotected: if the clients add the noise, the app needs `SecureMod(privacy=plan)`,
+    which adds noise and masks.
 
     Args:
         module: The network.
-        message: What the server sent.
-        data: The node's examples, as `dbcl.data.examples_of` takes them.
-        privacy: The plan that the node agrees to.
-        clip: Bound on the norm of one example's gradient. The learning rate is the plan's clip divided by it.
-        loss: Loss of a batch, called for each example alone.
+        message: The server's message.
+        data: The node's examples, in a form that `dbcl.data.examples_of` accepts.
+        privacy: The privacy plan that the node has accepted.
+        clip: Bound on the gradient norm of one example. The learning rate is the plan's clip
+            divided by this bound.
+        loss: Loss of a batch. It is called with one example at a time.
+
+    Returns:
+        The reply with the sum.
 
     Raises:
-        ProtocolError: The sum would leave the node as it is, or the plan protects another unit.
+        ProtocolError: The sum would leave the node unprotected, or the plan has another privacy
+            unit.
 
     >>> import torch, dbcl
     >>> from dbcl.flower import LocalGrid
@@ -136,7 +165,7 @@ def clipped_reply(
 
 @contextlib.contextmanager
 def protected() -> Iterator[None]:
-    """Mark that a mod protects the answer of the app that runs inside."""
+    """Context manager that marks the app's reply as protected by a mod."""
     token = _PROTECTED.set(True)
     try:
         yield
@@ -145,7 +174,7 @@ def protected() -> Iterator[None]:
 
 
 def _refuse_unprotected(message: Message) -> None:
-    """Raise `ProtocolError` if the server adds securely and no mod protects the update."""
+    """Raise `ProtocolError` if secure aggregation is requested and no mod protects the update."""
     record = message.content.get(RECORD)
     if isinstance(record, ConfigRecord) and record.get(SECURE):
         raise ProtocolError(
@@ -155,7 +184,7 @@ def _refuse_unprotected(message: Message) -> None:
 
 
 def received(message: Message) -> Broadcast:
-    """Return the broadcast in a message."""
+    """Decode the broadcast in a message."""
     data = message_bytes(message, "broadcast")
     if data is None:
         raise ProtocolError(

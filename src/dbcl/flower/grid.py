@@ -1,4 +1,4 @@
-"""A grid whose nodes live in this process, and a wrapper that puts a timeout on waiting for nodes."""
+"""An in-process grid, and a grid wrapper that limits the time spent waiting for nodes."""
 
 import copy
 import logging
@@ -20,25 +20,26 @@ log = logging.getLogger("flwr.dbcl")
 
 FIRST_NODE = 1000  # any number but 1, which Flower gives to the server
 TELL_EVERY = 10.0
-"""Seconds between messages while a server waits for nodes."""
+"""Seconds between log messages while a server waits for nodes."""
 REMEDY = "min_available_nodes and min_train_nodes say how many"
 SECURE_REMEDY = "SecAggConfig(min_cohort=...) says how many in each lane, and SketchConfig(lanes=1) needs the fewest"
 GUARANTEE_REMEDY = "PrivacyPlan(clients=..., cohort=...) says how many, and how many rounds a node pauses in between"
 
 
 class LocalGrid(Grid):
-    """A grid whose nodes run a `ClientApp` in this process: no Ray, no ports, nothing to start.
+    """A grid whose nodes run a `ClientApp` in this process, without Ray or network ports.
 
-    Each node has a context with `partition-id` and `num-partitions`, as in Flower's simulation. For a client that
-    raises, the grid returns Flower's error reply. Clients run one after another; with a timeout each gets an equal
-    share of the remaining time, and one that takes longer goes on in the background.
+    Each node has a context with `partition-id` and `num-partitions`, as in Flower's simulation. If
+    a client raises an exception, the grid returns Flower's error reply. Clients run sequentially.
+    With a timeout, each client gets an equal share of the remaining time; a slower client continues
+    in the background.
 
     Args:
         client_app: App of the nodes.
         nodes: Number of nodes.
-        node_config: Further entries of each node's configuration.
-        run_config: The run's configuration.
-        hook: Function that is called with every message before it is delivered, in both directions.
+        node_config: Additional entries of each node's configuration.
+        run_config: Configuration of the run.
+        hook: Function called with every message, in both directions, before its delivery.
 
     >>> from flwr.app import RecordDict
     >>> app = ClientApp()
@@ -78,37 +79,40 @@ class LocalGrid(Grid):
         }
 
     def set_run(self, run: Any) -> None:
-        """Keep Flower's description of the run."""
+        """Store Flower's description of the run."""
         self._run = run
 
     @property
     def run(self) -> Any:
-        """Run that `set_run` was given."""
+        """Flower's description of the run, stored by `set_run`."""
         return self._run
 
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """Make a message; Flower advises to use its constructor."""
+        """Create a message. Flower recommends the `Message` constructor instead."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> list[int]:
-        """Return the nodes that are present."""
+        """Return the ids of the connected nodes."""
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Deliver messages and keep the answers for `pull_messages`."""
+        """Deliver messages and store the replies for `pull_messages`."""
         sent = [self._stamp(message) for message in messages]
         for message in sent:
             self._replies[message.metadata.message_id] = self._answer(message)
         return [message.metadata.message_id for message in sent]
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Return the answers that have arrived, each once."""
+        """Return new replies. Each reply is returned only once."""
         return [self._replies.pop(key) for key in list(message_ids) if key in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Deliver messages and return the answers that came in time, in the order of the messages."""
+        """Deliver messages and return the replies in the order of the messages.
+
+        Replies after the timeout are omitted.
+        """
         if timeout is None:
             return self.pull_messages(self.push_messages(messages))
         sent = [self._stamp(message) for message in messages]
@@ -151,19 +155,20 @@ class LocalGrid(Grid):
 
 
 class TimeoutGrid(Grid):
-    """A wrapper with a timeout: strategies poll a grid for nodes until enough are there, however long that takes.
+    """A grid wrapper that limits how long a strategy waits for enough nodes.
 
-    While fewer than `fewest` nodes may take part, the log says at once, and again every ten seconds, which are needed.
-    The nodes of a `LocalGrid` are fixed, so there the shortage is an error at once.
+    If fewer than `fewest` nodes may take part, the wrapper logs the required nodes immediately and
+    then every ten seconds. On a `LocalGrid`, whose set of nodes is fixed, too few nodes raise an
+    error immediately.
 
     Args:
-        grid: The grid that is wrapped.
-        timeout: The longest wait, in seconds.
-        needed: Says for the error message which nodes are needed.
-        allowed: Returns those of the nodes that may take part, in the order in which they should. The others are not
-            shown.
+        grid: The wrapped grid.
+        timeout: Maximum waiting time, in seconds.
+        needed: Returns a description of the required nodes, for the error message.
+        allowed: Selects and orders the nodes that may take part. The wrapper hides all other nodes.
         fewest: Number of nodes for which the strategy waits, at least 1.
-        remedy: Says for the error message which settings determine how many nodes are needed.
+        remedy: Returns the names of the settings that determine the required number of nodes, for
+            the error message.
 
     >>> grid = TimeoutGrid(LocalGrid(ClientApp(), nodes=2), timeout=600, needed=lambda: "3", fewest=3)
     >>> grid.get_node_ids()
@@ -203,7 +208,7 @@ class TimeoutGrid(Grid):
         """Return the nodes that may take part, always in the same order.
 
         Raises:
-            ProtocolError: The nodes are asked for after the timeout, or are too few on a grid whose nodes are fixed.
+            ProtocolError: The timeout has passed, or a grid with a fixed set of nodes has too few.
         """
         there = sorted(self.grid.get_node_ids())
         nodes = there if self.allowed is None else self.allowed(there)
@@ -231,7 +236,7 @@ class TimeoutGrid(Grid):
         return f"{may}; needed: {self.needed().rstrip(',')}"
 
     def settle(self) -> list[int]:
-        """Wait until enough nodes may take part, and from then on show these and no others."""
+        """Wait until enough nodes may take part, then fix the set of visible nodes."""
         while not (nodes := self.get_node_ids()):
             time.sleep(0.2)
         self.allowed = lambda there: nodes
@@ -248,13 +253,16 @@ class TimeoutGrid(Grid):
 
 
 def _is_fixed(grid: Grid) -> bool:
-    """Return whether the nodes of a grid are fixed; a subclass of `LocalGrid` that lists its nodes itself is not."""
+    """Return True for a `LocalGrid`, unless a subclass overrides the list of nodes."""
     own = getattr(grid.get_node_ids, "__func__", None)
     return own is LocalGrid.get_node_ids
 
 
 def _set_identity() -> None:
-    """Set Flower's process identity if unset: recent versions cannot make a message without one."""
+    """Set Flower's process identity if unset.
+
+    Recent versions cannot create a message without it.
+    """
     try:
         from flwr.supercore.task_identity import TaskIdentity
     except ImportError:

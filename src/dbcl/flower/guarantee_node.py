@@ -1,4 +1,4 @@
-"""Mod for a node under a guarantee: counts the node's own participations and rejects more than were planned."""
+"""Flower mod that enforces a guarantee's participation limits on the node."""
 
 import json
 from dataclasses import dataclass
@@ -21,16 +21,18 @@ OWN = "this node"
 
 @dataclass(frozen=True)
 class GuaranteeMod:
-    """Lets a node take part only as often as a guarantee was planned for, by the node's own count.
+    """Limits a node's participation to the schedule of a guarantee, with the node's own record.
 
-    The server counts too, by the keys of the nodes. This mod shows the node's key to the server, and counts on
-    the node, independently of the server: it rejects rounds that come too early, too often or after the last
-    one, a second broadcast of one round, and messages to evaluate.
+    The server keeps a participation record too, by the nodes' keys. This mod sends the node's
+    public key to the server and keeps an independent record on the node. It rejects rounds that
+    come too early, too often or after the last planned round. It also rejects a second broadcast of
+    a round and messages to evaluate.
 
     Args:
-        privacy: The plan that the node agrees to; the same as in `DoubleBlind(privacy=plan)`.
-        folder: A folder on the node's own disk for the key and the counts. A new run on the same data spends a second
-            budget and needs a new folder.
+        privacy: The plan that the node accepts; it must equal the plan of
+            `DoubleBlind(privacy=plan)`.
+        folder: A folder on the node's local disk for the key and the participation record. A new
+            run on the same data spends a second privacy budget and needs a new folder.
 
     >>> import tempfile, torch, dbcl.flower
     >>> from flwr.clientapp import ClientApp
@@ -59,7 +61,7 @@ class GuaranteeMod:
             )
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Answer a message to train if the node's own count allows it."""
+        """Answer a message to train if the node's participation record allows the round."""
         category = message.metadata.message_type.split(".")[0]
         if category == "evaluate":
             raise ProtocolError(
@@ -80,9 +82,13 @@ class GuaranteeMod:
 
 
 def check_turn(privacy: PrivacyPlan, broadcast: Broadcast, store: NodeStore, *, count: bool = False) -> None:
-    """Raise `ProtocolError` if a node must not answer a broadcast, by its own count.
+    """Raise `ProtocolError` if the node's own participation record forbids answering a broadcast.
 
-    With `count` the answer is counted, on the disk and once, however often the same broadcast comes.
+    Args:
+        privacy: The plan that the node accepts.
+        broadcast: The received broadcast.
+        store: The node's storage, which holds the participation record.
+        count: Record the participation on disk. A repeated broadcast is recorded only once.
     """
     round, shown = broadcast.round, digest(encode(broadcast)).hex()
     tracker, kept = _tracker(privacy), store.read("participation")

@@ -1,8 +1,9 @@
-"""Node identities: a name that follows from a key on the node's own disk, whatever id Flower gives the node.
+"""Node identities derived from a signing key on the node's disk, independent of Flower's node ids.
 
-A SuperNode without authentication keys gets a new id whenever it starts. Counts of participations by id would restart
-with each start, and so would groups under secure aggregation. So if a node's identity matters, the server asks each new
-node for its public key (`NodeNames`), and the node signs a nonce with it (`introduction`).
+A SuperNode without authentication keys gets a new id at every start. Participation records and
+secure aggregation groups must outlive such a restart. When node identities matter, the server
+therefore asks each new node for its public key (`NodeNames`). The node replies with a signed nonce
+(`introduction`).
 """
 
 import contextlib
@@ -28,17 +29,17 @@ from dbcl.state import State
 log = logging.getLogger("flwr.dbcl")
 
 HELLO = "hello"
-"""Name of a record: in a message to a node the nonce that it signs, in its answer the public key and the signature."""
+"""Record name: holds a nonce in the request, and the public key and signature in the reply."""
 NONCE = 32
-"""Bytes of a nonce."""
+"""Length of a nonce in bytes."""
 IN_MEMORY, ON_DISK = b"in memory", b"on disk"
-"""Words with which a node without a plan states where its key is."""
+"""Statements by which a node without a privacy plan reports where its key is stored."""
 ASK_AGAIN = 5.0
-"""Seconds after which a node that showed no key is asked again."""
+"""Seconds before the server asks a node again for a missing key."""
 
 
 def key_name(public: bytes) -> str:
-    """Return the name of the node with a public key: 80 bits of its digest.
+    """Return a node's name: 80 bits of the digest of its public key.
 
     >>> key_name(bytes(32))
     'node fd17 23a5 a934 118e 5e6d'
@@ -49,7 +50,10 @@ def key_name(public: bytes) -> str:
 
 @dataclass(frozen=True)
 class KeyRegistry(Registry):
-    """Accepts a client under the name that follows from its key, and with `keys` only the clients with these keys.
+    """Accepts clients whose names match their public keys.
+
+    Args:
+        keys: The accepted public keys; None accepts every key.
 
     >>> alice = SigningKey(bytes(32))
     >>> KeyRegistry().problem(key_name(alice.public), alice.public)
@@ -62,14 +66,25 @@ class KeyRegistry(Registry):
     keys: frozenset[bytes] | None = None
 
     def problem(self, name: str, public: bytes) -> str | None:
-        """Return the reason why a client's identity is not valid, or None."""
+        """Return the reason to reject a client's identity, or None if it is valid."""
         if name != key_name(public):
             return f"{plain(name)!r} is not the name of its key"
         return None if self.keys is None or public in self.keys else "its key is not registered"
 
     @classmethod
     def read(cls, path: str | Path) -> "KeyRegistry":
-        """Read a file of public keys, one in hexadecimal on each line, as in the files `public-key` of the nodes.
+        """Read a file with one hexadecimal public key per line.
+
+        Each line has the format of a node's `public-key` file.
+
+        Args:
+            path: The file.
+
+        Returns:
+            A registry that accepts only these keys.
+
+        Raises:
+            ConfigError: The file does not hold valid keys.
 
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp(), "keys.txt")
@@ -91,18 +106,18 @@ class KeyRegistry(Registry):
 
 
 class NodeStore:
-    """Storage of a node between messages: files in a folder, or records in `context.state` without one."""
+    """Persistent storage of a node: files in a folder or, without a folder, `context.state`."""
 
     def __init__(self, folder: Path | None, context: Context | None) -> None:
         self._folder, self._context = folder, context
 
     @property
     def lasting(self) -> bool:
-        """Return whether the stored state outlives the node's process."""
+        """Return True if the stored state survives a restart of the node's process."""
         return self._folder is not None
 
     def read(self, name: str) -> bytes | None:
-        """Return the bytes that were written under a name, or None."""
+        """Return the bytes stored under a name, or None."""
         if self._folder is not None:
             path = self._folder / f"{name}.dbcl"
             return path.read_bytes() if path.exists() else None
@@ -112,7 +127,7 @@ class NodeStore:
         return data if isinstance(data, bytes) else None
 
     def write(self, name: str, data: bytes) -> None:
-        """Keep bytes under a name, for this node alone."""
+        """Store bytes under a name, readable only by this node."""
         if self._folder is not None:
             write_atomic(self._folder / f"{name}.dbcl", data, mode=SECRET)
         else:
@@ -120,7 +135,10 @@ class NodeStore:
             self._context.state[f"dbcl-{name}"] = ConfigRecord({"state": data})
 
     def identity(self) -> SigningKey:
-        """Return the node's identity, made at first use. In a folder, `public-key` is for others to read."""
+        """Return the node's signing key; create it at first use.
+
+        In a folder, the file `public-key` holds the public key for other parties.
+        """
         secret = self.read("key")
         identity = SigningKey(secret) if secret is None or len(secret) == KEY else None
         if identity is None:
@@ -133,9 +151,15 @@ class NodeStore:
 
 
 def make_key(folder: str | Path) -> str:
-    """Return the public key of the node that keeps its files in a folder, in hexadecimal; it is made at first use.
+    """Return a node's public key in hexadecimal; create the key pair at first use.
 
-    The keys of all nodes, one on each line, are what `KeyRegistry.read` reads.
+    Write the keys of all nodes to a file, one per line, for `KeyRegistry.read`.
+
+    Args:
+        folder: The node's folder.
+
+    Returns:
+        The public key in hexadecimal.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -150,9 +174,10 @@ def make_key(folder: str | Path) -> str:
 
 @contextlib.contextmanager
 def node_store(folder: str | Path | None, context: Context) -> Iterator[NodeStore]:
-    """Open the storage of a node. A second message at the same time is rejected if it is a folder.
+    """Open the storage of a node. A folder rejects a second concurrent message.
 
-    Nodes with a `partition-id` may share a disk, as in a simulation: each has a folder of its own below `folder`.
+    Nodes with a `partition-id` may share a disk, as in a simulation: each uses a separate subfolder
+    of `folder`.
     """
     if folder is None:
         yield NodeStore(None, context)
@@ -167,9 +192,9 @@ def node_store(folder: str | Path | None, context: Context) -> Iterator[NodeStor
 
 
 def introduction(store: NodeStore, message: Message, privacy: PrivacyPlan | None = None) -> Message | None:
-    """Return a node's answer to a server that asks for its key; None if the message asks for something else.
+    """Return a node's reply to a request for its public key, or None for any other message.
 
-    With a plan the node also states that it counts its own participations by this plan.
+    With a plan, the node also states that it limits its own participation to this plan.
     """
     nonce = message_bytes(message, HELLO)
     if nonce is None:
@@ -182,12 +207,12 @@ def introduction(store: NodeStore, message: Message, privacy: PrivacyPlan | None
 
 
 def _hello(nonce: bytes, kept: bytes) -> tuple[bytes, ...]:
-    """Return the text that a node signs, which also says where its key is kept."""
+    """Return the bytes that a node signs: the nonce and where its key is stored."""
     return b"hello", nonce, kept
 
 
 def _counted(privacy: PrivacyPlan) -> bytes:
-    """Return the statement of a node that keeps its key and counts its participations by a plan."""
+    """Return a node's statement that it stores its key and records its participation in a plan."""
     return b"counts " + digest(b"guarantee", json.dumps(asdict(privacy), sort_keys=True).encode())
 
 
@@ -195,10 +220,11 @@ def _counted(privacy: PrivacyPlan) -> bytes:
 
 
 class NodeNames:
-    """The server's names of the nodes: by their keys where `by_key`, else by their Flower ids.
+    """Names of the nodes on the server, derived from their keys if `by_key`, else from Flower ids.
 
-    With a plan of a guarantee only nodes have names that keep their keys on a disk and count their participations by
-    this plan. A node whose key ends with its process would have another name, and another count, after every start.
+    Under a guarantee, only nodes that store their key on disk and record their participation get a
+    name. Without a stored key, a node would get a new name and an empty participation record at
+    every start.
 
     >>> names = NodeNames(by_key=True)
     >>> names.load_state(State({"nodes": {"7": "node ab"}}, {}))
@@ -212,13 +238,13 @@ class NodeNames:
         self._failed: dict[int, float] = {}  # of nodes that showed no key: when they were asked
 
     def of(self, node: int) -> str | None:
-        """Return the name of a node; None if it has not shown its key."""
+        """Return the name of a node, or None if the server does not know its key."""
         return self._names.get(node) if self.by_key else node_name(node)
 
     def present(self, nodes: Iterable[int], grid: Grid, timeout: float) -> dict[str, int]:
-        """Return the nodes that have names, by name; new ones are asked for their keys first.
+        """Return the present nodes by name, after asking new nodes for their keys.
 
-        A node that has started again has two ids until Flower notices; the later one counts.
+        A restarted node has two ids until Flower notices the restart. The later id is used.
         """
         there = sorted(nodes)
         if self.by_key:
@@ -252,11 +278,11 @@ class NodeNames:
             )
 
     def state(self) -> State:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return State({"nodes": {str(node): name for node, name in self._names.items()}}, {})
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned."""
+        """Restore the state returned by `state`."""
         self._names = {int(node): str(name) for node, name in state.values["nodes"].items()}
 
 

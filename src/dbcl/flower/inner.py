@@ -1,4 +1,4 @@
-"""The strategy inside a `DoubleBlind`: its settings, its memory, and its random draws."""
+"""The inner strategy of a `DoubleBlind`: its settings, its saved state and its random draws."""
 
 import contextlib
 import random
@@ -17,11 +17,11 @@ from dbcl.state import State
 
 
 class InnerStrategy:
-    """A Flower strategy, with the settings of it on which the blinded rounds depend.
+    """A Flower strategy, with the settings that affect blinded rounds.
 
     Args:
-        strategy: The strategy; of strategies that wrap each other the outermost.
-        seed: Fixes its random draws for an experiment. None leaves them random.
+        strategy: The strategy. If strategies wrap each other, the outermost strategy.
+        seed: Seed of the strategy's random draws, for experiments; None leaves the draws random.
 
     >>> inner = InnerStrategy(flower.FedAvg(min_train_nodes=3), seed=None)
     >>> inner.name, inner.averages, inner.fewest("train")
@@ -34,18 +34,21 @@ class InnerStrategy:
         self.name = self._memory.names[0]
         innermost = self._memory.strategies[-1]
         self.weight_key = str(getattr(innermost, "weighted_by_key", EXAMPLES))
-        """Metric by which it weights the answers."""
+        """Metric by which the strategy weights the replies."""
         self.array_key = str(getattr(innermost, "arrayrecord_key", "arrays"))
-        """Name under which it expects the arrays of an answer."""
+        """Name under which the strategy expects the arrays of a reply."""
 
     @property
     def described(self) -> str:
-        """The names of the strategies that wrap each other, outermost first."""
+        """Names of the wrapped strategies, outermost first."""
         return " around ".join(self._memory.names)
 
     @property
     def averages(self) -> bool:
-        """True if it only averages by examples: to average first and lift once is equal and cheaper."""
+        """True if the strategy only averages by examples.
+
+        The server then averages first and lifts once.
+        """
         plain = type(self.strategy).aggregate_train is flower.FedAvg.aggregate_train
         return plain and self.weight_key == EXAMPLES
 
@@ -56,15 +59,17 @@ class InnerStrategy:
         return settings.get("fraction_train", 1.0), settings.get("fraction_evaluate", 0.0)
 
     def fewest(self, phase: str) -> int:
-        """Return the number of nodes for which it waits before it trains or evaluates."""
+        """Return the number of nodes that the strategy waits for before training or evaluation."""
         names = ("min_available_nodes", f"min_{phase}_nodes")
         return max(getattr(each, name, 0) for each in self._memory.strategies for name in names)
 
     def server_optimizer(self, optimizer: ServerOptimizer | None) -> ServerOptimizer | None:
-        """Return the server's optimizer, None for its default; weights that the strategy makes are taken as they are.
+        """Return the server's optimizer, or None for the default optimizer.
+
+        Weights that the strategy computes itself are used without an optimizer step.
 
         Raises:
-            ConfigError: An optimizer is given, and the strategy makes the new weights itself.
+            ConfigError: An optimizer is given, but the strategy computes the new weights itself.
         """
         if self.averages:
             return optimizer
@@ -73,12 +78,12 @@ class InnerStrategy:
         return fedavg()
 
     def waiting_for_at_most(self, nodes: float) -> contextlib.AbstractContextManager[None]:
-        """Lower the numbers of nodes for which it waits, until the context ends."""
+        """Context manager that lowers the numbers of nodes for which the strategy waits."""
         return self._memory.waiting_for_at_most(nodes)
 
     @contextlib.contextmanager
     def repeatable(self, phase: str, round: int) -> Iterator[None]:
-        """With a seed, let all that the strategy draws in this phase of a round follow from it."""
+        """Context manager that seeds the strategy's random draws in one phase of a round."""
         if self._seed is None:
             yield
             return
@@ -93,13 +98,13 @@ class InnerStrategy:
             np.random.set_state(numpy_before)
 
     def forgotten(self) -> list[str]:
-        """Return the attributes that a checkpoint cannot hold."""
+        """Return the attributes that a checkpoint cannot store."""
         return self._memory.forgotten()
 
     def state(self) -> State:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return self._memory.state()
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned."""
+        """Restore the state returned by `state`."""
         self._memory.load_state(state)

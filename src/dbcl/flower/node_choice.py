@@ -1,4 +1,4 @@
-"""The choice of a round's nodes: by the inner strategy, among those that may take part."""
+"""Selection of a round's nodes by the inner strategy, among the nodes that may take part."""
 
 import logging
 import math
@@ -18,10 +18,10 @@ log = logging.getLogger("flwr.dbcl")
 
 
 class NodeChoice:
-    """Asks the inner strategy for the messages of a round, and shows it only nodes that may take part.
+    """Requests the messages of a round from the inner strategy, for nodes that may take part.
 
     Args:
-        server: The server whose rounds are played.
+        server: The server whose rounds are run.
         inner: The inner strategy.
         names: The names of the nodes.
         secure: The batches of nodes under secure aggregation.
@@ -33,7 +33,10 @@ class NodeChoice:
         self._written: tuple[int, ArrayRecord] | None = None
 
     def to_train(self, server_round: int, config: ConfigRecord, grid: Grid, timeout: float) -> list[Message]:
-        """Return the inner strategy's messages of the open round, the same that `cohort` has asked for before it."""
+        """Return the inner strategy's training messages for the open round.
+
+        If `only_cohort` has already selected the cohort, return the same messages.
+        """
         asked = self._cohort_messages(server_round, config, grid, timeout)
         self._ahead = None
         return self._checked(asked)
@@ -46,9 +49,10 @@ class NodeChoice:
             return self._checked(list(asked))
 
     def only_cohort(self, asked: list[Message], config: ConfigRecord, grid: Grid, timeout: float) -> list[Message]:
-        """Return the messages to nodes that train in the open round, which see its broadcast anyway.
+        """Return the evaluation messages to nodes of the open round's training cohort.
 
-        The nodes of the round are chosen here, with the settings of its training, and not again when it begins.
+        These nodes receive the broadcast of the round anyway. This method selects the cohort with
+        the training settings; `to_train` reuses the selection.
         """
         chosen = self._cohort_messages(self.server.round + 1, config, grid, timeout)
         self._ahead = self.server.round, chosen
@@ -63,7 +67,7 @@ class NodeChoice:
         return kept
 
     def forget(self) -> None:
-        """Forget a choice of nodes for a round that is to come."""
+        """Discard a cohort selected for a later round."""
         self._ahead = None
 
     def _cohort_messages(self, server_round: int, config: ConfigRecord, grid: Grid, timeout: float) -> list[Message]:
@@ -90,9 +94,9 @@ class NodeChoice:
         return asked
 
     def _arrays(self) -> ArrayRecord:
-        """Return the true weights for the inner strategy, in a record that it may change.
+        """Return the true weights for the inner strategy, in a record that it may modify.
 
-        With a guarantee it gets what the clients see together. The weights are written once a round.
+        Under a guarantee the record holds the noisy weights. It is built once per round.
         """
         if self._written is None or self._written[0] != self.server.round:
             seen = self.server.weights() if self.server.privacy is None else self.server.noisy_weights()
@@ -100,7 +104,7 @@ class NodeChoice:
         return ArrayRecord(dict(self._written[1]))
 
     def _waiting(self, grid: Grid, timeout: float, phase: str) -> TimeoutGrid:
-        """Return a grid that shows nodes that may take part, and puts a timeout on waiting for them."""
+        """Return a grid with only the nodes that may take part and a limit on the waiting time."""
         secure = self.secure
 
         def may(names: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The nodes of a run: their numbers, and which of them have part in the open round."""
+"""The nodes of a run: their numbers, and the participants of the open round."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from dbcl.protocol import Broadcast, Server, encode
 
 
 class RunNodes:
-    """Numbers the nodes in the order in which they are first seen, and knows who was sent the open round.
+    """Numbers nodes in order of first contact and records the recipients of the open round.
 
     Args:
         names: The server's names of the nodes.
@@ -26,13 +26,13 @@ class RunNodes:
     def __init__(self, names: NodeNames) -> None:
         self.names = names
         self.asked: list[str] = []
-        """Nodes of the last messages."""
+        """Recipients of the most recent messages."""
         self._numbers: dict[str, int] = {}
         self._shown: set[str] = set()
 
     @property
     def shown(self) -> list[str]:
-        """The nodes that were sent something of the open round, in the order in which they were first seen."""
+        """Nodes that received the open round's broadcast, in order of first contact."""
         return sorted(self._shown, key=self._numbers.__getitem__)
 
     def number(self, name: str) -> int:
@@ -40,12 +40,12 @@ class RunNodes:
         return self._numbers[name]
 
     def named(self, messages: Iterable[Message]) -> dict[str, Message]:
-        """Return messages to nodes by the names of the nodes, in the order of their ids."""
+        """Return messages to nodes, keyed by node name and ordered by node id."""
         in_order = sorted(messages, key=lambda message: message.metadata.dst_node_id)
         return {name: each for each in in_order if (name := self.names.of(each.metadata.dst_node_id)) is not None}
 
     def ask(self, asked: Iterable[str], there: Iterable[int]) -> None:
-        """Record the nodes that messages of the open round go to, and number new nodes among those present."""
+        """Record the recipients of the open round's messages and number new nodes."""
         self.asked = list(asked)
         present = [name for node in sorted(there) if (name := self.names.of(node)) is not None]
         for name in [*present, *self.asked]:
@@ -53,7 +53,10 @@ class RunNodes:
         self._shown.update(self.asked)
 
     def replies(self, replies: Iterable[Message]) -> dict[str, Message]:
-        """Return the first reply of each node that was asked, in the order of asking: sums must not depend on speed."""
+        """Return each recipient's first reply, in the order of the requests.
+
+        Sums must not depend on the order in which replies arrive.
+        """
         came: dict[str, Message] = {}
         for message in replies:
             name = self.names.of(message.metadata.src_node_id)
@@ -62,19 +65,19 @@ class RunNodes:
         return {name: came[name] for name in self.asked if name in came}
 
     def broadcasts(self, server: Server) -> dict[int, Broadcast]:
-        """Return the broadcasts of the open round that were sent, by the number of the node."""
+        """Return the broadcasts sent in the open round, by node number."""
         return {self.number(name): server.open_round(name) for name in self.shown}
 
     def close_round(self) -> None:
-        """Forget who was sent the round that is closed."""
+        """Clear the recipients of the closed round."""
         self._shown.clear()
 
     def values(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the values for a checkpoint."""
         return {"nodes": list(self._numbers), "shown": self.shown}
 
     def load_values(self, values: Mapping[str, Any]) -> None:
-        """Restore what `values` returned.
+        """Restore the values returned by `values`.
 
         Raises:
             ProtocolError: The values are damaged.
@@ -86,13 +89,16 @@ class RunNodes:
 
 
 def blind_messages(server: Server, asked: Mapping[str, Message], *, ttl: float, secure: bool) -> list[Message]:
-    """Return the inner strategy's messages with the broadcasts of the open round in place of arrays.
+    """Replace the arrays in the inner strategy's messages by broadcasts of the open round.
 
     Args:
-        server: The server; the lane of a node follows from the order of `asked`.
+        server: The server. The order of `asked` determines each node's lane.
         asked: The inner strategy's messages by node.
         ttl: Lifetime of a message, in seconds.
-        secure: Ask for an update under secure aggregation.
+        secure: Request the updates under secure aggregation.
+
+    Returns:
+        The messages to send.
     """
     sent = {name: server.open_round(name) for name in asked}
     written = {id(broadcast): encode(broadcast) for broadcast in sent.values()}

@@ -1,4 +1,4 @@
-"""The progress of a run: the metrics so far, and whether the last round was evaluated."""
+"""The progress of a run: the metrics so far, and the evaluation state of the last round."""
 
 import logging
 
@@ -14,7 +14,7 @@ log = logging.getLogger("flwr.dbcl")
 
 
 class Progress:
-    """Holds the metrics of the rounds that are done, beside the nodes that have played them.
+    """Stores the metrics of completed rounds and the nodes that took part.
 
     Args:
         nodes: The nodes of the run.
@@ -27,25 +27,25 @@ class Progress:
         """True if the last round was evaluated."""
 
     def trained(self, number: int, metrics: MetricRecord | None) -> None:
-        """Note that a round was trained; `metrics` come from the nodes."""
+        """Record a training round. `metrics` are the nodes' metrics."""
         _note(self.result.train_metrics_clientapp, number, metrics)
         self.evaluated = False
 
     def evaluated_by_nodes(self, number: int, metrics: MetricRecord | None) -> None:
-        """Note metrics of the nodes' evaluation."""
+        """Record metrics of the nodes' evaluation."""
         _note(self.result.evaluate_metrics_clientapp, number, metrics)
 
     def evaluated_by_server(self, number: int, metrics: MetricRecord | None) -> None:
-        """Note metrics of the server's evaluation."""
+        """Record metrics of the server's evaluation."""
         _note(self.result.evaluate_metrics_serverapp, number, metrics)
 
     def state(self) -> State:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         history = [[[number, dict(metrics)] for number, metrics in own.items()] for own in self._histories()]
         return State({"evaluated": self.evaluated, "history": history, **self.nodes.values()}, {})
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned.
+        """Restore the state returned by `state`.
 
         Raises:
             ProtocolError: The state is damaged.

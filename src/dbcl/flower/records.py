@@ -1,4 +1,4 @@
-"""Records in Flower's messages: a broadcast as bytes in every message, an update as bytes in every reply to train."""
+"""Encoding of broadcasts and updates in the records of Flower messages."""
 
 from collections.abc import Mapping
 
@@ -10,20 +10,20 @@ from torch import Tensor
 from dbcl.errors import ProtocolError, shown
 
 RECORD = "dbcl"
-"""Name of the record that holds the bytes of a message, as one value that Flower's logs mask."""
+"""Name of the record with a message's bytes, stored as one value that Flower's logs mask."""
 
 SECURE = "secure"
-"""Flag beside a broadcast: the server adds securely."""
+"""Flag of a broadcast under secure aggregation."""
 
 STEP = "step"
-"""Key of the bytes of a message of secure aggregation, in both directions."""
+"""Record key of a secure aggregation message, in both directions."""
 
 EXAMPLES = "num-examples"
-"""Flower's own name of the number of examples of an answer."""
+"""Flower's name for the number of examples of a reply."""
 
 
 def node_name(node: int) -> str:
-    """Return the name under which the server knows a node.
+    """Return the server's name for a Flower node id.
 
     >>> node_name(1000)
     'node 1000'
@@ -32,13 +32,13 @@ def node_name(node: int) -> str:
 
 
 def holds_only(message: Message, own: ArrayRecord) -> bool:
-    """Return whether the arrays in a strategy's message are those of the model and no others."""
+    """Return True if a strategy's message holds the model's arrays and no others."""
     records = list(message.content.array_records.values())
     return len(records) == 1 and set(records[0]) == set(own)
 
 
 def with_broadcast(message: Message, data: bytes, *, ttl: float, secure: bool = False) -> Message:
-    """Return a copy of a strategy's message with a broadcast in place of arrays."""
+    """Return a copy of a strategy's message with a broadcast instead of arrays."""
     record = ConfigRecord({"broadcast": data, SECURE: True} if secure else {"broadcast": data})
     configs = {key: ConfigRecord(dict(value)) for key, value in message.content.config_records.items()}
     content = RecordDict({**configs, RECORD: record})
@@ -47,7 +47,11 @@ def with_broadcast(message: Message, data: bytes, *, ttl: float, secure: bool = 
 
 
 def update_of(message: Message) -> bytes:
-    """Return the bytes of an update in an answer, not yet validated, or raise `ProtocolError`."""
+    """Return the encoded update in a reply, without validating it.
+
+    Raises:
+        ProtocolError: The reply holds no update.
+    """
     data = message_bytes(message, "update")
     if data is None:
         raise ProtocolError(
@@ -57,14 +61,16 @@ def update_of(message: Message) -> bytes:
 
 
 def message_bytes(message: Message, name: str) -> bytes | None:
-    """Return the bytes of a dbcl message in a Flower message, under a name, or None."""
+    """Return the bytes of a dbcl message stored under a name in a Flower message, or None."""
     record = message.content.get(RECORD)
     data = record.get(name) if isinstance(record, ConfigRecord) else None
     return data if isinstance(data, bytes) else None
 
 
 def to_record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    """Convert tensors for Flower's strategies; NumPy has no bfloat16, and half precision is too coarse to average in.
+    """Convert tensors to Flower arrays; half-precision tensors become float32.
+
+    NumPy has no bfloat16, and averaging in half precision loses accuracy.
 
     >>> to_record({"w": torch.ones(2, dtype=torch.bfloat16)})["w"].numpy()
     array([1., 1.], dtype=float32)
@@ -74,7 +80,7 @@ def to_record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def from_record(record: ArrayRecord) -> dict[str, Tensor]:
-    """Convert Flower's arrays to tensors with memory of their own.
+    """Convert Flower arrays to tensors that own their memory.
 
     >>> from_record(to_record({"w": torch.zeros(2)}))
     {'w': tensor([0., 0.])}

@@ -1,4 +1,4 @@
-"""Reading of the nodes' replies, beside the update itself."""
+"""Reading of metrics and errors in the nodes' replies."""
 
 import copy
 import logging
@@ -23,16 +23,17 @@ T = TypeVar("T")
 def read_replies(
     came: Mapping[str, Message], asked: Iterable[str], read: Callable[[Message], T], *, quote_errors: bool = True
 ) -> tuple[dict[str, T], dict[str, Rejection]]:
-    """Read the replies of the nodes that were asked; a node that cannot be read does not end the others' round.
+    """Read the replies of the selected nodes; unreadable replies become rejections.
 
     Args:
         came: The replies by node.
-        asked: The nodes that were asked.
+        asked: The selected nodes.
         read: Reads one reply.
-        quote_errors: Quote the text of a node's error, which may hold data.
+        quote_errors: Include the text of a node's error in the rejection. The text may contain
+            data.
 
     Returns:
-        What was read, and a rejection for every other node.
+        The values read, by node, and a rejection for each other selected node.
 
     >>> answers, rejected = read_replies({}, ["node 7"], dict)
     >>> rejected["node 7"].reason.name, str(rejected["node 7"])
@@ -57,10 +58,10 @@ def read_replies(
 
 
 def common_names(metrics: Iterable[Collection[str]]) -> set[str]:
-    """Return the names of the metrics that more than half of the replies have, which are averaged.
+    """Return the names of the metrics reported by more than half of the replies.
 
-    Flower's strategies want the same names of all. No node is left out for the metrics that it reports: a node that
-    reports nonsense could otherwise have others rejected.
+    Flower's strategies need the same metric names in all replies. Metrics never lead to a
+    rejection: otherwise one node could have other nodes rejected by reporting unusual names.
 
     >>> sorted(common_names([{"loss"}, {"loss", "time"}, {"accuracy"}]))
     ['loss']
@@ -71,7 +72,7 @@ def common_names(metrics: Iterable[Collection[str]]) -> set[str]:
 
 
 def filled(metrics: Mapping[str, float], names: Iterable[str], known: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of these names: a reply's own, or where it lacks one, the mean of those that have it.
+    """Return the named metrics of a reply, with the mean over other replies for missing metrics.
 
     >>> filled({"loss": 1.0, "odd": 2.0}, ["loss", "time"], {"loss": 3.0, "time": 4.0})
     {'loss': 1.0, 'time': 4.0}
@@ -80,7 +81,7 @@ def filled(metrics: Mapping[str, float], names: Iterable[str], known: Mapping[st
 
 
 def bounded(weights: Sequence[float], limit: float | None) -> list[int | float]:
-    """Bound the weights of answers by a multiple of their median; no weight is below 0.
+    """Clip the weights of replies to the range from 0 to a multiple of their median.
 
     >>> bounded([10, 20, 900, -5], limit=2.0)
     [10, 20, 30, 0]
@@ -92,7 +93,10 @@ def bounded(weights: Sequence[float], limit: float | None) -> list[int | float]:
 
 
 def with_content(message: Message, content: RecordDict) -> Message:
-    """Return a copy of a message with another content: the original must not come to hold the true weights."""
+    """Return a copy of a message with other content.
+
+    The original must not hold the true weights.
+    """
     message = copy.copy(message)
     message.content = content
     return message
@@ -101,8 +105,16 @@ def with_content(message: Message, content: RecordDict) -> Message:
 def metrics_of(message: Message, most: int) -> dict[str, float]:
     """Return the metrics of a reply.
 
+    Args:
+        message: The reply.
+        most: Maximum number of examples.
+
+    Returns:
+        The metrics by name.
+
     Raises:
-        ProtocolError: A metric is not finite, or the number of examples is not between 1 and `most`.
+        ProtocolError: A metric is not finite, or the number of examples is not between 1 and
+            `most`.
     """
     records = list(message.content.metric_records.values())
     if len(records) != 1:

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: who holds it, what is written, and how a run goes on from it."""
+"""The checkpoint folder of a run: locking, writing and resuming."""
 
 import contextlib
 import logging
@@ -13,16 +13,16 @@ from dbcl.state import State, Stateful, join
 log = logging.getLogger("flwr.dbcl")
 
 OPTIONAL = ("secure",)
-"""Parts that only some runs have."""
+"""Names of the optional parts of a run."""
 
 
 class RunFolder:
-    """Writes and restores the parts of a run.
+    """Saves and restores the parts of a run.
 
     Args:
-        path: The folder; None writes nothing.
-        parts: Objects with a state, by name, in the order in which they are restored. The server comes last, because it
-            changes the user's model and undoes that itself where its own part is damaged.
+        path: The folder; None disables checkpoints.
+        parts: Stateful objects by name, in restoring order. The server comes last: it changes the
+            user's model and reverts this change itself if its state is damaged.
     """
 
     def __init__(self, path: str | Path | None, parts: Mapping[str, Stateful]) -> None:
@@ -31,7 +31,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self, round: int) -> Iterator[None]:
-        """Hold the folder, where there is one, for a run that is at this round."""
+        """Context manager that locks the folder, if there is one, for a run at this round."""
         if self.path is None:
             yield
             return
@@ -53,10 +53,13 @@ class RunFolder:
             checkpoint.save(self.path, round, join(**{name: part.state() for name, part in self._parts.items()}))
 
     def resume(self, forgotten: Sequence[str] = ()) -> bool:
-        """Restore the newest checkpoint; return whether there was one.
+        """Restore the newest checkpoint.
 
         Args:
-            forgotten: What a checkpoint cannot hold, for a warning.
+            forgotten: Attributes that a checkpoint cannot store, for a warning.
+
+        Returns:
+            True if a checkpoint was found.
 
         Raises:
             ProtocolError: The checkpoint is damaged, or belongs to a run with other settings.
@@ -79,7 +82,7 @@ class RunFolder:
         return True
 
     def how_to_go_on(self, server: Server) -> str:
-        """Return the remedy for a run whose rounds are all done."""
+        """Return advice for continuing a run whose rounds are all complete."""
         if server.privacy is not None and server.round >= server.privacy.rounds:
             return "The budget of the guarantee is spent, and the run cannot go on"
         anew = "" if self.path is None else f"; to begin anew, use another folder than {self.path} as checkpoint"

@@ -1,4 +1,4 @@
-"""Mod for a node under secure aggregation: lets nothing leave but the five answers of the protocol."""
+"""Flower mod for secure aggregation: only the five protocol messages leave the node."""
 
 import contextlib
 import logging
@@ -24,29 +24,32 @@ from dbcl.state import State
 log = logging.getLogger("flwr.dbcl")
 
 FAILED = "the app of this node failed, and the node's own log says why"
-"""Text of an error that the server is sent: the app's own error may quote data."""
+"""Error text sent to the server. The app's own error may contain data."""
 
 
 @dataclass(frozen=True)
 class SecureMod:
-    """Makes an app add securely: the server learns the sum of the nodes' updates, and no single one.
+    """Adds secure aggregation to an app: the server learns only the sum of the nodes' updates.
 
-    The app's train function stays as it is; what it answers with `dbcl.flower.reply` goes no further than this mod. Of
-    the five messages of a round the first is to train, and the mod answers the others. Metrics and the number of
-    examples do not leave the node, and messages to evaluate are refused.
+    The app's train function does not change: the mod intercepts the reply of `dbcl.flower.reply`. A
+    round has five messages. The app answers the first message, which asks to train; the mod answers
+    the others. Metrics and example counts do not leave the node, and the mod rejects messages to
+    evaluate.
 
     Args:
-        config: Conditions that the node requires; the same as in `DoubleBlind(secagg=config)`.
-        folder: A folder on the node's own disk. There the node keeps its key, the group that it adds up with and its
-            side of the round, and takes each step once, whatever it is sent: Flower may start a process for each
-            message, and two at once where a server sends two. A new run needs a new folder. Without one all that is
-            in `context.state`, which is enough for a server that keeps to the protocol and states no guarantee.
-        registry: The public keys of all nodes, which are in the files `public-key` of their folders, or which
-            `make_key` returns. Without it a server can invent nodes.
-        privacy: Plan of a guarantee, the same as in `DoubleBlind(privacy=plan)`; it needs a folder. The node counts its
-            own participations there and refuses more than were planned, whatever the server says. If the clients add
-            the noise, the node adds its share before anything leaves it; then it needs a registry, too, and takes
-            `config` from the plan.
+        config: Secure aggregation settings that the node requires; they must equal the settings of
+            `DoubleBlind(secagg=config)`.
+        folder: A folder on the node's local disk for its key, its aggregation group and the state
+            of the round. The stored state ensures that the node takes each step only once, even if
+            Flower starts several processes or the server repeats messages. A new run needs a new
+            folder. Without a folder, the state is in `context.state`; this is enough if the server
+            follows the protocol and states no guarantee.
+        registry: Public keys of all nodes, from their `public-key` files or from `make_key`.
+            Without a registry, a malicious server can add fake nodes.
+        privacy: Plan of a guarantee; it must equal the plan of `DoubleBlind(privacy=plan)` and
+            needs a folder. The node keeps its own participation record and rejects unplanned
+            rounds. If the clients add the noise, the node adds its noise share to the update before
+            masking it. The mod then also needs a registry, and derives `config` from the plan.
 
     >>> import torch, dbcl.flower
     >>> from flwr.clientapp import ClientApp
@@ -101,14 +104,14 @@ class SecureMod:
 
     @property
     def conditions(self) -> SecAggConfig:
-        """Return the conditions that the node requires."""
+        """Return the secure aggregation settings that the node requires."""
         if self.privacy is not None and self.privacy.shared:
             return noisy_config(self.privacy)
         assert self.config is not None
         return self.config
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Answer a message to train, or pass another one on."""
+        """Answer a protocol message. Pass any other message to the app."""
         category = message.metadata.message_type.split(".")[0]
         if category == "evaluate":
             raise ProtocolError(
@@ -143,7 +146,10 @@ class SecureMod:
             return _answer(message, keys)
 
     def _trained(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Return the app's answer; with shares of noise the server learns of an error only that there was one."""
+        """Return the app's reply.
+
+        With distributed noise, the text of an error is hidden from the server.
+        """
         try:
             with protected():
                 trained = call_next(message, context)
@@ -158,13 +164,16 @@ class SecureMod:
         return trained
 
     def _check_turn(self, broadcast: Broadcast, store: NodeStore, *, count: bool = False) -> None:
-        """Count the node's participations by the plan of a guarantee; with shares of noise `NoisySum` counts them."""
+        """Check and record the node's participation.
+
+        With distributed noise, `NoisySum` records it.
+        """
         if self.privacy is not None and not self.privacy.shared:
             check_turn(self.privacy, broadcast, store, count=count)
 
     @contextlib.contextmanager
     def _client(self, context: Context) -> Iterator[tuple[SecureClient, NodeStore]]:
-        """Restore the node as it was after its last step. Its state is written before an answer leaves."""
+        """Context manager that restores the node's state and saves it before a reply leaves."""
         with node_store(self.folder, context) as store:
             identity, kept = store.identity(), store.read("secure")
             encoding = NoisySum.of_client(self.privacy) if self.privacy is not None and self.privacy.shared else None

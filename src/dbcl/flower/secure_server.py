@@ -1,4 +1,4 @@
-"""Server side of secure aggregation in Flower: the choice of the nodes of a round, and its five exchanges."""
+"""Server side of secure aggregation in Flower: node selection and the five exchanges of a round."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,18 +18,19 @@ log = logging.getLogger("flwr.dbcl")
 
 
 class SecureExchange:
-    """Plays rounds of a server with the nodes of a grid.
+    """Runs secure aggregation rounds with the nodes of a grid.
 
-    Nodes take part in batches that stay together, in turns: the first nodes that come are divided into `batches`, and
-    newcomers form a batch of their own once there are enough of them.
+    Nodes take part in fixed batches that take turns. The first nodes are divided into `batches`
+    batches. Later nodes form a new batch once there are enough of them.
 
     Args:
-        server: The server whose rounds are played.
-        config: What the nodes insist on.
-        names: The nodes' names, by their keys.
-        batches: How many batches the first nodes are divided into.
-        fewest: How many nodes a batch must have.
-        persist: Called before the nodes are asked to sign who is in a sum.
+        server: The server whose rounds are run.
+        config: Secure aggregation settings that the nodes require.
+        names: The nodes' names, derived from their keys.
+        batches: Number of batches for the first nodes.
+        fewest: Minimum number of nodes in a batch.
+        persist: Function that saves the run, called before nodes sign the list of contributors to a
+            sum.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class SecureExchange:
 
     @property
     def needed(self) -> str:
-        """Describe the nodes that must be there."""
+        """Describe the required nodes."""
         if self._away:
             return (
                 f"all nodes of a group, which adds up with all its nodes or not at all: {plain(self._whose(), 500)} "
@@ -67,7 +68,7 @@ class SecureExchange:
         return f"{', '.join(self._away)} {'is' if len(self._away) == 1 else 'are'}"
 
     def choose(self, there: Sequence[str]) -> list[str]:
-        """Return the nodes of a round: the next batch of present nodes that can add up, or none."""
+        """Return the nodes of a round: the next batch that can compute a sum, or no nodes."""
         if self.rounds.encoding.noisy:
             return self._in_turn(there)
         self._divide(there)
@@ -84,10 +85,11 @@ class SecureExchange:
         return []
 
     def _order(self) -> list[list[str]]:
-        """Return the batches in the order in which they are tried in this round.
+        """Return the batches in the order in which to try them in this round.
 
-        If a guarantee leaves no batch to spare, only the batch whose turn it is can play: its nodes count a round that
-        failed as one of theirs, and with two batches for one round there would be none for the next one.
+        If the participation limits leave no spare batch, only the scheduled batch can run. Its
+        nodes record a failed round as a participation. A round that used up two batches would leave
+        no batch for the next round.
         """
         turn, privacy = self.server.round % max(1, len(self._batches)), self.server.privacy
         order = self._batches[turn:] + self._batches[:turn]
@@ -95,14 +97,14 @@ class SecureExchange:
         return order[:1] if tight else order
 
     def _in_turn(self, there: Sequence[str]) -> list[str]:
-        """Return the nodes with the fewest turns, with shares of noise, where groups may change."""
+        """With distributed noise, return the present nodes with the fewest participations."""
         privacy = self.server.privacy
         assert privacy is not None
         chosen = self.server.keeper.in_turn(self.server.round, there)
         return chosen if len(chosen) >= privacy.least else []
 
     def play(self, messages: Sequence[Message], grid: Grid, timeout: float, *, partial: bool) -> RoundReport:
-        """Play a round with the nodes that are sent these messages; see `SecureRounds.play`."""
+        """Run a round with the recipients of these messages; see `SecureRounds.play`."""
         first = {name: message for message in messages if (name := self.names.of(message.metadata.dst_node_id))}
 
         def further(name: str, data: bytes) -> Message:
@@ -122,7 +124,7 @@ class SecureExchange:
         return self.rounds.play(list(first), begin, ask, partial=partial)
 
     def _divide(self, there: Sequence[str]) -> None:
-        """Form a batch of the nodes that are in none, if there are enough of them."""
+        """Form a new batch if enough nodes belong to no batch."""
         known = {name for batch in self._batches for name in batch}
         new = [name for name in there if name not in known]
         privacy = self.server.privacy
@@ -140,7 +142,7 @@ class SecureExchange:
         return self.server.keeper.rejection(self.server.round, name, ()) is None
 
     def _answers(self, replies: Iterable[Message]) -> dict[str, bytes]:
-        """Return the nodes' answers by name, the first reply of each."""
+        """Return each node's first reply, by name."""
         answers: dict[str, bytes] = {}
         for reply in replies:
             name = self.names.of(reply.metadata.src_node_id)
@@ -157,11 +159,11 @@ class SecureExchange:
         return answers
 
     def state(self) -> State:
-        """Return what a checkpoint keeps: the groups that have added up, and the batch of each node."""
+        """Return the aggregation groups and the batch of each node, for a checkpoint."""
         batches = State({"names": [list(batch) for batch in self._batches]}, {})
         return join(sums=self.rounds.state(), batches=batches)
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned."""
+        """Restore the state returned by `state`."""
         self.rounds.load_state(state.part("sums"))
         self._batches = [list(map(str, batch)) for batch in state.values["batches"]["names"]]

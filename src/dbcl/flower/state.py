@@ -1,4 +1,4 @@
-"""The memory of a Flower strategy between rounds, as plain values and tensors for a checkpoint: nothing is pickled."""
+"""State of a Flower strategy as plain values and tensors for a checkpoint, without pickle."""
 
 import contextlib
 import json
@@ -16,13 +16,15 @@ from dbcl.state import State
 
 
 class StrategyState:
-    """Saves the attributes of a strategy, and of the strategies that it wraps, that changed since it was built.
+    """Saves the attributes that strategies changed since construction.
 
-    Arrays, numbers, strings, Flower's records, and lists, tuples and dicts of these can be saved. Settings that have
-    not changed are not saved: they come from the constructor again, so a setting may change when a run goes on.
+    Covers a strategy and the strategies that it wraps. Supported values are arrays, numbers,
+    strings, Flower's records, and lists, tuples and dicts of these values. Unchanged settings are
+    not saved, because the constructor sets them again. A resumed run may therefore use other
+    settings.
 
     Args:
-        strategy: The strategy, just built.
+        strategy: A newly constructed strategy.
 
     >>> from flwr.serverapp.strategy import FedAdam
     >>> strategy = FedAdam()
@@ -39,11 +41,14 @@ class StrategyState:
 
     @property
     def names(self) -> list[str]:
-        """The class names of the strategies, outermost first."""
+        """Class names of the strategies, outermost first."""
         return [type(strategy).__name__ for strategy in self.strategies]
 
     def forgotten(self) -> list[str]:
-        """Return the attributes that a checkpoint cannot hold; functions are settings and do not count."""
+        """Return the attributes that a checkpoint cannot store.
+
+        Functions are settings and not listed.
+        """
         found = []
         for strategy in self.strategies:
             for name, value in vars(strategy).items():
@@ -65,10 +70,10 @@ class StrategyState:
         return State({"names": self.names, "attributes": attributes}, tensors)
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned; where that fails, nothing has changed.
+        """Restore the state returned by `state`. After an error, nothing has changed.
 
         Raises:
-            ProtocolError: The state is of other strategies.
+            ProtocolError: The state belongs to other strategies.
         """
         values = state.values
         if values["names"] != self.names:
@@ -89,9 +94,10 @@ class StrategyState:
 
     @contextlib.contextmanager
     def waiting_for_at_most(self, nodes: float) -> Iterator[None]:
-        """Lower the numbers of nodes that the strategies wait for, until the context ends.
+        """Context manager that lowers the numbers of nodes for which the strategies wait.
 
-        A group under secure aggregation may have lost a node for good, and has no more nodes than are left.
+        A secure aggregation group that has permanently lost a node can only have the remaining
+        nodes.
 
         >>> from flwr.serverapp.strategy import FedAvg
         >>> strategy = FedAvg(min_available_nodes=10)
@@ -119,7 +125,7 @@ class StrategyState:
 
 
 def chain(strategy: Strategy) -> list[Strategy]:
-    """Return a strategy and those that it wraps, outermost first.
+    """Return a strategy and its wrapped strategies, outermost first.
 
     >>> from flwr.serverapp.strategy import FedAvg, DifferentialPrivacyServerSideFixedClipping as Clipping
     >>> [type(each).__name__ for each in chain(Clipping(FedAvg(), 1.0, 1.0, 2))]
@@ -143,14 +149,14 @@ def _storable(value: Any) -> bool:
 
 
 def _text(value: Any) -> str | None:
-    """Return a value without tensors as a string to compare by; None where it has tensors."""
+    """Return a string for comparing values without tensors, or None for a value with tensors."""
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_put(value, "", tensors))
     return None if tensors else text
 
 
 def _put(value: Any, path: str, tensors: dict[str, Tensor]) -> list[Any]:
-    """Return a value as JSON that says its own kind; its arrays go to `tensors`."""
+    """Convert a value to JSON with a type tag; its arrays are added to `tensors`."""
     if isinstance(value, Tensor):
         tensors[path] = value.detach().clone()
         return ["tensor", path]

@@ -1,4 +1,7 @@
-"""`DoubleBlind`: any Flower strategy over blinded models and lifted updates."""
+"""`DoubleBlind`: any Flower strategy, applied to blinded models and lifted updates.
+
+Longer than 350 lines: one class implements all methods of Flower's `Strategy` interface.
+"""
 
 import logging
 import math
@@ -41,42 +44,46 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class DoubleBlind(Strategy):
-    """Wraps any strategy of Flower's Message API; clients answer with `dbcl.flower.blinded` and `dbcl.flower.reply`.
+    """Wraps a Flower strategy; clients call `dbcl.flower.blinded` and `dbcl.flower.reply`.
 
-    The inner strategy chooses the nodes, sets their configuration and aggregates. It sees full-size weights only: the
-    server validates each answer and lifts it to W + dV R^T first. (FedAvg and FedProx see only the metrics: the server
-    averages first and lifts once, which is the same.) Nodes receive the broadcast of the round, to train and to
-    evaluate; the true weights stay in `server.model`, which is `model`. To evaluate, a node receives the broadcast of
-    the next round.
+    The inner strategy selects the nodes, configures them and aggregates the updates. It receives
+    only full-size weights: the server first validates each update and lifts it to W + dV R^T.
+    FedAvg and FedProx receive only the metrics, because the server can average first and lift once.
+    Nodes receive the broadcast of the round to train on it, and the broadcast of the next round to
+    evaluate it. The true weights stay on the server, in `server.model`.
 
-    The model that is evaluated on the server and returned is `server.released`, a running mean of the true weights.
-    Around FedAvg and FedProx the server's `optimizer` steps on the average update; the weights that any other strategy
-    makes are taken as they are. `reports` holds the reports of the rounds.
+    The server evaluates and returns `server.released`, a running mean of the true weights. With
+    FedAvg and FedProx, the server's `optimizer` takes a step with the average update. Weights from
+    any other strategy replace the server's weights. `reports` holds the reports of the rounds.
 
     Args:
         strategy: The inner strategy.
-        model, sketch, wire, validator, calibration, ema_decay: As in `dbcl.Server`.
-        optimizer: Optimizer of the server, only around FedAvg and FedProx; momentum 0.5 by default.
-        privacy: Plan of a guarantee for one node. Nodes take turns: the inner strategy is shown those whose turn it is.
-            The server adds the updates itself, no metrics of the nodes are asked for or reported, and W + N is
-            evaluated and returned, never W.
-        secagg: Conditions of secure aggregation, the same on all nodes (`dbcl.flower.SecureMod`): the server learns the
-            sum of the updates and no single one. A round in which no sum could be made begins anew without the nodes
-            that failed in it, three times in all. The nodes' metrics stay with them.
-        batches: Number of batches of nodes that stay together under secure aggregation and take turns.
-        evaluate_cohort_only: Only nodes that train in the next round evaluate, so that no node sees a round in which it
-            has no part: the inner strategy is asked for the nodes of the round before the evaluation. Otherwise all
-            nodes that it chooses evaluate, by Flower's default all nodes, with a warning.
-        insecure_seed: Fixes all secrets and the strategy's draws, so that an experiment can be repeated.
-        checkpoint: A folder in which every finished round is kept, with the strategy's own memory. The same program,
-            started again, goes on after the last of them.
-        round_timeout: Longest wait for answers or for nodes, in seconds.
-        observer: Called after every round, as in the other engines, with the broadcast of every node, also of those
-            that only evaluated or whose answers were rejected; and at the end, without answers, with the broadcasts of
-            a round that is not played.
+        model, sketch, wire, validator, calibration, ema_decay: See `dbcl.Server`.
+        optimizer: Optimizer of the server, for FedAvg and FedProx only; momentum 0.5 by default.
+        privacy: Plan of a formal guarantee. Only nodes
+            whose turn it is take part. The server computes the sum itself, does not request or
+            report the nodes' metrics, and evaluates and returns W + N, never W.
+        secagg: Secure aggregation settings, equal on all nodes (`dbcl.flower.SecureMod`). The
+            server learns only the sum of the updates. A round that yields no sum is repeated
+            without the failed nodes, up to three attempts in total. The nodes' metrics are not
+            sent.
+        batches: Number of batches of nodes that stay together under secure aggregation and take
+            turns.
+        evaluate_cohort_only: Only nodes in the training cohort of the next round evaluate, so that
+            no node sees the broadcast of a round without training in it. The inner strategy then
+            selects the cohort before the evaluation. If False, all nodes selected by the strategy
+            evaluate (all nodes by Flower's default), with a warning.
+        insecure_seed: Fixes all secrets and the strategy's random draws, for reproducible
+            experiments.
+        checkpoint: Folder in which the state of every completed round is saved, including the
+            strategy's state. A restarted program continues after the last completed round.
+        round_timeout: Maximum time to wait for replies or nodes, in seconds.
+        observer: Called after every round, as in the other engines, with the broadcasts to all
+            nodes, including nodes that only evaluated or were rejected. It is also called at the
+            end of the run, without updates, with broadcasts of a round that does not take place.
 
     Raises:
-        ConfigError: The strategy and the settings do not fit together.
+        ConfigError: The strategy and the settings are incompatible.
         ProtocolError: The checkpoint is damaged or belongs to another run.
 
     >>> import torch, dbcl.flower
@@ -176,23 +183,24 @@ class DoubleBlind(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
-        """Play the rounds that are left of `num_rounds`.
+        """Run the remaining rounds of `num_rounds`.
 
         Args:
-            grid: The grid that carries the messages.
-            initial_arrays: Weights in place of the model's own, in a run that begins; ignored in one that goes on.
-            num_rounds: Number of rounds of the whole run; with a guarantee at most the number that was planned.
-            timeout: Replaces `round_timeout`.
-            train_config: Settings that the nodes receive to train.
-            evaluate_config: Settings that the nodes receive to evaluate.
+            grid: The grid that transports the messages.
+            initial_arrays: Initial weights instead of the model's weights. A resumed run ignores
+                them.
+            num_rounds: Total number of rounds; under a guarantee at most the planned number.
+            timeout: Overrides `round_timeout`.
+            train_config: Settings sent to the nodes for training.
+            evaluate_config: Settings sent to the nodes for evaluation.
             evaluate_fn: Evaluates the weights of `server.released` on the server after every round.
 
         Returns:
-            The metrics of all rounds, and the final weights, those of `server.released`.
+            The metrics of all rounds and the final weights of `server.released`.
 
         Raises:
-            ConfigError: The guarantee is planned for fewer rounds.
-            ProtocolError: A round could not be played. The run can go on from its last round.
+            ConfigError: `num_rounds` exceeds the number of rounds that the guarantee covers.
+            ProtocolError: A round failed. The run can be resumed after its last completed round.
         """
         privacy = self.server.privacy
         if privacy is not None and num_rounds > privacy.rounds:
@@ -257,7 +265,7 @@ class DoubleBlind(Strategy):
         self._save()
 
     def summary(self) -> None:
-        """Log what a client will see, the guarantee, and the inner strategy's own summary."""
+        """Log the protection of the weights, the guarantee, and the inner strategy's summary."""
         log.info("double-blind around %s:\n%s", self._inner.described, self.server.plan)
         log.info("guarantee: %s", self.server.guarantee)
         if self._secure is not None:
@@ -268,9 +276,9 @@ class DoubleBlind(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Let the inner strategy choose the nodes of a round and their settings; return messages with its broadcast.
+        """Return messages to train, with the round's broadcast, to nodes selected by the strategy.
 
-        `arrays` are not used.
+        `arrays` is ignored: the server holds the weights.
         """
         self._check_outermost()
         asked = self._choice.to_train(server_round, config, grid, self.round_timeout)
@@ -281,10 +289,11 @@ class DoubleBlind(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Let the inner strategy choose the nodes that evaluate; return messages with the next round's broadcast.
+        """Return messages to evaluate with the next round's broadcast.
 
-        No weights may be veiled twice, so it is the next round's. With a guarantee and under secure aggregation no node
-        evaluates. `arrays` are not used.
+        The inner strategy selects the nodes. A second broadcast of the same weights would need a
+        second veil, so nodes evaluate the next round's broadcast. No node evaluates under a
+        guarantee or secure aggregation. `arrays` is ignored.
         """
         self._check_outermost()
         if self.server.privacy is not None or self._secure is not None:
@@ -298,13 +307,14 @@ class DoubleBlind(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Validate the updates, lift them, let the inner strategy aggregate, and close the round.
+        """Validate, lift and aggregate the updates with the inner strategy, and close the round.
 
         Returns:
-            No arrays, because the new weights stay in the server, and the metrics of the round.
+            None instead of arrays, because the weights stay on the server, and the round's metrics.
 
         Raises:
-            ProtocolError: Too few updates were accepted, or the strategy made no weights. The round stays open.
+            ProtocolError: Too few updates were accepted, or the strategy returned no weights. The
+                round stays open.
         """
         self._check_outermost()
         sent, came = self._nodes.broadcasts(self.server), self._nodes.replies(replies)
@@ -318,7 +328,7 @@ class DoubleBlind(Strategy):
         return None, counted(report, aggregation.metrics or MetricRecord())
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Let the inner strategy aggregate the nodes' valid metrics, which are those of the blinded model."""
+        """Aggregate the nodes' valid metrics of the blinded model with the inner strategy."""
         came = self._nodes.replies(replies)
         metrics, rejected = aggregate_evaluation(self.server, self._inner, server_round, came, self._nodes.asked)
         for who, rejection in rejected.items():

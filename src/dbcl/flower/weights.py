@@ -13,20 +13,20 @@ WORDS = 624
 """Number of 32-bit words in the state of PyTorch's CPU generator, a Mersenne Twister."""
 
 HEADER = 24
-"""Number of bytes before these words in the result of `torch.get_rng_state`, which keeps each word in 8 bytes."""
+"""Number of bytes before the state words in `torch.get_rng_state`. Each word takes 8 bytes."""
 
 
 @contextlib.contextmanager
 def secret_weights(insecure_seed: int | None = None) -> Iterator[None]:
-    """Context in which a server's network gets initial weights from a secret of 256 bits.
+    """Context manager that initialises a network's weights from a secret 256-bit seed.
 
-    PyTorch's own seeds are too short: the CPU's generator takes 32 bits of `torch.manual_seed`, so an adversary can try
-    all of them, and one that knows the initial weights learns more about the updates. The context does not protect a
-    network that draws its weights on another device, seeds the generator itself or loads weights from a file. After it
-    the generator goes on as if nothing had been drawn.
+    `torch.manual_seed` uses only 32 bits on the CPU, so an adversary can try all seeds. An
+    adversary with the initial weights learns more about the updates. The context manager does not
+    protect a network that initialises weights on another device, seeds the generator itself or
+    loads weights from a file. On exit, the previous state of the generator is restored.
 
     Args:
-        insecure_seed: Fixes the weights, so that an experiment can be repeated.
+        insecure_seed: Fixes the weights, for reproducible experiments.
 
     >>> def first():
     ...     with secret_weights():
@@ -43,7 +43,7 @@ def secret_weights(insecure_seed: int | None = None) -> Iterator[None]:
 
 
 def _seed(seed: bytes) -> None:
-    """Fill the whole state of PyTorch's generator on the CPU from a seed."""
+    """Set the complete state of PyTorch's CPU generator from a seed."""
     torch.manual_seed(0)  # so that no number of before waits in it
     state = torch.get_rng_state()
     before = _words(state).copy()
