@@ -1,4 +1,4 @@
-"""The `dbcl` command: answers Ctrl-C and SIGTERM from the first moment, before anything is loaded."""
+"""Entry point of the `dbcl` command. Handles Ctrl-C and SIGTERM before any import."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from types import FrameType
 
 
 def main() -> None:
-    """Load the commands and run one; after an interruption, print a short message and return status 130."""
+    """Load and run a command. After an interruption print a short message and return status 130."""
     # While libraries load there is nothing to end in order, and some of them lose an exception that comes in between.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)

@@ -1,8 +1,9 @@
-"""Every private name of PyTorch that this package uses, each with a public fallback.
+"""Private PyTorch names that this package uses, each with a public fallback.
 
-A name is looked up once, when this module is imported, so that a layer's forward pass calls PyTorch without a detour.
-A version of PyTorch that lacks one gives the same results with its fallback, only more slowly; `tests/test_torch.py`
-takes each name away in turn. Look names up with `getattr(owner, name, fallback)` here: that is what the tests replace.
+Each name is looked up once, at import time, so that a layer's forward pass calls PyTorch directly.
+In a PyTorch version without the name, the fallback gives the same results more slowly.
+`tests/test_torch.py` removes each name in turn. Look names up with `getattr(owner, name,
+fallback)`, because the tests replace this call.
 """
 
 import warnings
@@ -23,14 +24,14 @@ def _assume_active() -> bool:
 
 
 functorch_active: Callable[[], bool] = getattr(_C, "_are_functorch_transforms_active", _assume_active)
-"""True while `torch.func` (vmap, grad, ...) runs the current call. No public function tells; True is always safe, since
-it only makes autograd differentiate the gathers of a sketch one by one.
+"""Return whether a `torch.func` transform (vmap, grad, ...) is active. The fallback returns True,
+which is always safe: autograd then differentiates the gathers of a sketch one by one.
 """
 
 
 @contextmanager
 def quiet_vmap() -> Iterator[None]:
-    """Hold back PyTorch's warning that `vmap` has no batched form of an operation and loops over it, until the end."""
+    """Suppress PyTorch's warning about `vmap` operations without a batching rule."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
         yield
@@ -41,13 +42,14 @@ def _autocast_on_any_device() -> bool:
 
 
 autocast_enabled: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", _autocast_on_any_device)
-"""True while autocast is on for any device."""
+"""Return whether autocast is enabled for any device."""
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without the preparations for `torch.func`, which take a tenth of a small layer's time.
+    """Return `function.apply` without the `torch.func` checks, which take a tenth of a small
+    layer's time.
 
-    Only for code that has asked `functorch_active` first.
+    Call `functorch_active` before using it.
     """
     apply: Callable[..., Any] = getattr(super(torch.autograd.Function, function), "apply", function.apply)
     return apply
@@ -58,18 +60,21 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 version: Callable[[Tensor], object] = attrgetter("_version") if getattr(Tensor, "_version", None) else _bytes
-"""Return a value that changes when a tensor is changed in place: its version counter, or else its contents."""
+"""Return a value that changes when a tensor is modified in place: its version counter, or its
+contents as a fallback.
+"""
 
 view_base: Callable[[Tensor], Tensor | None] = (
     attrgetter("_base") if getattr(Tensor, "_base", None) else lambda tensor: None
 )
-"""The tensor that a view was made of, which is None for others; without the private name, None for all: what a view
-shares is in its `untyped_storage()` too."""
+"""Return the base tensor of a view, or None for any other tensor. The fallback always returns None;
+shared memory can also be detected through `untyped_storage()`.
+"""
 
 relu_backward: Callable[[Tensor, Tensor, float], Tensor] = getattr(
     torch.ops.aten, "threshold_backward", lambda grad, out, threshold: grad.masked_fill(out <= threshold, 0)
 )
-"""The gradient of a ReLU (threshold 0) from that of its output and the output itself."""
+"""Gradient of a ReLU (threshold 0) from the gradient of its output and the output."""
 
 
 # nn.Module's attribute access ends in a search through three dictionaries; in a small layer that is worth avoiding.
@@ -88,17 +93,19 @@ def _named_parameters(module: nn.Module) -> Mapping[str, Tensor | None]:
 children: Callable[[nn.Module], Mapping[str, Any]] = (
     _named_children if getattr(_probe, "_modules", None) is None else attrgetter("_modules")
 )
-"""The submodules of a module, by name."""
+"""Direct submodules of a module, by name."""
 own_parameters: Callable[[nn.Module], Mapping[str, Any]] = (
     _named_parameters if getattr(_probe, "_parameters", None) is None else attrgetter("_parameters")
 )
-"""The parameters of a module itself, by name; None for one that was switched off, such as a bias."""
+"""Parameters registered on a module itself, by name; None for a disabled parameter such as a bias.
+"""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a forward or backward hook is registered on a module; True if PyTorch does not tell.
+    """Return whether a forward or backward hook is registered on a module. Returns True if this
+    PyTorch version does not expose hooks.
 
     >>> layer = nn.Linear(2, 2)
     >>> has_hooks(layer)
@@ -124,7 +131,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return whether a weight is one of PyTorch's expanded weights, which only layers accept.
+    """Return whether a weight is an `ExpandedWeight` of PyTorch, which only layers accept.
 
     >>> is_expanded(torch.ones(2))
     False
@@ -133,7 +140,8 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
-    """Return the inner tensors of a tensor subclass (quantised weights) by ".attribute"; a plain tensor has none.
+    """Return the inner tensors of a tensor subclass, such as a quantised weight, by ".attribute". A
+    plain tensor is returned under the empty name.
 
     >>> list(inner_tensors(torch.ones(2)))
     ['']
@@ -146,7 +154,7 @@ def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
-    """Return the hooks that run before a module's forward pass; none if PyTorch does not tell.
+    """Return a module's forward pre-hooks; empty if this PyTorch version does not expose them.
 
     >>> forward_pre_hooks(nn.Linear(2, 2))
     []
@@ -155,7 +163,8 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
 
 
 def has_global_hooks() -> bool:
-    """Return whether a forward or backward hook is registered for all modules; True if PyTorch does not tell.
+    """Return whether a global forward or backward hook is registered. Returns True if this PyTorch
+    version does not expose global hooks.
 
     >>> has_global_hooks()
     False
@@ -164,7 +173,8 @@ def has_global_hooks() -> bool:
 
 
 def _kinds(owner: object, base: str, *public: type[nn.Module]) -> tuple[type[nn.Module], ...]:
-    """Return a common base class, so that custom layers count too, or the public classes."""
+    """Return the private base class, which also matches custom layers, or else the public classes.
+    """
     found = getattr(owner, base, None)
     return public if found is None else (found,)
 
@@ -177,7 +187,7 @@ CONVOLUTIONS = _kinds(
     "_ConvNd",
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-"""All convolutions, transposed ones too."""
+"""All convolution classes, including transposed convolutions."""
 DROPOUTS = _kinds(
     nn.modules.dropout,
     "_DropoutNd",
@@ -189,9 +199,9 @@ BATCH_NORMS = _kinds(
 
 
 def queued(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the CPU to a device, without waiting for the device's queued work.
+    """Copy a CPU tensor to a device without waiting for the work queued on the device.
 
-    A copy from ordinary memory waits; one from memory that is locked in its place is queued like any other work.
+    The tensor is pinned first: a copy from pageable memory would synchronise with the device.
     """
     if device.type != "cuda":
         return tensor.to(device)

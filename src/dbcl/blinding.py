@@ -1,4 +1,8 @@
-"""W to V on the server, V into a client's model, and a change of V back to a change of W."""
+"""Transformations between W and V: broadcast, client model, and update.
+
+The server sketches W to V, a client builds its model from V, and the server lifts a change of V
+back to a change of W.
+"""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -25,17 +29,19 @@ from dbcl.model.tensors import (
 from dbcl.round_plan import RoundPlan, mismatches
 
 Noise = Callable[[str, tuple[int, ...]], Tensor | None]
-"""Function of a tensor's name and shape that returns the noise on it."""
+"""Function of a tensor's name and shape that returns its noise."""
 
 
 SAME = "start from the same file, or load what server.base() sends (send_frozen=True)"
-"""Remedy for a frozen tensor that differs."""
+"""Remedy in the error message for a frozen tensor with different values."""
 
 
 def veiled(weights: Mapping[str, Tensor], noise: Noise, grid: float | None = None) -> dict[str, Tensor]:
-    """Return W + N for every tensor that leaves the server: one noise for all lanes of a round, never seen unsketched.
+    """Return W + N for every tensor that leaves the server.
 
-    With a `grid` the sum is made in float64 and rounded to multiples of it, so that the last digits tell nothing.
+    All lanes of a round share the same noise N. Clients only see W + N after sketching. With a
+    `grid`, the sum is computed in float64 and rounded to multiples of `grid`, so that low-order
+    digits leak nothing.
 
     >>> veiled({"bias": torch.zeros(2)}, lambda name, shape: torch.ones(shape))
     {'bias': tensor([1., 1.])}
@@ -56,7 +62,7 @@ def veiled(weights: Mapping[str, Tensor], noise: Noise, grid: float | None = Non
 
 
 def sketched(weights: Mapping[str, Tensor], plan: RoundPlan) -> dict[str, Tensor]:
-    """Return each tensor as it travels: through the sketch that a plan has for it.
+    """Return each tensor as the broadcast contains it: sketched if the plan has a sketch for it.
 
     >>> from dbcl.round_plan import RoundTensor
     >>> plan = RoundPlan(0, bytes(32), (RoundTensor("weight", (2, 6), "count-v1", 3, 3),))
@@ -72,9 +78,10 @@ def sketched(weights: Mapping[str, Tensor], plan: RoundPlan) -> dict[str, Tensor
 
 
 def check_module(module: nn.Module, plan: RoundPlan) -> None:
-    """Raise `PlanError`, with all differences, if a client's module is not of the kind that the server trains.
+    """Raise `PlanError` with all differences if a client's module does not match the plan.
 
-    What is sent must be there with the same shape; what is frozen is not sent and must be there with the same values.
+    Broadcast tensors must exist with the same shape. Frozen tensors are not sent and must exist
+    with the same values.
 
     >>> from dbcl.round_plan import RoundTensor
     >>> check_module(nn.Linear(6, 2), RoundPlan(0, bytes(32), (RoundTensor("weight", (2, 6), "count-v1", 3, 3),)))
@@ -106,7 +113,9 @@ def check_module(module: nn.Module, plan: RoundPlan) -> None:
 
 
 def _kept_elsewhere(module: nn.Module, sketched: Mapping[int, str]) -> list[str]:
-    """Return a complaint for each sketched weight that a module also keeps in a list, where it is not replaced."""
+    """Return a complaint for each sketched weight that a module also references in a list. The
+    reference would keep the old weight.
+    """
     problems = []
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -120,9 +129,18 @@ def _kept_elsewhere(module: nn.Module, sketched: Mapping[int, str]) -> list[str]
 
 
 def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of a module with the tensors that the server sent; the module itself is not changed.
+    """Return a copy of a module with the broadcast tensors as its weights. The module itself is
+    unchanged.
 
-    Everything is checked before anything is copied, and all problems are named at once.
+    The plan and the tensors are validated before anything is copied.
+
+    Args:
+        module: The client's network.
+        plan: Public plan of the round.
+        received: Broadcast tensors by name.
+
+    Raises:
+        PlanError: The module or the tensors do not match the plan. The message lists every problem.
 
     >>> from dbcl.round_plan import RoundTensor
     >>> tensors = RoundTensor("weight", (2, 6), "count-v1", 3, 3), RoundTensor("bias", (2,), "identity-v1", 1, 1)
@@ -153,9 +171,10 @@ def build_client(module: nn.Module, plan: RoundPlan, received: Mapping[str, Tens
 
 
 def copied(module: nn.Module, shared: Mapping[int, Any] | None = None) -> nn.Module:
-    """Return a deep copy. Tensors that the last forward pass left in attributes are copied as values.
+    """Return a deep copy. Non-leaf tensors stored in attributes by the last forward pass are copied
+    by value.
 
-    What is in `shared`, by `id`, is not copied.
+    Objects whose `id` is in `shared` are not copied.
 
     >>> copied(nn.Linear(2, 1))
     Linear(in_features=2, out_features=1, bias=True)
@@ -173,7 +192,7 @@ def copied(module: nn.Module, shared: Mapping[int, Any] | None = None) -> nn.Mod
 
 
 def client_tensors(client: nn.Module, plan: RoundPlan) -> dict[str, Tensor]:
-    """Return the tensors of a client's model by their names in the plan."""
+    """Return the tensors of a client's model by their plan names."""
     current = {}
     for tensor in plan.tensors:
         module, name = owner(client, tensor.name)
@@ -183,7 +202,8 @@ def client_tensors(client: nn.Module, plan: RoundPlan) -> dict[str, Tensor]:
 
 
 def lift(plan: RoundPlan, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return changes of W from changes of V: dW = dV R^T. Statistics are unchanged and may be missing.
+    """Lift changes of V to changes of W: dW = dV R^T. Normalisation statistics pass unchanged and
+    may be missing.
 
     >>> from dbcl.round_plan import RoundTensor
     >>> plan = RoundPlan(0, bytes(32), (RoundTensor("weight", (2, 2, 3), "count-v1", 3, 3),))

@@ -1,8 +1,8 @@
-"""Configuration objects, one for each concern. Every layer takes them unchanged.
+"""Frozen configuration objects, one per concern, which every layer receives unchanged.
 
-`SketchConfig` says what a client sees of the model, `PrivacyConfig` what is guaranteed, and `SecAggConfig` how updates
-are added up without showing a single one. A plan (`dbcl.SketchPlan`, `dbcl.privacy.PrivacyPlan`) is what a
-configuration means for one model and one run.
+`SketchConfig` defines the view of the model that a client receives, `PrivacyConfig` the target
+guarantee, and `SecAggConfig` the secure aggregation. A plan (`dbcl.SketchPlan`,
+`dbcl.privacy.PrivacyPlan`) applies a configuration to one model and one run.
 """
 
 import math
@@ -19,17 +19,19 @@ from dbcl.sketch import SCHEMES, Identity, LaneSketch
 Ratio = float | tuple[float, float]
 Coverage = str | Sequence[str]
 Layers = Mapping[type[nn.Module] | str, int | tuple[int, ...]]
-"""Custom layers: a class or a pattern of parameter names, and the axis (or axes) of the weight's inputs."""
+"""Custom layers: a class or a parameter name pattern, and the input axis (or axes) of its weight.
+"""
 
 COVERAGE_WORDS = ("auto", "hidden", "large", "all")
-"""Words in `SketchConfig.coverage`; everything else is a pattern of parameter names."""
+"""Keywords of `SketchConfig.coverage`; any other text is a parameter name pattern."""
 CORRELATIONS = {"banded": "by a banded square root", "independent": "not at all, as in DP-FedAvg", "white": "on W"}
 
 
 class SketchNames(Mapping[str, str]):
-    """Names that `SketchConfig.sketch` may have, each with a note; entries added to `SCHEMES` later are included.
+    """Sketch names accepted by `SketchConfig.sketch`, each with a note. Includes schemes that are
+    added to `SCHEMES` later.
 
-    A plan by itself takes "lanes-v1" in place of "count-v1" where there are several lanes.
+    With several lanes, a plan replaces "count-v1" by "lanes-v1".
 
     >>> list(SketchNames())
     ['count-v1', 'count-hashed-v1', 'sampling-v1', 'identity-v1']
@@ -48,7 +50,7 @@ class SketchNames(Mapping[str, str]):
 
 
 def read_coverage(text: str) -> str | tuple[str, ...]:
-    """Read a coverage as a person writes it: one of `COVERAGE_WORDS`, or names and patterns separated by commas.
+    """Parse a coverage option: one of `COVERAGE_WORDS`, or comma-separated names and patterns.
 
     >>> read_coverage("hidden"), read_coverage("conv*, !conv1*")
     ('hidden', ('conv*', '!conv1*'))
@@ -57,7 +59,7 @@ def read_coverage(text: str) -> str | tuple[str, ...]:
 
 
 def read_ratio(text: str) -> Ratio:
-    """Read a ratio as a person writes it: a number, or a range.
+    """Parse a ratio option: a number or a range.
 
     >>> read_ratio("2"), read_ratio("2-4")
     (2.0, (2.0, 4.0))
@@ -73,24 +75,26 @@ def read_ratio(text: str) -> Ratio:
 
 @dataclass(frozen=True, kw_only=True)
 class SketchConfig:
-    """Sketches of some weights and noise on all of them: the view that a client gets of the model.
+    """Configuration of the sketches and the veil, which define a client's view of the model.
 
     Args:
-        ratio: Number of inputs that share one output of a sketch, or a range from which each round draws.
-        coverage: The weights that are sketched: "hidden" (every dense and convolutional layer but the last, as in the
-            paper), "large" (of these the layers with 1 % of the trained parameters or more), "auto" (of these the
-            layers that a sketch does not harm: 32 inputs or more, in networks without running statistics that are not
-            mostly frozen; possibly none), "all", or a list of these words and name patterns such as
-            `["hidden", "!encoder.embed.*"]`.
-        veil: Standard deviation of the secret noise on everything that leaves the server, relative to the weights.
-        sketch: Sketch scheme; "identity-v1" is no sketch.
-        lanes: Number of complementary sketches among which the clients of a round are divided; the rounded ratio
-            where it is None. One lane is the paper's shared sketch.
-        layers: Layers that `coverage` does not know: a class or a pattern of parameter names, and the axis or axes of
-            the weight that are inputs: -1 for `x @ W.T`, 0 for `x @ W`.
-        send_frozen: Send frozen floating-point parameters once, under one noise that never changes. Otherwise each
-            client must have the same frozen parameters.
-        buffers: Name patterns of buffers to send besides normalisation statistics.
+        ratio: Number of inputs that share one output of a sketch, or a range from which each round
+            draws.
+        coverage: Sketched weights. "hidden": every dense and convolutional layer except the last,
+            as in the paper. "large": hidden layers with at least 1 % of the trained parameters.
+            "auto": large layers with at least 32 inputs, in networks without running statistics and
+            without mostly frozen parameters; may select no layer. "all": every known layer. A list
+            combines these words with name patterns, such as `["hidden", "!encoder.embed.*"]`.
+        veil: Standard deviation of the secret noise on all broadcast tensors, relative to the
+            weights.
+        sketch: Sketch scheme; "identity-v1" disables sketching.
+        lanes: Number of complementary sketches in a round, each used by a part of the cohort. None
+            selects the rounded ratio. One lane is the paper's shared sketch.
+        layers: Custom layers: a class or a parameter name pattern, and the input axis or axes of
+            the weight: -1 for `x @ W.T`, 0 for `x @ W`.
+        send_frozen: Send frozen floating-point parameters once, with constant noise. Otherwise each
+            client must hold the same frozen parameters as the server.
+        buffers: Name patterns of further buffers to send in addition to normalisation statistics.
 
     >>> SketchConfig(ratio=4).coverage
     'auto'
@@ -135,29 +139,34 @@ class SketchConfig:
 
 
 UNSKETCHED = SketchConfig(sketch=Identity.scheme, veil=0.0)
-"""Configuration without protection: clients receive the weights."""
+"""Configuration without protection: clients receive the unmodified weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyConfig:
-    """A target for differential privacy. `PrivacyPlan` computes the noise that it needs in a run.
+    """Target of a differential privacy guarantee. `PrivacyPlan` computes the noise that a run needs
+    to reach the target.
 
     Args:
         epsilon: Epsilon of the guarantee.
-        delta: Delta of the guarantee; below one in the number of clients or examples.
-        clip: Bound on the norm of a client's update, or of one example's gradient times the learning rate.
-        unit: Privacy unit: everything that one "client" contributes to the run, or one "example".
-        separation: Number of rounds after which a client or an example takes part again at the earliest; 0 for clients
-            is that of turns in a fixed order.
-        correlation: Correlation of the noise over rounds: "banded", or for comparison "independent" and "white".
-        weight_cap: Number of examples at which the weight of a client is capped; 0 for equal weights.
-        noise_by: Who adds the noise: the "server", which must be trusted, or the "clients", each a share under secure
-            aggregation, so that the server need not be trusted.
-        colluders: Number of clients that may collude with the server if clients add the noise; None for a fifth of
-            them, at least 1.
-        fewest: Fewest clients in a sum if clients add the noise: the shares of these, less those of colluders, must be
-            noise enough. 0 for the whole cohort, of which none may drop out then. With noise that is correlated over
-            rounds mu depends on who was in each sum, and a sum with which it would exceed the target is not revealed.
+        delta: Delta of the guarantee; must be below 1 / (number of privacy units).
+        clip: Clipping norm of a client's update, or of one example's gradient times the learning
+            rate.
+        unit: Privacy unit: "client" (all contributions of one client) or "example".
+        separation: Minimum number of rounds between two participations of a privacy unit. For
+            clients, 0 selects the separation of a fixed cyclic order.
+        correlation: Correlation of the noise over rounds: "banded", or "independent" and "white" as
+            baselines.
+        weight_cap: Maximum number of examples that count as a client's weight; 0 for equal weights.
+        noise_by: Party that adds the noise. "server" requires a trusted server. With "clients",
+            each client adds a share of the noise under secure aggregation, and the server is
+            untrusted.
+        colluders: Maximum number of clients that collude with the server when clients add the
+            noise. None selects a fifth of the clients, at least 1.
+        fewest: Minimum number of clients in a sum when clients add the noise. The shares of its
+            non-colluding clients must suffice for the target. 0 requires the whole cohort and
+            tolerates no dropout. If the noise is correlated over rounds, mu depends on the members
+            of each sum, and a sum that would exceed the target is not revealed.
 
     >>> PrivacyConfig(epsilon=8, clip=0.2).delta
     1e-05
@@ -240,16 +249,17 @@ class PrivacyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SecAggConfig:
-    """Conditions of secure aggregation, which every client checks against its own copy.
+    """Conditions of secure aggregation. Every client checks them against its own copy.
 
-    A server that got two lists of survivors signed could ask for both secrets of a client, one from each half. So
-    `threshold` of n clients must sign, with 2 threshold > n + colluders: two such lists share an honest client, and it
-    signs one. As many clients may drop out as the threshold leaves.
+    A server with two signed survivor lists could request both secrets of a client, one from each
+    half of the clients. So `threshold` of n clients must sign, with 2 threshold > n + colluders:
+    two signed lists then share an honest client, which signs only one list. At most n - threshold
+    clients may drop out.
 
     Args:
-        clip: Public bound on the norm of an update.
-        weight_cap: Public number of examples at which the weight of a client is capped.
-        min_cohort: Smallest number of clients in a sum.
+        clip: Public clipping norm of an update.
+        weight_cap: Public maximum number of examples that count as a client's weight.
+        min_cohort: Minimum number of clients in a sum.
         colluding: Share of the clients that may collude with the server.
 
     >>> SecAggConfig(clip=4.0).threshold(32), SecAggConfig(clip=4.0).colluders(32)
@@ -282,16 +292,16 @@ class SecAggConfig:
         object.__setattr__(self, "clip", float(self.clip))  # 4 and 4.0 would be two rosters
 
     def colluders(self, count: int) -> int:
-        """Return the number of clients of a group that may collude with the server."""
+        """Return the maximum number of colluding clients in a group."""
         return int(self.colluding * count + 1e-9)
 
     def threshold(self, count: int) -> int:
-        """Return the number of clients of a group that must sign."""
+        """Return the number of clients in a group whose signatures are required."""
         return (count + self.colluders(count)) // 2 + 1
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """Return the described fields of a configuration object by their option names.
+    """Return the fields of a configuration that are settings, by their option names.
 
     >>> settings_of(SecAggConfig())
     {'secagg_clip': 4.0, 'min_cohort': 8}

@@ -1,4 +1,5 @@
-"""Errors that dbcl raises, all of them a `DbclError`, and safe display of untrusted text in them."""
+"""Exceptions of dbcl, all derived from `DbclError`, and safe display of untrusted text in messages.
+"""
 
 import reprlib
 from collections.abc import Sequence
@@ -8,11 +9,12 @@ PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict = 2, 16, 4
-"""Writes a few of a container's values, however many and however deep they are."""
+"""`Repr` with limits on the depth and the number of items shown for a container."""
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """Return an untrusted value for an error or a log: short, and without control characters.
+    """Format an untrusted value for an error message or a log, truncated and without control
+    characters.
 
     >>> shown("loss"), shown("\\x1b[31m<b>" + 100 * "x", limit=12)
     ("'loss'", "'?(31m?b?xxxx...'")
@@ -25,7 +27,7 @@ def shown(value: Any, limit: int = 60) -> str:
 
 
 def plain(text: str, limit: int = 200) -> str:
-    """Return untrusted text, made short and harmless.
+    """Truncate untrusted text and replace its control characters.
 
     >>> plain("the header is not JSON: \\x07", limit=30)
     'the header is not JSON: ?'
@@ -35,7 +37,8 @@ def plain(text: str, limit: int = 200) -> str:
 
 
 def listed(head: str, problems: Sequence[str], most: int = 20) -> str:
-    """Return a line and the first of the problems below it, whose number others may decide.
+    """Format a heading and a list of problems, truncated to `most` entries. Untrusted input may
+    decide the number of problems.
 
     >>> print(listed("this does not fit:", ["a is missing", "b is missing", "c is missing"], most=2))
     this does not fit:
@@ -56,7 +59,7 @@ class DbclError(Exception):
 
 
 class SketchError(DbclError):
-    """A sketch cannot be drawn or applied as asked."""
+    """A sketch cannot be drawn or applied with the given arguments."""
 
 
 class PlanError(DbclError):
@@ -68,11 +71,11 @@ class ProtocolError(DbclError):
 
 
 class DivergedError(ProtocolError):
-    """A round failed because values are no longer finite, and for no other reason."""
+    """A round failed only because values are not finite."""
 
 
 class DataError(DbclError):
-    """A dataset is missing, damaged or cannot be divided as asked."""
+    """A dataset is missing, damaged, or cannot be divided as configured."""
 
 
 class ConfigError(DbclError):
@@ -80,16 +83,17 @@ class ConfigError(DbclError):
 
 
 class GuaranteeError(ConfigError):
-    """Settings, model or data do not fit the guarantee that is asked for."""
+    """The settings, the model or the data are incompatible with the configured privacy guarantee.
+    """
 
 
 class OutOfMemoryError(DbclError):
-    """A model, its clients or their data need more memory than there is."""
+    """The model, its clients or their data need more memory than is available."""
 
 
 class AuditError(DbclError):
-    """A transcript cannot be recorded or read, or an attack cannot be mounted on it."""
+    """A transcript cannot be recorded or read, or an attack cannot run on it."""
 
 
 class NotAttackableError(AuditError):
-    """An attack does not apply to this run; nothing failed."""
+    """An attack does not apply to this run. Not a failure of the attack."""

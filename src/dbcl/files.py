@@ -1,4 +1,4 @@
-"""Atomic writing of files, folders locked by one process at a time, and secret files."""
+"""Atomic file writes, folder locks between processes, and secret files."""
 
 import contextlib
 import os
@@ -12,16 +12,16 @@ from pathlib import Path
 from dbcl.errors import ConfigError
 
 SECRET = 0o600
-"""Mode of a file that only its owner may read; its folder has 0o700."""
+"""Mode of a file that only its owner may read; its folder has mode 0o700."""
 SCRATCH = ".dbcl-"
-"""Prefix of the names of half-written files."""
+"""Prefix of temporary files during an atomic write."""
 LOCK = ".lock"
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path from user input, with `~` at its beginning as the home folder.
+    """Return a path from user input, with a leading `~` expanded to the home folder.
 
-    A shell leaves `~` as it is in quotes and after `=`.
+    A shell does not expand `~` in quotes and after `=`.
 
     >>> user_path("runs/mine").as_posix(), user_path("~/mine") == Path.home() / "mine"
     ('runs/mine', True)
@@ -34,7 +34,7 @@ def user_path(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add a path to errors of the system that name none, as that of a full disk.
+    """Add a path to operating system errors without a path, such as the error of a full disk.
 
     >>> with naming(Path("runs/metrics.jsonl")):
     ...     raise OSError(28, "No space left on device")
@@ -51,7 +51,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Write a file atomically: after any crash a reader finds the old content or the new one.
+    """Write a file atomically: after a crash, a reader finds either the old or the new content.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,8 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 
 def make_folder(path: Path, *, secret: bool = False) -> None:
-    """Make a folder and its parents durably; a secret one is readable by its owner alone.
+    """Create a folder and its parents and flush them to disk. A secret folder is readable only by
+    its owner.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as name:
@@ -93,7 +94,7 @@ def make_folder(path: Path, *, secret: bool = False) -> None:
 
 
 def file_in_the_way(folder: Path) -> Path | None:
-    """Return the file that stands in the place of a folder or one of its parents, or None.
+    """Return the file that occupies the path of a folder or of one of its parents, or None.
 
     >>> file_in_the_way(Path("nowhere")) is None
     True
@@ -102,7 +103,8 @@ def file_in_the_way(folder: Path) -> Path | None:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove the half-written files of a process that died, in a folder and below; only while holding its lock.
+    """Remove the temporary files of a crashed process in a folder, recursively. The caller must
+    hold the folder's lock.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as name:
@@ -118,9 +120,9 @@ def remove_scratch(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder against other processes; an error names the process that holds it.
+    """Lock a folder against other processes. The error names the process that holds the lock.
 
-    The operating system lets go of it when the process ends, however it ends.
+    The operating system releases the lock when the process ends, including after a crash.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as name, locked(Path(name)):
@@ -148,7 +150,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _holder(handle: int) -> str:
-    """Lock a file, or return the name of the process that holds it."""
+    """Lock a file, or return a description of the process that holds the lock."""
     for _ in range(100):
         if _try_lock(handle):
             return ""

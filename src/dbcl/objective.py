@@ -1,4 +1,4 @@
-"""Objective of training: the loss that clients minimise, and the metric of the model's quality."""
+"""Training objective: the loss that clients minimise, and the metric that evaluates the model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from dbcl.data.trees import Tree
 from dbcl.errors import ConfigError
 
 Loss = Callable[[Tree, Tree], Tensor]
-"""Function of a model's outputs and the targets of a batch that returns the mean loss over its examples."""
+"""Function of a batch's outputs and targets that returns the mean loss over its examples."""
 Metric = Callable[[Tree, Tree], Any]
-"""Function of all outputs and targets that returns a number; or an object with `reset`, `update` and `compute`, as
-torchmetrics has.
+"""Function of all outputs and targets that returns a number, or an object with the methods `reset`,
+`update` and `compute` of torchmetrics.
 """
 
 
@@ -30,9 +30,11 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:  # (n, outputs), (n
 
 
 def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:  # (n, outputs), (n,) -> (n,)
-    """Return the cross entropy of every example; a single output is the logit of class 1 against class 0.
+    """Return the cross entropy of every example. A single output is the logit of class 1 against
+    class 0.
 
-    The labels are classes, or probabilities of the classes, (n, outputs); of class 1, (n,), with a single output.
+    The labels are class indices, or class probabilities of shape (n, outputs). With a single
+    output, they are probabilities of class 1, of shape (n,).
 
     >>> import torch
     >>> cross_entropies(torch.zeros(2, 4), torch.tensor([0, 3]))
@@ -44,9 +46,10 @@ def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:  # (n, outputs), 
 
 
 def cross_entropies_and_gradients(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `cross_entropies` for classes, (..., outputs) and (...), and the derivative of each by its logits.
+    """Return `cross_entropies` and their derivatives with respect to the logits.
 
-    The derivative is softmax(logits) - onehot(label), or sigmoid(logit) - label with a single output.
+    Logits have shape (..., outputs) and class indices shape (...). The derivative is
+    softmax(logits) - onehot(label), or sigmoid(logit) - label with a single output.
 
     >>> import torch
     >>> cross_entropies_and_gradients(torch.zeros(1, 4), torch.tensor([3]))
@@ -69,7 +72,8 @@ def _cross_entropy(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
-    """Return the most probable class of every example, or of every pixel or word if classes are the second axis.
+    """Return the most probable class of every example. If classes are on the second axis, return
+    the most probable class of every pixel or token.
 
     >>> import torch
     >>> predicted_classes(torch.tensor([[0.1, 0.9], [0.8, 0.2]]))
@@ -81,7 +85,7 @@ def predicted_classes(logits: Tensor) -> Tensor:
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
-    """Return the share of the examples whose most probable class is the target.
+    """Return the share of examples whose most probable class equals the target.
 
     >>> import torch
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
@@ -93,13 +97,13 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Objective:
-    """Loss and metric of a training.
+    """Loss and metric of a training run.
 
     Args:
         loss: Training loss.
-        metric: Metric on held-out examples; None for the loss.
+        metric: Metric on held-out examples; None selects the loss.
         name: Name of the metric.
-        lower_is_better: Direction of the metric.
+        lower_is_better: True if lower values of the metric are better.
 
     >>> Objective().name, Objective.from_loss(F.mse_loss).name, Objective.from_loss(F.mse_loss).lower_is_better
     ('accuracy', 'loss', True)
@@ -114,9 +118,16 @@ class Objective:
     def from_loss(
         cls, loss: Loss | type[nn.Module] | None = None, metric: Metric | None = None, *, metric_mode: str = "higher"
     ) -> "Objective":
-        """Make an objective; without arguments it is cross entropy and accuracy, and any other loss is its own metric.
+        """Make an objective from a loss and a metric.
 
-        A class, such as `torch.nn.MSELoss` or a metric of torchmetrics, is called without arguments.
+        A class, such as `torch.nn.MSELoss` or a torchmetrics metric, is instantiated without
+        arguments.
+
+        Args:
+            loss: Training loss; None selects cross entropy.
+            metric: Metric on held-out examples; None selects accuracy for cross entropy and
+                otherwise the loss.
+            metric_mode: "higher" or "lower", the direction in which the metric improves.
 
         >>> Objective.from_loss(nn.L1Loss, lambda outputs, targets: 0.0, metric_mode="lower").lower_is_better
         True
@@ -133,11 +144,13 @@ class Objective:
 
     @property
     def classifies(self) -> bool:
-        """Return whether the loss is the cross entropy of classes, which more engines and attacks support."""
+        """Return whether the loss is the cross entropy of classes, which more engines and attacks
+        support.
+        """
         return self.loss is cross_entropy
 
     def better(self, one: float, other: float) -> bool:
-        """Return whether the first value of the metric is better than the second.
+        """Return whether the first metric value is better than the second.
 
         >>> Objective().better(0.9, 0.8), Objective.from_loss(F.mse_loss).better(0.9, 0.8)
         (True, False)
@@ -145,7 +158,7 @@ class Objective:
         return one < other if self.lower_is_better else one > other
 
     def shown(self, value: float, digits: int = 2) -> str:
-        """Format a value of the metric; an accuracy in percent with `digits` digits.
+        """Format a metric value; an accuracy as a percentage with `digits` decimals.
 
         >>> Objective().shown(0.912), Objective.from_loss(F.mse_loss).shown(0.01234567)
         ('91.20%', '0.01235')
@@ -154,11 +167,11 @@ class Objective:
 
 
 CLASSIFICATION = Objective()
-"""Cross entropy and accuracy."""
+"""Default objective: cross entropy and accuracy."""
 
 
 def name_of(thing: Any, nameless: str = "function") -> str:
-    """Return the name of a function, a class or an object; a lambda has none.
+    """Return the name of a function, class or object; `nameless` for a lambda.
 
     >>> name_of(F.mse_loss), name_of(nn.MSELoss()), name_of(partial(F.huber_loss, delta=2.0))
     ('mse_loss', 'MSELoss', 'huber_loss')

@@ -1,7 +1,8 @@
-"""Server optimisers: steps on the average update of a round.
+"""Server optimisers, which apply the average update of a round.
 
-Each is a function that makes a `torch.optim.Optimizer` for the true weights; the gradient that the optimiser sees is
-minus the average update. Any of `torch.optim` will do: `functools.partial(torch.optim.AdamW, lr=0.01)`.
+A server optimiser is a function that makes a `torch.optim.Optimizer` for the master weights. The
+gradient is the negative average update. Any optimiser of `torch.optim` works:
+`functools.partial(torch.optim.AdamW, lr=0.01)`.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,6 +18,12 @@ ServerOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 def fedavg(lr: float = 1.0) -> ServerOptimizer:
     """Federated averaging: W + lr * average update.
 
+    Args:
+        lr: Server learning rate.
+
+    Returns:
+        A function that makes the optimiser for given parameters.
+
     >>> fedavg()([Parameter(torch.zeros(1))]).defaults["lr"]
     1.0
     """
@@ -24,7 +31,14 @@ def fedavg(lr: float = 1.0) -> ServerOptimizer:
 
 
 def momentum(beta: float = 0.5, lr: float = 1.0) -> ServerOptimizer:
-    """Federated averaging with momentum on the server.
+    """Federated averaging with server momentum (FedAvgM).
+
+    Args:
+        beta: Momentum.
+        lr: Server learning rate.
+
+    Returns:
+        A function that makes the optimiser for given parameters.
 
     >>> momentum(0.9)([Parameter(torch.zeros(1))]).defaults["momentum"]
     0.9
@@ -33,7 +47,15 @@ def momentum(beta: float = 0.5, lr: float = 1.0) -> ServerOptimizer:
 
 
 def adam(lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99), eps: float = 1e-3) -> ServerOptimizer:
-    """Adam on the server; `eps` is large, as adaptive federated optimisers need it.
+    """Adam on the server (FedAdam).
+
+    Args:
+        lr: Server learning rate.
+        betas: Decay rates of the first and second moments.
+        eps: Added to the denominator; large, as recommended for adaptive federated optimisation.
+
+    Returns:
+        A function that makes the optimiser for given parameters.
 
     >>> adam(0.02)([Parameter(torch.zeros(1))]).defaults["lr"]
     0.02
