@@ -1,11 +1,12 @@
 """Membership inference on the final model: loss threshold, and likelihood ratio (LiRA, Carlini et
 al. 2022).
 
-Reads no transcript: the finished model, which anyone may have, and one broadcast of it, as a client
-would receive it.
+Reads no transcript. The attacks use the final model, which may be public, and one broadcast of the
+model, as a client would receive it.
 
-Every attack gives each example a score, higher for more likely members. What counts is how many
-members are found at very few false alarms, not the average over all thresholds.
+Every attack assigns a score to each example; members are expected to have higher scores. The main
+measure is the true positive rate at very low false positive rates, not the average over all
+thresholds.
 """
 
 import math
@@ -44,9 +45,10 @@ def membership_findings(
     seed: int,
     tell: OnProgress,
 ) -> list[Finding]:
-    """Attack the final model, and `view`, a client's broadcast of it, by loss threshold and LiRA.
+    """Attack the final model, and a client's broadcast `view` of the model, by loss threshold and
+    LiRA.
 
-    Shadow models are trained by `training`.
+    `training` is the local training of the shadow models.
 
     >>> from dataclasses import replace
     >>> from dbcl.simulation import RunConfig, task_of
@@ -77,8 +79,8 @@ def membership_findings(
 
 
 def audit_final_model(context: AuditContext) -> list[Finding]:
-    """Infer membership in the training data from the finished model, and from a client's broadcast
-    of it.
+    """Infer membership in the training data from the final model and from a client's broadcast of
+    the model.
     """
     config, path = context.config, context.folder / "model.safetensors"
     if not path.exists():
@@ -102,7 +104,7 @@ def audit_final_model(context: AuditContext) -> list[Finding]:
 
 
 def final_model_steps(context: AuditContext) -> int:
-    """Expected steps of `audit_final_model`."""
+    """Expected progress steps of `audit_final_model`."""
     return 0 if context.guaranteed else 3 + context.effort.shadow_models
 
 
@@ -110,12 +112,13 @@ def final_model_steps(context: AuditContext) -> int:
 def confidences(
     model: nn.Module, examples: Any, objective: Objective = CLASSIFICATION, *, batch_size: int = 1000
 ) -> Array:
-    """Confidence of a model in each example's target, on a scale that is unbounded at both ends.
+    """Compute a model's confidence in each example's target, on an unbounded scale.
 
-    For classes log(p / (1 - p)), with the probability p of the example's class: z_y - log sum_(j !=
-    y) exp(z_j). A model with a single output gives the logit of class 1. No probability is
-    computed, so nothing saturates. With another loss about the negative logarithm of the example's
-    loss, -arsinh(10^6 loss), which exists for all losses.
+    For class targets the confidence is log(p / (1 - p)) with the probability p of the true class:
+    z_y - log sum_(j != y) exp(z_j). A model with a single output returns the logit of class 1.
+    Computing from logits instead of probabilities avoids saturation. For other losses the
+    confidence is -arsinh(10^6 loss), approximately the negative logarithm of the example's loss and
+    defined for every loss value.
 
     >>> confidences(nn.Identity(), (torch.tensor([[100.0, 0.0], [0.0, 0.0]]), torch.tensor([0, 1])))
     array([100.,   0.])
@@ -163,8 +166,8 @@ def loss_threshold(target: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Shadows:
-    """Confidences of shadow models in each example, and the members of each model; one row for each
-    model.
+    """Confidences of shadow models, and a mask of training members; one row per model, one column
+    per example.
 
     >>> shadows = Shadows(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[True, False], [False, True]]))
     >>> shadows.inside
@@ -177,12 +180,12 @@ class Shadows:
 
     @property
     def inside(self) -> Array:
-        """Confidences of models trained on the example, NaN elsewhere."""
+        """Confidences of models trained on the example; NaN for the other models."""
         return np.where(self.members, self.confidences, np.nan)
 
     @property
     def outside(self) -> Array:
-        """Confidences of models not trained on the example, NaN elsewhere."""
+        """Confidences of models not trained on the example; NaN for the other models."""
         return np.where(self.members, np.nan, self.confidences)
 
 
@@ -194,10 +197,11 @@ def shadows(
     seed: int,
     objective: Objective = CLASSIFICATION,
 ) -> Shadows:
-    """Train `count` models on random halves of the examples, two on each division, and compute the
-    confidence of all in every example.
+    """Train `count` shadow models on random halves of the examples, and compute every model's
+    confidence in every example.
 
-    So every example is in half of the models. `make_model` makes a fresh model from a number.
+    Each random division trains two models, one per half; half of the models therefore contain each
+    example. `make_model` builds a new model from a seed.
 
     >>> examples = torch.eye(4), torch.tensor([0, 1, 0, 1])
     >>> found = shadows(lambda number: nn.Linear(4, 2), examples, 2, LocalTraining(), seed=0)
@@ -221,13 +225,13 @@ def shadows(
 
 
 def lira(target: Array, inside: Array | None, outside: Array) -> Array:
-    """Score examples by how a target's confidence t fits those of shadow models with and without
-    the example.
+    """Score examples by the likelihood of the target's confidence t under shadow models with and
+    without the example.
 
-    Online: log N(t; mu_in, s_in) - log N(t; mu_out, s_out). Offline (`inside` None): (t - mu_out) /
-    s_out, which orders as the original's one-sided test does. Rows are models, NaN where one does
-    not count. With fewer than 64 values for an example, all examples share one variance about their
-    own means.
+    Online: log N(t; mu_in, s_in) - log N(t; mu_out, s_out). Offline (`inside` is None): (t -
+    mu_out) / s_out, which gives the same order as the one-sided test of the paper. Rows are models;
+    NaN marks models to ignore. For examples with fewer than 64 values, one variance about the
+    examples' means is shared by all examples.
 
     >>> outside = np.array([[0.0, 5.0], [1.0, 6.0]])
     >>> lira(np.array([4.0, 6.0]), None, outside).round(2)  # the second is an easy example
@@ -245,8 +249,8 @@ def lira(target: Array, inside: Array | None, outside: Array) -> Array:
 
 
 def _normal(values: Array) -> tuple[Array, Array]:
-    """Return mean and standard deviation of each column without its NaN; short columns share one
-    deviation.
+    """Return the mean and standard deviation of each column, ignoring NaN. Columns with few values
+    share one standard deviation.
     """
     known = ~np.isnan(values)
     count = known.sum(axis=0)
@@ -263,10 +267,16 @@ def _normal(values: Array) -> tuple[Array, Array]:
 class Membership:
     """Performance of membership scores.
 
-    The rates are the shares of members found with at most 1 % and 0.1 % of the others taken for
-    members; NaN where fewer than 100 or 1,000 others were scored, which is too few to see such a
-    rate. Guessing gives 0.5, 0.01 and 0.001. `roc` holds the false and the true positive rates,
-    both rising; draw it with logarithmic axes.
+    Args:
+        auc: area under the ROC curve; 0.5 for guessing.
+        tpr_at_1_percent: true positive rate at a false positive rate of at most 1 %; NaN with fewer
+            than 100 non-members, which cannot resolve this rate. 0.01 for guessing.
+        tpr_at_01_percent: true positive rate at a false positive rate of at most 0.1 %; NaN with
+            fewer than 1,000 non-members. 0.001 for guessing.
+        roc: false positive rates and true positive rates, both ascending. Plot with logarithmic
+            axes.
+        members: number of members scored.
+        others: number of non-members scored.
 
     >>> Membership(0.5, 0.01, 0.001, ((0.0, 1.0), (0.0, 1.0))).auc
     0.5
@@ -282,8 +292,7 @@ class Membership:
     def findings(
         self, attack: str, adversary: str, attacker: str, more: Mapping[str, Any] | None = None
     ) -> list[Finding]:
-        """Return the AUC and the rates as findings, without rates that too few others were scored
-        for.
+        """Return the AUC and the true positive rates as findings. Rates that are NaN are omitted.
 
         >>> found = Membership(0.5, 0.01, math.nan, ((0.0, 1.0), (0.0, 1.0)))
         >>> [each.measure for each in found.findings("LiRA", "anyone", "adaptive")]
@@ -305,7 +314,8 @@ class Membership:
 
 
 def judge_members(scores: Array, members: int) -> Membership:
-    """Measure the scores of `members` members followed by non-members, by `judge`.
+    """Measure scores with `judge`. The first `members` scores belong to members, the others to
+    non-members.
 
     >>> judge_members(np.arange(200.0)[::-1], 100).others
     100
@@ -315,8 +325,8 @@ def judge_members(scores: Array, members: int) -> Membership:
 
 
 def judge(scores: Array, members: Flags) -> Membership:
-    """Measure an attack's scores exactly, counting equal scores against it at low rates and by half
-    in the AUC.
+    """Measure an attack's scores exactly. Ties count against the attack at low rates and by one
+    half in the AUC.
 
     >>> judge(np.arange(200.0), np.arange(200) >= 100)
     Membership(auc=1.0, tpr_at_1_percent=1.0, tpr_at_01_percent=nan, roc=((0.0, 0.0, 1.0), (0.0, 1.0, 1.0)))
@@ -331,7 +341,9 @@ def judge(scores: Array, members: Flags) -> Membership:
 
 
 def _tpr(scores: Array, members: Flags, fpr: float) -> float:
-    """Share of members above the threshold that at most a share fpr of the others exceeds."""
+    """Return the fraction of members whose score exceeds the threshold for a false positive rate of
+    at most `fpr`.
+    """
     others = np.sort(scores[~members])[::-1]
     allowed = math.floor(fpr * len(others) + 1e-9)
     return float((scores[members] > others[allowed]).mean()) if allowed else math.nan

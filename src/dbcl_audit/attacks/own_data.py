@@ -1,4 +1,4 @@
-"""The attacker's own examples, and their gradients at the models of the rounds, for property
+"""The attacker's own examples and their gradients at the models of all rounds, for property
 inference.
 """
 
@@ -15,13 +15,13 @@ from dbcl.simulation.task import Task
 from dbcl_audit.attacks.gradients import gradients
 
 Gradients = dict[str, Tensor]
-"""One gradient, by the names of the plan."""
+"""One gradient, keyed by the tensor names of the plan."""
 
 
 @dataclass(frozen=True, eq=False)
 class OwnExamples:
-    """The attacker's own examples: rows `own` of a task's, with `holds` saying which examples have
-    the property.
+    """The attacker's own examples: rows `own` of the task's training data. `holds` flags the
+    training examples with the property.
 
     >>> from dbcl.simulation import RunConfig, task_of
     >>> examples = OwnExamples(task_of(RunConfig()), np.arange(4000) % 2 == 0, np.arange(10))
@@ -34,7 +34,9 @@ class OwnExamples:
     own: NDArray[np.int64]
 
     def draw(self, rng: np.random.Generator, kind: bool, count: int) -> Tensor:
-        """Draw indices of examples of one kind, without repetition if there are enough."""
+        """Draw indices of examples with (`kind` True) or without the property, without replacement
+        if there are enough.
+        """
         pool = self.own[self.holds[self.own] == kind]
         return torch.from_numpy(rng.choice(pool, size=count, replace=count > len(pool)))
 
@@ -42,17 +44,19 @@ class OwnExamples:
         return int((self.holds[self.own] == kind).sum())
 
     def gradient(self, model: nn.Module, index: Tensor) -> Gradients:
-        """Return the gradient of one batch."""
+        """Return the gradient of the loss of the batch with these indices."""
         found = gradients(model, *self.task.train.take(index.numpy()), loss=self.task.objective.loss)
         return {name: gradient.detach() for name, gradient in found.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class OwnBatches:
-    """Gradients of the attacker's own batches over W's entries, which of them have the property,
-    and their rounds.
+    """Gradients of the attacker's own batches, over the entries of W.
 
-    `rounds` counts the rounds that the attacker tests.
+    Args:
+        gradients: one gradient per batch.
+        holds: flags of the batches with the property.
+        rounds: index of each batch's round among the tested rounds.
 
     >>> OwnBatches([{"bias": torch.zeros(2)}], np.array([True]), np.array([0])).holds
     array([ True])
@@ -72,7 +76,8 @@ def own_batches(
     size: int,
     seed: int,
 ) -> OwnBatches:
-    """Compute gradients of `batches` batches of each kind at the model of each broadcast.
+    """Compute gradients of `batches` batches with and as many without the property, at the model of
+    each broadcast.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl.simulation import preset, task_of
@@ -93,9 +98,10 @@ def own_batches(
 
 
 def over_weights(broadcast: Broadcast, gradient: Gradients) -> Gradients:
-    """Lift a gradient from V's space to W's, whose entries correspond between rounds.
+    """Lift a gradient from the space of V to the space of W, whose entries correspond between
+    rounds.
 
-    Single precision, since many are held at a time.
+    The result is in single precision, because many gradients are kept in memory.
 
     >>> import dbcl
     >>> broadcast = dbcl.Server(nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()

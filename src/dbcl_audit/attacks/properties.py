@@ -1,8 +1,8 @@
-"""Property inference on the victim's batches, such as thick strokes. Reads: server; client-0 (with
-its own examples).
+"""Property inference on the victim's batches, for example for thick strokes. Reads: server;
+client-0 (with its own examples).
 
-The random forest, the published learner, is trained once, on whole batches of all rounds. The two
-matched filters of round_filters.py are computed for every round.
+The random forest, the published classifier, is trained once on whole batches of all rounds. The two
+matched filters of `round_filters.py` are computed for every round.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,13 +39,22 @@ def property_findings(
     tell: OnProgress,
     min_lag: int = MIN_LAG,
 ) -> list[Finding]:
-    """Infer a property of the victim's batches as each adversary, by random forest and by matched
+    """Infer a property of the victim's batches as each adversary, with a random forest and matched
     filters.
 
-    `holds` says which training examples have it, and `own` which of them are the attacker's. For
-    the forest the attacker makes `batches` batches of each kind in each round, at the models that
-    the victim received, as far as the attacker has them (victim.py); for the filters it takes the
-    gradients of `examples` examples of each kind.
+    Args:
+        simulated: simulated run with known batches.
+        task: task of the run.
+        holds: flags of the training examples with the property.
+        own: indices of the attacker's own training examples.
+        found: the attacking client's estimates of the changes, by estimator name.
+        batches: batches with and as many without the property that the attacker makes per round to
+            train the forest, at the victim's models as far as the attacker knows them
+            (`victim.py`).
+        examples: examples with and as many without the property whose gradients the filters use.
+        seed: seed of the random draws.
+        tell: callback for progress messages.
+        min_lag: rounds that must follow a tested round.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl.simulation import preset, task_of
@@ -89,8 +98,8 @@ def property_findings(
 
 
 def _by_broadcasts(every: Sequence[Source]) -> list[list[Source]]:
-    """Group the sources that share the victim's models: those of the server, and those of the
-    clients.
+    """Group the sources that share the victim's models: the server's sources and the clients'
+    sources.
     """
     groups: dict[tuple[int, ...], list[Source]] = {}
     for source in every:
@@ -110,8 +119,8 @@ def _finding(
 
 
 def _forest_scores(source: Source, made: OwnBatches, broadcasts: Sequence[Broadcast], seed: int) -> Array:
-    """Score by the published learner; subtract the mean of the attacker's own features from those
-    of each round.
+    """Score each round with the published classifier. The mean of the attacker's features in a
+    round is subtracted from all features of the round.
     """
     names = list(source.gradients[0])
     lifted = [over_weights(broadcast, row) for broadcast, row in zip(broadcasts, source.gradients, strict=True)]

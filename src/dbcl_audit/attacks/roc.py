@@ -1,4 +1,4 @@
-"""ROC curves of scores, the area under them, and its bootstrap interval."""
+"""ROC curves of scores, the area under a curve, and its bootstrap interval."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,11 @@ RESAMPLES_PER_BATCH = 50
 
 @dataclass(frozen=True)
 class Auc:
-    """The area under a ROC curve; 0.5 is guessing.
+    """Area under a ROC curve; 0.5 is guessing.
 
-    `low` and `high` are a 95 % bootstrap interval; where not one pair is in the wrong order it has
-    no width, and the number of cases is what bounds the error. `roc` holds the false and the true
-    positive rates, both rising.
+    `low` and `high` are a 95 % bootstrap interval. If every pair is ranked correctly, the interval
+    has zero width and the number of cases limits the accuracy. `roc` holds the false and the true
+    positive rates, both ascending.
 
     >>> Auc(0.75, 0.5, 1.0, ((0.0, 1.0), (0.0, 1.0))).auc
     0.75
@@ -31,7 +31,8 @@ class Auc:
 
 
 def measure_auc(scores: Array, truth: Flags, seed: int) -> Auc:
-    """Measure AUC = P(score with > score without) + P(equal) / 2; an AUC below 0.5 stays below 0.5.
+    """Measure AUC = P(score with > score without) + P(equal) / 2. Values below 0.5 are not
+    reflected to above 0.5.
 
     >>> found = measure_auc(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]), seed=0)
     >>> found.auc, found.low <= found.auc <= found.high
@@ -54,13 +55,14 @@ def measure_auc(scores: Array, truth: Flags, seed: int) -> Auc:
 
 
 def _resample(rng: np.random.Generator, size: int) -> NDArray[np.int64]:
-    """Count the draws of each of `size` samples with replacement; one row for each resample."""
+    """Count how often each of `size` samples is drawn with replacement; one row per resample."""
     drawn = rng.integers(size, size=(RESAMPLES_PER_BATCH, size)) + size * np.arange(RESAMPLES_PER_BATCH)[:, None]
     return np.bincount(drawn.ravel(), minlength=RESAMPLES_PER_BATCH * size).reshape(RESAMPLES_PER_BATCH, size)
 
 
 def roc(scores: Array, truth: Flags) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """List the false and the true positive rate at every threshold where the curve bends.
+    """List the false and the true positive rates at every threshold where the slope of the curve
+    changes.
 
     >>> roc(np.array([0.1, 0.4, 0.35, 0.8]), np.array([False, False, True, True]))
     ((0.0, 0.0, 0.5, 0.5, 1.0), (0.0, 0.5, 0.5, 1.0, 1.0))

@@ -1,9 +1,9 @@
-"""Matched filters of each round, computed at the model that the victim received.
+"""Matched filters for single rounds, computed at the model that the victim received.
 
-The sketch changes from round to round and all gradients with it, and the attacker can compute the
-gradient of every example that it has. One filter takes gradients as they are and knows the variance
-of the noise in what it tests. The other takes each tensor's |g| / |g|_2, which does not change sign
-with the labels of a batch, and assumes no noise.
+The sketch changes in every round and with it all gradients. The attacker can compute the gradient
+of each of its own examples at the round's model. The linear filter uses the gradients and the known
+noise variance of the tested estimate. The magnitude filter uses |g| / |g|_2 of each tensor, whose
+sign does not depend on the labels of a batch, and assumes no noise.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,11 @@ MAX_DEVIATIONS = 6.0  # from the mean, to which features of a tested batch are c
 
 
 class Fidelity(NamedTuple):
-    """Share of the true gradient in an estimate of one tensor, and the variance of the estimate's
-    noise.
+    """Gain and noise of the estimate of one tensor.
+
+    Args:
+        gain: fraction of the true gradient in the estimate.
+        noise: variance of the estimate's noise.
 
     >>> Fidelity(gain=0.1, noise=0.0025).gain
     0.1
@@ -50,10 +53,11 @@ def filter_scores(
     seed: int,
     tell: OnProgress,
 ) -> dict[str, Array]:
-    """Return the log odds of every source in every tested round, by filter: (sources, rounds) each.
+    """Return the log odds of every source in every tested round, by filter name; shape (sources,
+    rounds).
 
-    `models` are those that the victim was sent in the tested rounds, as the attacker has them;
-    `size` is the victim's batch size.
+    `models` are the models that the victim received in the tested rounds, as far as the attacker
+    knows them. `size` is the victim's batch size.
 
     >>> from dbcl import Server, SketchConfig, blinded
     >>> from dbcl_audit.attacks.victim import VictimsRound
@@ -96,8 +100,8 @@ def filter_scores(
 def _tested(
     source: Source, index: int, known: dict[str, Fidelity], names: list[str], group: NDArray[np.integer], mean: Array
 ) -> tuple[Array, Array]:
-    """Return the victim's gradient as one row, and the variance of the noise in each tensor; the
-    mean if unobserved.
+    """Return the victim's gradient as one row, and the noise variance of each tensor. Unobserved
+    tensors take the mean gradient.
     """
     row, noise = mean.copy(), np.full(len(names), UNOBSERVED)
     for column, name in enumerate(names):
@@ -111,13 +115,13 @@ def _tested(
 
 
 class MagnitudeFilter:
-    """Filter of magnitudes |g| / |g|_2 for the model of one round, made from mixtures of the
-    attacker's examples.
+    """Matched filter on magnitudes |g| / |g|_2 for the model of one round, trained on mixtures of
+    the attacker's examples.
 
-    Mixed batches share examples, so cross-validation would not show how strong a penalty must be.
-    Instead every feature is divided by its own standard deviation, and the features' correlations
-    are halved (penalty 1). `least_spread` bounds that deviation from below, relative to the
-    tensor's typical one.
+    Cross-validation cannot choose the penalty, because mixed batches share examples. Instead, every
+    feature is divided by its standard deviation, and the correlations between features are halved
+    (penalty 1). `least_spread` is a lower bound of the standard deviation, relative to the typical
+    value of the tensor.
 
     >>> rng = np.random.default_rng(0)
     >>> y = np.arange(40) % 2 == 0
@@ -150,20 +154,20 @@ class MagnitudeFilter:
         self.filter = MatchedFilter(Samples(self._standardize(made), kinds), group, penalty=1.0)
 
     def __call__(self, row: Features, noise: Array) -> float:
-        """Return the log odds that a gradient has the property; `noise` is 0 for observed tensors,
-        UNOBSERVED for others.
+        """Return the log odds that a gradient has the property. `noise` is 0 for observed tensors
+        and UNOBSERVED for the others.
         """
         return float(self.filter(self._standardize(_magnitudes(row[None], self.group)), noise)[0])
 
     def _standardize(self, rows: Features) -> Features:
-        """Standardise in place, since there may be a million features."""
+        """Standardise in place to save memory; there may be a million features."""
         rows -= self.mean
         rows /= self.spread
         return np.clip(rows, -MAX_DEVIATIONS, MAX_DEVIATIONS, out=rows)
 
 
 def _magnitudes(rows: Features, group: NDArray[np.integer]) -> Features:
-    """|g| / |g|_2 of each row, tensor by tensor."""
+    """Return |g| / |g|_2 of each row and tensor."""
     out = np.abs(rows)
     for part in np.split(out, np.flatnonzero(np.diff(group)) + 1, axis=1):
         size = np.sqrt(np.einsum("ij,ij->i", part, part))[:, None]
@@ -174,11 +178,12 @@ def _magnitudes(rows: Features, group: NDArray[np.integer]) -> Features:
 def fidelities(
     sources: Sequence[Source], models: Sequence[nn.Module], examples: OwnExamples, made: OwnBatches, seed: int
 ) -> list[dict[str, Fidelity]]:
-    """Return gain and noise of the estimate of every source and tensor, without unobserved tensors.
+    """Return the gain and noise of every source's estimate of every tensor, without unobserved
+    tensors.
 
-    An estimate shrinks what it is unsure of. With the mean m of all gradients of a round, which the
-    attacker knows from examples of its own, E <estimate, m> = gain * crowd * <m, m>, summed over
-    the rounds. Two independent means make <m, m> unbiased.
+    An estimator shrinks uncertain components. The attacker can compute the mean m of all gradients
+    of a round from its own examples. Summed over the rounds, E <estimate, m> = gain * crowd * <m,
+    m>. Using two independent means makes <m, m> unbiased.
 
     >>> from dbcl import Server, SketchConfig, blinded
     >>> from dbcl_audit.attacks.victim import VictimsRound
@@ -232,8 +237,8 @@ def fidelities(
 def _gain_and_noise(
     exact: bool, crowds: Array, inner: float, power: float, square: float, typical: float
 ) -> tuple[float, float]:
-    """Return the gain and the squared norm of the noise from sums over the rounds; `crowds` count
-    the clients of each.
+    """Return the gain and the squared norm of the noise, from sums over the rounds. `crowds` holds
+    the number of clients in each round's sum.
     """
     if exact:
         # With two parties nothing else is in it; with more, the bystanders' batches are.

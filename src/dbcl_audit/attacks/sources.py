@@ -18,11 +18,16 @@ from dbcl_audit.simulated_run import SimulatedRun
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Sums of the other clients' gradients in the space of the victim's V, for the tested rounds.
+    """Sums of the other clients' gradients in the tested rounds, in the space of the victim's V.
 
-    `victims` holds the victim's broadcast in each round, as far as the attacker knows it, and the
-    number of clients in the sum. `exact` is true if the attacker knows the sum exactly, since there
-    was no veil.
+    Args:
+        name: name of the estimator or observation.
+        adversary: party that attacks.
+        attacker: "naive" or "adaptive".
+        gradients: sum of the gradients in each tested round.
+        victims: the victim's broadcast in each round, as far as the attacker knows it, and the
+            number of clients in the sum.
+        exact: True if the sums are known exactly because the run has no veil.
 
     >>> Source("rewind", "client", "adaptive", [], [], exact=True).adversary
     'client'
@@ -39,8 +44,8 @@ class Source:
 def sources(simulated: SimulatedRun, found: Mapping[str, Changes], tested: Sequence[int]) -> list[Source]:
     """Return the sources of the server, of each estimator, and of the unsketched tensors alone.
 
-    Where clients collude, the server is left out. Buffers, such as running means,
-    have no gradient and are left out.
+    The server is omitted if clients collude. Buffers, such as running means, have no gradient and
+    are omitted.
 
     >>> from dbcl_audit.examples import example_batches
     >>> played = example_batches("paper", model="dlg-lenet")
@@ -54,7 +59,9 @@ def sources(simulated: SimulatedRun, found: Mapping[str, Changes], tested: Seque
 
 
 def _of_server(simulated: SimulatedRun, tested: Sequence[int], held: Sequence[VictimsRound]) -> Source:
-    """Return the server's source; a client's equal broadcast (`held`) is reused."""
+    """Return the server's source. If the client's broadcasts (`held`) are equal to the server's,
+    they are reused.
+    """
     lr, trained = simulated.server.setting.local.lr, _trained(simulated.server)
     rounds = [simulated.server_observation(round) for round in tested]
     sent = [saw.broadcast for saw in rounds]
@@ -98,7 +105,7 @@ def _of_client(simulated: SimulatedRun, found: Mapping[str, Changes], tested: Se
 
 
 def _equal(one: Broadcast, other: Broadcast) -> bool:
-    """Return True if two broadcasts are of one lane and have equal values."""
+    """Return True if two broadcasts belong to the same lane and have equal values."""
     tensors = one.tensors.items()
     return one.plan.digest == other.plan.digest and all(tensor.equal(other.tensors[name]) for name, tensor in tensors)
 

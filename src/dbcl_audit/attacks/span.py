@@ -1,9 +1,10 @@
-"""Membership inference from one update of several local steps, whose rows span the client's
-examples.
+"""Membership inference from one update of several local steps: the rows of the update lie in the
+span of the client's examples.
 
-Reads no transcript: one client's change of a dense first layer with a bias, which the server has
-without secure aggregation. For any number of steps [dV, db] = sum_i delta_i (x_i R D, 1) over the
-client's examples. So a candidate that lies in the row space is most likely a member.
+Reads no transcript. The input is one client's change of a dense first layer with a bias; without
+secure aggregation the server receives this change. For any number of local steps, [dV, db] = sum_i
+delta_i (x_i R D, 1) over the client's examples. A candidate in the row space is therefore most
+likely a member.
 """
 
 import math
@@ -24,8 +25,8 @@ from dbcl_audit.findings import Finding
 def first_layer_change(
     broadcast: Broadcast, tensors: Mapping[str, Tensor], shape: tuple[int, ...]
 ) -> FirstLayer | None:
-    """Return an update's change of a dense first layer with a bias that takes whole images; None if
-    there is none.
+    """Return an update's change of a dense first layer that has a bias and takes whole images, or
+    None without such a layer.
 
     >>> import dbcl
     >>> from torch import nn
@@ -41,14 +42,15 @@ def first_layer_change(
 
 
 def span_scores(change: FirstLayer, candidates: Tensor) -> Array:
-    """Score candidates by how well the rows Y = [dV, db] of an update make up c = (x R D, 1);
-    higher for members.
+    """Score candidates by the error of expressing c = (x R D, 1) by the rows Y = [dV, db] of an
+    update; members score higher.
 
-    The score is -log of min_w (|c - w Y|^2 + s^2 tr(M) |w|^2) / |c|^2, in the metric M of the
-    inverse covariance of all candidates: what is common to all images tells nothing. s is the
-    rounding error of an entry in the update's dtype. With fewer examples than rows members are
-    exact; with more they still stand out, the more so the more they changed the model. A larger s
-    for updates with noise was tried and made the scores worse.
+    The score is -log of min_w (|c - w Y|^2 + s^2 tr(M) |w|^2) / |c|^2. The metric M is the inverse
+    covariance of all candidates, which suppresses components common to all images. s is the
+    rounding error of an entry in the update's dtype. With fewer examples than rows, the
+    representation of members is exact. With more examples, members still score higher on average,
+    most clearly those that changed the model most. A larger s for noisy updates was tested and gave
+    worse scores.
 
     >>> import dbcl
     >>> x = torch.rand(50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -73,7 +75,7 @@ def span_scores(change: FirstLayer, candidates: Tensor) -> Array:
 def span_membership_findings(
     broadcast: Broadcast, tensors: Mapping[str, Tensor], members: Tensor, others: Tensor
 ) -> list[Finding]:
-    """Infer membership of a client's images from its update `tensors`, by `span_scores`.
+    """Infer membership of a client's images from its update `tensors` with `span_scores`.
 
     Args:
         broadcast: Broadcast that the client received.
@@ -82,8 +84,8 @@ def span_membership_findings(
         others: Images that no client has.
 
     Returns:
-        AUC and true positive rates; nothing if the network has no dense first layer with a bias, or
-        if that layer did not change.
+        AUC and true positive rates. The list is empty if the network has no dense first layer with
+            a bias, or if this layer did not change.
 
     >>> import dbcl
     >>> from torch import nn

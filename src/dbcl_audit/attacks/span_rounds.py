@@ -1,8 +1,8 @@
-"""Span attack over several rounds: on one client's updates, on sums of several, or on a client's
+"""Span attack over several rounds, on one client's updates, on sums of updates, or on a client's
 estimates.
 
-Reads: server, or client-N. Where clients train on the same examples in every round, each round
-spans them anew.
+Reads: server, or client-N. If clients train on the same examples in every round, each round
+provides a new span of these examples.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,15 @@ from dbcl_audit.numerics import standardized
 from dbcl_audit.simulated_run import SimulatedRun
 
 ROUNDS = 6
-"""Number of rounds: later ones change less, and by fewer of the examples."""
+"""Number of attacked rounds. In later rounds the model changes less, and fewer examples contribute.
+"""
 
 
 def sent_changes(recorded: SimulatedRun, victim: int, rounds: int = ROUNDS) -> tuple[list[FirstLayer], tuple[int, ...]]:
-    """Return the changes of a client's first rounds, alone or in sums, and the clients that are in
-    all of them.
+    """Return the first-layer changes of the first rounds with a client, alone or in sums, and the
+    clients present in all these rounds.
 
-    Empty if the network has no dense first layer with a bias.
+    Both are empty if the network has no dense first layer with a bias.
 
     >>> from dbcl_audit.examples import example_run
     >>> played = example_run("plain")
@@ -53,7 +54,8 @@ def sent_changes(recorded: SimulatedRun, victim: int, rounds: int = ROUNDS) -> t
 
 
 def rewound_changes(transcript: Transcript, rounds: int = ROUNDS) -> list[FirstLayer]:
-    """Estimate the others' first updates by `rewind`: exact without a veil and with one lane.
+    """Estimate the other clients' first updates with `rewind`. The estimate is exact without a veil
+    and with one lane.
 
     >>> from dbcl_audit.examples import example_run
     >>> played = example_run("paper")
@@ -71,11 +73,11 @@ def rewound_changes(transcript: Transcript, rounds: int = ROUNDS) -> list[FirstL
 
 
 def round_span_scores(changes: Sequence[FirstLayer], candidates: Tensor) -> Array:
-    """Score candidates by the rows of several rounds' changes; higher for members.
+    """Score candidates by the rows of several rounds' changes; members score higher.
 
-    Without a sketch all rounds' rows lie in the span of the same examples, so they are taken
-    together. With sketches that change, each round has scores of its own, and their standardised
-    values are added.
+    Without a sketch, the rows of all rounds lie in the span of the same examples and are
+    concatenated. With a new sketch per round, each round is scored separately, and the standardised
+    scores are added.
 
     >>> x = torch.rand(50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> deltas = torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -96,7 +98,7 @@ def round_span_scores(changes: Sequence[FirstLayer], candidates: Tensor) -> Arra
 def round_span_findings(
     changes: Sequence[FirstLayer], members: Tensor, others: Tensor, adversary: str
 ) -> list[Finding]:
-    """Infer membership from the spans of several rounds' changes.
+    """Infer membership from the row spans of several rounds' changes.
 
     >>> x = torch.rand(140, 16, generator=torch.Generator().manual_seed(0))
     >>> delta = torch.rand(8, 4, generator=torch.Generator().manual_seed(1))

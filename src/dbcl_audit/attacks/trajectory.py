@@ -1,15 +1,16 @@
-"""All observed rounds as one observation, and matched filters over them. Reads: client-N and its
+"""Joint model of all observed rounds, and matched filters based on it. Reads: client-N and its
 allies.
 
-The attacker models every tensor by a `StateSpaceModel`: unknown W_0, known sketches, veil,
-momentum, its own updates. The others' expected updates, the drift, are computed from its own
-examples, by training as a client would at the broadcast of every lane. The likelihood explains the
-remainder. Anything that would move the others' updates by d_t, such as one more example, adds
+The attacker models every tensor by a `StateSpaceModel` with unknown W_0 and known sketches, veil,
+momentum and own updates. The drift is the expected sum of the other clients' updates. To compute
+it, the attacker trains on its own examples at the broadcast of every lane, as a client would. The
+likelihood describes the deviations from the drift. A hypothesis that changes the other clients'
+updates by d_t, such as one additional example, adds to first order
 
     sum_t <d_t, influence_t>
 
-to the log-likelihood, to first order, where influence_t is its derivative by the update of round t.
-So one pass over the rounds serves any number of examples, groups of them or labels.
+to the log-likelihood. influence_t is the derivative of the log-likelihood by the update of round t.
+One pass over the rounds is therefore enough for any number of examples, groups or labels.
 
 Longer than 350 lines, because the cached quantities of `Trajectory` depend on each other.
 """
@@ -39,25 +40,31 @@ from dbcl_audit.estimators.smoother import known_scales
 from dbcl_audit.estimators.state_space import Observation, Posterior, StateSpaceModel
 
 STEP = 1e-2
-"""Step of finite differences along a direction, relative to the norm of the weights."""
+"""Step size of finite differences, relative to the norm of the weights."""
 EXAMPLES_PER_PASS = 2000
 ROUNDS_PER_AVERAGE = 5
-"""Rounds over which sizes are averaged."""
+"""Number of rounds in a running mean."""
 DIVERGED_LOSS = 1e9
-"""Loss in place of one that is not finite."""
+"""Loss that replaces a non-finite loss."""
 
 
 @dataclass(frozen=True, eq=False)
 class Knowledge:
-    """Knowledge of an attacker besides its transcript.
+    """Knowledge of an attacker in addition to its transcript.
 
-    `own` are examples like the others', `examples` of them for the drift of a round. `start` is W_0
-    where it is known. `released` are published means of W, by the rounds' shares: {60: 1.0} is W
-    before round 60. `noise` is the covariance of the veil over rounds where that is known and not
-    white, as a function of the seen rounds. `clip` is the length to which updates are clipped.
-    `process_noise_scale` is how many times as far as the attacker's own update the others' may be
-    from what is expected: more makes single rounds stand out from their neighbours, less adds up
-    all of them.
+    Args:
+        own: examples from the same distribution as the other clients' examples.
+        objective: loss of the task.
+        examples: number of own examples used for the drift of a round.
+        start: initial weights W_0, if known.
+        released: published weighted means of W, as pairs of weights by round and values: {60: 1.0}
+            is W before round 60.
+        noise: covariance of the veil over the observed rounds, as a function of the rounds, if the
+            veil is known and not white.
+        clip: norm to which updates are clipped.
+        process_noise_scale: deviation of the other clients' updates from the expected updates,
+            relative to that of the attacker's own update. Larger values emphasise single rounds;
+            smaller values accumulate all rounds.
 
     >>> Knowledge(None).clip is None
     True
@@ -75,11 +82,14 @@ class Knowledge:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """A lane of a round: its broadcast, as far as an attacker knows it, and the expected number of
-    other clients.
+    """One lane of a round, as far as the attacker knows it.
 
-    `change` is what a client with the attacker's own examples changes there, the mean client, and
-    `kept` what clipping leaves of it.
+    Args:
+        broadcast: broadcast of the lane, or an estimate of it.
+        others: expected number of other clients in the lane.
+        change: expected update of a client (the mean client), simulated with the attacker's own
+            examples.
+        kept: factor by which clipping scales this update.
 
     >>> import dbcl
     >>> Lane(dbcl.Server(nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round(), others=1.0).kept
@@ -93,8 +103,8 @@ class Lane:
 
 
 class Own(NamedTuple):
-    """Broadcast and answer of one attacker in a round; the answer is empty if it only observed the
-    round.
+    """Broadcast and update of one attacker in a round. The update is empty if the attacker did not
+    train in the round.
     """
 
     broadcast: Broadcast
@@ -103,7 +113,7 @@ class Own(NamedTuple):
 
 
 class Trajectory:
-    """Model of all rounds together, by one attacker or with allies.
+    """Joint model of all rounds observed by one attacker, or by an attacker and its allies.
 
     >>> from dbcl_audit.examples import example_run
     >>> played = example_run("veil", rounds=4, model="dlg-lenet")
@@ -130,7 +140,7 @@ class Trajectory:
         self.scales = {name: known_scales(view, self.setting.veil) for name, view in self.views.items()}
 
     def knowing(self, knowledge: Knowledge) -> "Trajectory":
-        """Return the trajectory for other knowledge; estimates of the broadcasts are shared."""
+        """Return the trajectory for different knowledge. The estimated broadcasts are reused."""
         other = Trajectory(self.transcript, knowledge, allies=self.pooled[1:], step=self.step)
         other.lanes, other._own = self.lanes, self._own
         return other
@@ -150,7 +160,7 @@ class Trajectory:
 
     @cached_property
     def steps(self) -> int:
-        """Local steps of a client with as many examples as the attacker."""
+        """Number of local steps of a client with as many examples as the attacker."""
         training = self.setting.local
         if training.steps is not None:
             return training.steps
@@ -158,16 +168,16 @@ class Trajectory:
 
     @cached_property
     def examples(self) -> int:
-        """Number of a client's examples: as many as the attacker has; one batch where it trains on
-        none.
+        """Number of examples of a client: the attacker's own number, or one batch if the attacker
+        did not train.
         """
         counts = [own.examples for present in self.received for own in present if own.examples]
         return int(np.median(counts or [self.setting.local.batch_size]))
 
     @property
     def entries(self) -> float:
-        """Expected number of steps of a round that use an example, weighted by its share in their
-        batches.
+        """Expected number of a round's steps that use an example, weighted by the example's share
+        of the batch.
         """
         return self.steps / self.examples
 
@@ -191,8 +201,8 @@ class Trajectory:
         return found
 
     def _estimated(self, plan: RoundPlan, own: Broadcast, index: int) -> Broadcast:
-        """Estimate the broadcast of another lane: W from all rounds, corrected by this round's
-        observation.
+        """Estimate the broadcast of another lane: W from all rounds, corrected by the observation
+        of this round.
         """
         tensors = dict(own.tensors)
         for name, sketch in plan.sketches.items():
@@ -204,8 +214,8 @@ class Trajectory:
 
     @cached_property
     def _weights(self) -> dict[str, list[Tensor]]:
-        """Expected W before each observed round, by a smoother without drift, of every sketched
-        tensor.
+        """Expected W before each observed round, for every sketched tensor, from a smoother without
+        drift.
         """
         found = {}
         for name, view in self.views.items():
@@ -220,10 +230,10 @@ class Trajectory:
         return self.scales[name].veil if noise is None else torch.from_numpy(noise(self.rounds))
 
     def _mean_client(self, broadcast: Broadcast) -> dict[str, Tensor]:
-        """Update of a client that takes as many steps as others, each on many of the attacker's
-        examples.
+        """Simulate the mean client: the usual number of steps, but with large batches of the
+        attacker's examples.
 
-        Where that training diverges, nothing is expected of the others: the update is 0.
+        If the training diverges, the expected update is set to 0.
         """
         model, training, examples = blinded(self.template, broadcast), self.setting.local, self.knowledge.own
         order = seeds.permutation(bytes(seeds.SEED_BYTES), "drift", broadcast.round, n=len(examples))
@@ -246,7 +256,9 @@ class Trajectory:
 
     @cached_property
     def drift(self) -> dict[str, list[Tensor]]:
-        """Expected sum of the others' updates in each observed round, by tensor, over W's columns."""
+        """Expected sum of the other clients' updates in each observed round, by tensor, over the
+        columns of W.
+        """
         found: dict[str, list[Tensor]] = {name: [] for name in self.views}
         for index, lanes in enumerate(self.lanes):
             parts = [(lane.broadcast.plan, lane.others, lane.change) for lane in lanes]
@@ -255,8 +267,8 @@ class Trajectory:
         return found
 
     def over_columns(self, name: str, parts: Sequence[tuple[RoundPlan, float, Mapping[str, Tensor]]]) -> Tensor:
-        """Return a round's change of W by clients of several lanes: the sum of count / cohort times
-        the lifted change.
+        """Return the change of W by clients of several lanes in one round: the sum of the lifted
+        changes, weighted by count / cohort.
         """
         view = self.views[name]
         total = torch.zeros(len(view.seen[0]), view.dim)
@@ -268,7 +280,8 @@ class Trajectory:
 
     @cached_property
     def _own(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """The attacker's own update and the mean client's in each answered round, by tensor."""
+        """The attacker's own update and the mean client's update in each answered round, by tensor.
+        """
         found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self.views}
         for index in self.answered:
             own = next(own for own in self.received[index] if own.examples)
@@ -283,16 +296,16 @@ class Trajectory:
 
     @cached_property
     def answered(self) -> list[int]:
-        """Indices of the observed rounds that the attacker answered."""
+        """Indices of the observed rounds in which the attacker trained."""
         return [index for index, present in enumerate(self.received) if any(own.examples for own in present)]
 
     @cached_property
     def share(self) -> dict[str, Array]:
-        """Share of the drift in real updates, by tensor and observed round.
+        """Ratio of actual to expected updates, by tensor and observed round.
 
-        They memorise their own examples, and then change less than clients new to them would.
-        How much is left the attacker sees by itself: <own, mean client> / |mean client|^2, smoothed
-        over rounds. It is 1 but for what is beyond the error of that.
+        Clients memorise their own examples and then change the model less than new clients would.
+        The attacker estimates the ratio from its own updates, <own, mean client> / |mean client|^2,
+        as a running mean over rounds. The estimate is shrunk towards 1 by its standard error.
         """
         found = {}
         for name, pairs in self._own.items():
@@ -304,10 +317,11 @@ class Trajectory:
 
     @cached_property
     def spread(self) -> dict[str, Array]:
-        """Standard deviation of an entry of the others' summed update beyond the drift, by tensor
-        and round.
+        """Standard deviation of an entry of the other clients' summed update about the drift, by
+        tensor and round.
 
-        One client's differs from what is expected as much as the attacker's own does.
+        The deviation of one client from its expected update is assumed to equal the attacker's own
+        deviation.
         """
         others, found = max(self.cohort - len(self.pooled), 1), {}
         for name, pairs in self._own.items():
@@ -319,14 +333,16 @@ class Trajectory:
         return found
 
     def _over_rounds(self, values: Sequence[float]) -> Array:
-        """Extend values of the answered rounds to all observed rounds, by a running mean."""
+        """Extend values of the answered rounds to all observed rounds, by interpolation and a
+        running mean.
+        """
         every = np.interp(np.arange(len(self.rounds)), self.answered, values)
         kernel = np.ones(min(ROUNDS_PER_AVERAGE, len(every)))
         return np.convolve(every, kernel, mode="same") / np.convolve(np.ones(len(every)), kernel, mode="same")
 
     @cached_property
     def posteriors(self) -> dict[str, Posterior]:
-        """Posterior of each tensor given all rounds."""
+        """Posterior of each tensor given all observed rounds."""
         found = {}
         for name in self.views:
             found[name] = self.model_of(name).solve()
@@ -334,7 +350,7 @@ class Trajectory:
         return found
 
     def model_of(self, name: str) -> StateSpaceModel:
-        """Return the attacker's model of one tensor."""
+        """Return the attacker's state-space model of one tensor."""
         view, known = self.views[name], self.knowledge
         start = None if known.start is None else view.matrix(known.start[name])
         more = [Observation(dict(shares), view.matrix(weights[name])) for shares, weights in known.released]
@@ -349,8 +365,8 @@ class Trajectory:
         )
 
     def information(self, name: str) -> Array:
-        """Fisher information of the observed rounds but the last about an entry of a tensor's
-        updates.
+        """Fisher information about an entry of a tensor's updates, for all observed rounds except
+        the last.
         """
         model = self.posteriors[name].model
         places = [int(np.flatnonzero(model.ticks == round)[0]) for round in self.rounds[:-1]]
@@ -358,21 +374,22 @@ class Trajectory:
         return found
 
     def changes(self) -> dict[str, list[Tensor]]:
-        """Expected change of W by the others from each observed round to the next, by tensor."""
+        """Expected change of W by the other clients between successive observed rounds, by tensor.
+        """
         return {name: posterior.changes() for name, posterior in self.posteriors.items()}
 
     def example_slopes(self, index: int, lane: Lane, examples: Examples) -> Array:
-        """Return the derivative of the log-likelihood by each example's update in one lane of a
-        round: <d(x), influence>.
+        """Return <d(x), influence>, the derivative of the log-likelihood by each example's update,
+        for one lane of a round.
 
-        A client's step on an example moves V by -lr dL/dV, and W by 1 / cohort of that. Of the
-        rounds that were missed after this one the attacker does not know the sketches: it takes
-        their mean, which is no sketch.
+        A client's step on an example changes V by -lr dL/dV, and W by 1 / cohort of this change.
+        For later rounds that the attacker missed, the sketches are unknown, and their expectation
+        (the identity) is used instead.
         """
         return -self.rate(index, lane) * self._slopes(lane, self._along(index, lane), examples)
 
     def weighted_change(self, index: int, lane: Lane, examples: Examples, weights: Array) -> dict[str, Tensor]:
-        """Return the change of W, over its columns, by a client's step on the weighted sum of
+        """Return the change of W, over its columns, by a client's step on the weighted sum of the
         examples' losses.
         """
         model = loaded(self.template, self.middle(lane))
@@ -389,12 +406,12 @@ class Trajectory:
         return found
 
     def rate(self, index: int, lane: Lane) -> float:
-        """Factor of an example's gradient in one step of its client."""
+        """Return the factor by which an example's gradient changes W in one client step."""
         return self.setting.local.rate(self.rounds[index]) * lane.kept / self.cohort
 
     def _along(self, index: int, lane: Lane) -> dict[str, Tensor]:
-        """Return the direction of the effective weights V D R^T that matches the influence of a
-        round.
+        """Return the direction of the effective weights V D R^T that corresponds to the influence
+        of a round.
         """
         found = {}
         for name, posterior in self.posteriors.items():
@@ -404,18 +421,18 @@ class Trajectory:
         return found
 
     def middle(self, lane: Lane) -> dict[str, Tensor]:
-        """Return the effective weights of a client of a lane halfway through its steps."""
+        """Return the effective weights of a lane's client halfway through its local steps."""
         change, sent = lane.change, lane.broadcast.tensors
         moved = {name: V + change[name] / 2 if name in change else V for name, V in sent.items()}
         return effective(Broadcast(lane.broadcast.plan, moved, lane.broadcast.veil))
 
     def losses(self, lane: Lane, examples: Examples) -> Array:
-        """Return each example's loss at a lane's broadcast."""
+        """Return the loss of each example at the lane's broadcast."""
         return example_losses(loaded(self.template, effective(lane.broadcast)), examples, self.knowledge.objective)
 
     def _slopes(self, lane: Lane, along: Mapping[str, Tensor], examples: Examples) -> Array:
-        """Return the derivative of each example's loss along a direction, halfway through a
-        client's steps.
+        """Return the directional derivative of each example's loss, halfway through a client's
+        local steps.
         """
         weights = self.middle(lane)
         shapes = {part.name: part.layout for part in lane.broadcast.plan.tensors if part.sketched}
@@ -437,8 +454,8 @@ class Trajectory:
 
 
 def effective(broadcast: Broadcast) -> dict[str, Tensor]:
-    """Return the effective weights of a client's model: V D R^T of sketched tensors, and the others
-    unchanged.
+    """Return the effective weights of a client's model: V D R^T for sketched tensors, unchanged
+    values for the others.
 
     >>> import dbcl
     >>> broadcast = dbcl.Server(nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
@@ -468,7 +485,8 @@ def loaded(template: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
 
 @torch.no_grad()
 def example_losses(model: nn.Module, examples: Examples, objective: Objective) -> Array:
-    """Return the loss of each example; of a diverged model, `DIVERGED_LOSS`.
+    """Return the loss of each example. Non-finite losses of a diverged model are replaced by
+    `DIVERGED_LOSS`.
 
     >>> from dbcl.data import examples_of
     >>> examples = examples_of((torch.tensor([[9.0, 0.0], [0.0, 0.0]]), torch.tensor([0, 1])))
@@ -506,5 +524,5 @@ def each_loss(outputs: Tree, targets: Tree, objective: Objective) -> Tensor:
 
 
 def train_on(model: nn.Module, examples: Examples, training: LocalTraining, round: int, objective: Objective) -> None:
-    """Train a model in place as a client does, with public randomness."""
+    """Train a model in place as a client does, with a public seed."""
     training.train(model, examples, seed=bytes(seeds.SEED_BYTES), round=round, client=0, loss=objective.loss)

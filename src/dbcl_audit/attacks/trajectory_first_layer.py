@@ -1,10 +1,10 @@
 """Likelihood of images given all rounds of a dense first layer, independent of the rest of the
 network.
 
-An image x adds delta_t (x, 1) to the gradient of such a layer's weight and bias, where delta_t is
-the derivative of the loss by what the layer puts out. The deltas hang on labels, later layers and a
-veil that the attacker does not know in another lane than its own; all that is left out, and they
-are integrated out as normal variables.
+An image x adds delta_t (x, 1) to the gradient of the layer's weight and bias. delta_t is the
+derivative of the loss by the layer's output. The deltas depend on labels, later layers and, in
+other lanes, a veil that the attacker does not know. The model omits all of these and marginalises
+the deltas as normal variables.
 """
 
 import numpy as np
@@ -17,16 +17,17 @@ from dbcl_audit.estimators.covariance import cholesky, solve
 
 
 class FirstLayerLikelihood:
-    """Likelihood of a first layer's broadcasts, given the images alone.
+    """Likelihood of a first layer's broadcasts, given only the images.
 
-    With changes c_t = sum_b delta_tb (x_b, 1) the likelihood of `weight` and `bias` is a quadratic
-    form in the deltas, 1/2 d M d + g d, the same M for every row of the layer. With d ~ N(0, Sigma)
-    integrated out,
+    With changes c_t = sum_b delta_tb (x_b, 1), the negative log-likelihood of `weight` and `bias`
+    is a quadratic form in the deltas, 1/2 d M d + g d, with the same M for every row of the layer.
+    Marginalising d ~ N(0, Sigma) gives
 
         -log p = rows/2 log det (I + Sigma M) - 1/2 sum over rows of g (Sigma^-1 + M)^-1 g.
 
-    `sizes` are the deltas' standard deviations, one for each round. They are estimated with the
-    images: a victim that has learnt its images says no more about them.
+    The argument `sizes` of the methods holds one standard deviation of the deltas per round,
+    estimated together with the images. The deltas shrink once the victim has learnt its images, and
+    later rounds then give no information.
 
     >>> from dbcl_audit.estimators.kalman import Scales
     >>> from dbcl_audit.estimators.observations import TensorObservations
@@ -52,7 +53,7 @@ class FirstLayerLikelihood:
         self.at_zero_of_bias = bias.at_zero[:, :1].transpose(1, 2).reshape(self.rounds, 1, self.rows).double()
 
     def __call__(self, images: Tensor, sizes: Tensor) -> Tensor:  # (count, dim), (rounds,) -> ()
-        """Return -log p, up to a constant."""
+        """Return -log p, up to an additive constant."""
         M, g = self._form(images)
         size = sizes.repeat_interleave(len(images))
         factor = cholesky(size[:, None] * M * size + torch.eye(len(M), dtype=M.dtype))
@@ -61,7 +62,7 @@ class FirstLayerLikelihood:
         return value
 
     def deltas(self, images: Tensor, sizes: Tensor) -> Tensor:  # -> (rounds, count, rows)
-        """Return the expected deltas, given the images."""
+        """Return the expected deltas given the images."""
         M, g = self._form(images)
         size = sizes.repeat_interleave(len(images))
         whole = size[:, None] * M * size + torch.eye(len(M), dtype=M.dtype)
@@ -69,8 +70,8 @@ class FirstLayerLikelihood:
         return found.reshape(self.rounds, len(images), self.rows)
 
     def _form(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return M and g, over rounds and images: (rounds count, rounds count) and (rounds count,
-        rows).
+        """Return M and g over rounds and images, with shapes (rounds * count, rounds * count) and
+        (rounds * count, rows).
         """
         count = len(images)
         entered = torch.stack([through(images) for through in self.weight.through])  # (rounds, count, dim)
@@ -79,7 +80,7 @@ class FirstLayerLikelihood:
         return M, (slopes + self.at_zero_of_bias).reshape(len(M), self.rows)
 
     def _quadratic(self, likelihood: TensorLikelihood, entered: Tensor) -> Tensor:
-        """Return the quadratic form of a row's -log p in the coefficients of the `entered` rows."""
+        """Return the quadratic form of a row's -log p in the coefficients of the rows `entered`."""
         rounds, count, dim = entered.shape
         size = rounds * count
         total, kept = entered.new_zeros(size, size), entered.new_zeros(size, dim)
