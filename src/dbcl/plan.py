@@ -39,7 +39,7 @@ COUNT = "count-v1"
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Protection of one tensor: its sketch (with the range of its ratio) and its veil."""
+    """Protection of one tensor: its sketch, the range of the sketch's ratio, and its veil."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,11 +47,11 @@ class TensorPlan:
     ratio: tuple[float, float]
     veil: float
     inputs: tuple[int, ...] = ()
-    """The axes that the sketch acts on; all but the first where it is empty."""
+    """Axes that the sketch compresses; empty for all axes but the first."""
 
     @property
     def layout(self) -> Layout:
-        """The tensor as a matrix."""
+        """Layout of the tensor as a matrix."""
         return Layout(self.shape, self.inputs)
 
     @property
@@ -69,12 +69,12 @@ class TensorPlan:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Smallest and largest width that a round may draw."""
+        """Minimum and maximum width that a round may draw."""
         low, high = self.ratio
         return (int(self.dim / high), int(self.dim / low)) if self.sketched else (self.dim, self.dim)
 
     def problems(self) -> Iterator[str]:
-        """Return the problems with these choices."""
+        """Iterate over the problems with the tensor's sketch, ratio and veil."""
         if not (math.isfinite(self.veil) and self.veil >= 0):
             yield f"{self.name}: veil must be 0 or more, got {self.veil}"
         if self.scheme not in SCHEMES and self.scheme != BATCHNORM_STATS:
@@ -91,7 +91,7 @@ class TensorPlan:
                     yield f"{self.name}: width must be {bounds}, got {width}; {remedy}"
 
     def draw(self, seed: bytes, round: int, lanes: int = 1) -> tuple[RoundTensor, Sketch]:
-        """Draw the width and the sketch of one round, in the first lane."""
+        """Draw the width and the sketch of a round, in the first lane."""
         low, high = self.widths
         width = low
         if low < high:
@@ -130,14 +130,18 @@ class SketchPlan:
 
     tensors: tuple[TensorPlan, ...]
     left_out: tuple[tuple[str, str], ...] = ()
-    """Tensors that a word in `coverage` would have sketched, each with the reason why it is not."""
+    """Tensors that a keyword in `coverage` selects but that cannot be sketched, each with the
+    reason.
+    """
     not_sent: tuple[tuple[str, str], ...] = ()
-    """Tensors that are not sent, since every party has its own: the name, and "frozen" or "constant"."""
+    """Tensors that are not sent because every party holds its own copy: the name, and "frozen" or
+    "constant".
+    """
     base: tuple[TensorPlan, ...] = ()
-    """The frozen parameters that are sent once, with their veils."""
+    """Frozen parameters that are sent once, with their veils."""
     lanes: int = 1
-    """Number of complementary sketches among which the clients of a round are divided; one is the paper's shared
-    sketch.
+    """Number of complementary sketches in a round, each used by a part of the cohort. One lane is
+    the paper's shared sketch.
     """
 
     def __post_init__(self) -> None:
@@ -151,18 +155,21 @@ class SketchPlan:
 
     @classmethod
     def from_model(cls, model: nn.Module, sketch: SketchConfig = DEFAULT) -> "SketchPlan":
-        """Plan a model.
+        """Plan the sketch and the veil of every tensor of a model.
 
-        Everything that is trained leaves the server, and so do the statistics of normalisation layers and the buffers
-        that `sketch.buffers` names. Layers that a word in `sketch.coverage` names and that cannot be sketched are left
-        out, with the reason; those that a name pattern names are an error.
+        Trained parameters, normalisation statistics, and the buffers named in `sketch.buffers` are
+        sent to the clients. A layer that cannot be sketched is skipped, with a reason, if a keyword
+        in `sketch.coverage` selects it. If a name pattern selects it, an error is raised.
 
         Args:
-            model: The network that is trained.
-            sketch: What is sketched and veiled, and how.
+            model: The network to train.
+            sketch: Configuration of the sketches and the veil.
+
+        Returns:
+            The plan.
 
         Raises:
-            PlanError: The configuration cannot be carried out for this model; the message lists every problem.
+            PlanError: The configuration does not fit the model. The message lists every problem.
 
         >>> import torch
         >>> class Backwards(nn.Module):
@@ -215,9 +222,19 @@ class SketchPlan:
     def adjust(
         self, pattern: str, *, sketch: str | None = None, ratio: Ratio | None = None, veil: float | None = None
     ) -> "SketchPlan":
-        """Return a plan in which the tensors that match a pattern have another sketch, ratio or veil.
+        """Return a plan with another sketch, ratio or veil for the tensors that match a pattern.
 
-        A tensor that is not covered cannot get a sketch here: `coverage` decides that, with all its checks.
+        A tensor outside the coverage cannot get a sketch here, because `coverage` also validates
+        the layer.
+
+        Args:
+            pattern: Name pattern of tensors.
+            sketch: New sketch scheme; None leaves it unchanged.
+            ratio: New ratio or range of ratios; None leaves it unchanged.
+            veil: New relative standard deviation of the noise; None leaves it unchanged.
+
+        Raises:
+            PlanError: No tensor matches, or the new settings do not fit the tensors.
 
         >>> model = nn.Sequential(nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 2))
         >>> plan = SketchPlan.from_model(model, SketchConfig(veil=0)).adjust("2.*", veil=0.5)
@@ -251,22 +268,22 @@ class SketchPlan:
 
     @property
     def veils(self) -> dict[str, float]:
-        """Relative size of every tensor's veil, by name."""
+        """Relative standard deviation of every tensor's veil, by name."""
         return {tensor.name: tensor.veil for tensor in self.tensors}
 
     @property
     def least_veil(self) -> float:
-        """Smallest veil of any tensor that is sent; 0 if one has none."""
+        """Smallest relative veil of all tensors that are sent; 0 if any tensor has no veil."""
         return float(min((tensor.veil for tensor in self.tensors), default=0.0))
 
     @property
     def unprotected(self) -> tuple[str, ...]:
-        """The tensors that every client receives exactly."""
+        """Names of the tensors that every client receives exactly."""
         return tuple(tensor.name for tensor in (*self.tensors, *self.base) if tensor.unprotected)
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the plan, to recognise it in a checkpoint."""
+        """SHA-256 digest of the plan. A checkpoint stores it to detect a different plan."""
         parts = [dataclasses.astuple(tensor) for tensor in self.tensors]
         base = [dataclasses.astuple(tensor) for tensor in self.base]
         settled: list[object] = [parts, base] if base else [*parts]
@@ -274,9 +291,15 @@ class SketchPlan:
         return hashlib.sha256(json.dumps(settled).encode()).hexdigest()
 
     def draw(self, seed: bytes, round: int, frozen: tuple[tuple[str, str], ...] = ()) -> RoundPlan:
-        """Draw the plan of a round, in its first lane: the width and the sketch of every covered tensor.
+        """Draw the plan of a round in its first lane: the width and the sketch of every covered
+        tensor.
 
-        `frozen` are names and fingerprints. `RoundPlan.in_lane` gives the other lanes.
+        Use `RoundPlan.in_lane` for the other lanes.
+
+        Args:
+            seed: Public seed of the round.
+            round: Number of the round.
+            frozen: Names and fingerprints of the frozen tensors.
         """
         drawn = [tensor.draw(seed, round, self.lanes) for tensor in self.tensors]
         plan = RoundPlan(round, seed, tuple(tensor for tensor, _ in drawn), frozen, lanes=self.lanes)
@@ -285,7 +308,7 @@ class SketchPlan:
 
     @property
     def share_sketched(self) -> float:
-        """Share of the values that leave the server which is sketched.
+        """Share of the broadcast values that belong to sketched tensors.
 
         >>> SketchPlan.from_model(nn.Sequential(nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 2))).share_sketched
         0.948...
@@ -294,7 +317,9 @@ class SketchPlan:
         return sum(sizes[tensor.name] for tensor in self.tensors if tensor.sketched) / (sum(sizes.values()) or 1)
 
     def notes(self) -> list[str]:
-        """Return remarks on the table: the sketched share of the parameters, and the tensors that are not sent."""
+        """Return notes below the plan's table: the sketched share of the parameters, and the
+        tensors that are not sent.
+        """
         lines = []
         if any(tensor.sketched for tensor in self.tensors):
             few = "" if self.share_sketched >= 0.5 else ", less than half: name more layers in coverage"
@@ -318,11 +343,11 @@ class SketchPlan:
         return lines
 
     def header(self) -> tuple[str, str, str, str, str]:
-        """Headings of `rows`."""
+        """Column headings of `rows`."""
         return "tensor", "shape", "sketch", "a client sees", "veil"
 
     def rows(self) -> list[tuple[str, str, str, str, str]]:
-        """Rows of the plan's table."""
+        """Rows of the plan's table, one per tensor."""
         return [tensor.row() for tensor in self.tensors]
 
     def __str__(self) -> str:
@@ -344,7 +369,9 @@ def _refuse(problems: list[str]) -> None:
 
 
 def _laned(sketch: str, lanes: int | None, ratio: float) -> tuple[str, int]:
-    """Return the scheme and the number of lanes: by default the rounded ratio for the balanced count sketch."""
+    """Return the scheme and the number of lanes. For the balanced count sketch, the default number
+    of lanes is the rounded ratio.
+    """
     balanced = sketch == COUNT
     if lanes is None:
         lanes = max(1, min(MAX_LANES, int(ratio + 0.5))) if balanced and math.isfinite(ratio) else 1
@@ -354,7 +381,9 @@ def _laned(sketch: str, lanes: int | None, ratio: float) -> tuple[str, int]:
 
 
 def _is_constant(name: str, tensor: Tensor, sent: Sequence[str]) -> bool:
-    """Return whether a buffer is listed as not sent; the counters of normalisation layers are left out."""
+    """Return whether a buffer is listed as not sent. Batch counters of normalisation layers are
+    omitted from the list.
+    """
     return not isinstance(tensor, nn.Parameter) and name not in sent and not name.endswith("num_batches_tracked")
 
 

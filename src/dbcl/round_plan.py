@@ -13,19 +13,21 @@ from dbcl.model.layout import Layout
 from dbcl.sketch import LaneSketch, Sketch, draw
 
 CLEAR = "identity-v1"
-"""Scheme of a tensor that is not sketched."""
+"""Scheme of a tensor that is sent without a sketch."""
 BATCHNORM_STATS = "statistics-v1"
-"""Scheme of a normalisation statistic: not sketched, and a client reports a value and not a change."""
+"""Scheme of a normalisation statistic. It is not sketched, and a client reports its value instead
+of a change.
+"""
 UNSKETCHED = (CLEAR, BATCHNORM_STATS)
 MAX_LANES = 1024
 
 
 @dataclass(frozen=True)
 class RoundTensor:
-    """Tensor of a message: its name, its full shape, and its sketch.
+    """A tensor in a message: its name, full shape and sketch.
 
-    `width` is what the sketch is drawn with and `columns` how many columns come out of it: as many, or fewer where a
-    hashed sketch has empty buckets.
+    `width` is the number of buckets of the sketch and `columns` the number of its outputs, which is
+    smaller if a hashed sketch has empty buckets.
 
     >>> tensor = RoundTensor("conv.weight", (8, 3, 5, 5), "count-v1", width=37, columns=37)
     >>> tensor.dim, tensor.sketched, tensor.sent_shape
@@ -38,11 +40,11 @@ class RoundTensor:
     width: int
     columns: int
     inputs: tuple[int, ...] = ()
-    """The axes that the sketch acts on; all but the first where it is empty."""
+    """Axes that the sketch compresses; empty for all axes but the first."""
 
     @property
     def layout(self) -> Layout:
-        """The tensor as a matrix."""
+        """Layout of the tensor as a matrix."""
         return Layout(self.shape, self.inputs)
 
     @property
@@ -51,12 +53,14 @@ class RoundTensor:
 
     @property
     def measured(self) -> bool:
-        """Return whether it is a normalisation statistic, of which clients report values and not changes."""
+        """Return whether the tensor is a normalisation statistic. Clients report values of
+        statistics instead of changes.
+        """
         return self.scheme == BATCHNORM_STATS
 
     @property
     def dim(self) -> int:
-        """Number of inputs of one output: the length of a row of the weight as a matrix."""
+        """Number of inputs per output: the row length of the weight as a matrix."""
         return self.layout.dim
 
     @property
@@ -65,12 +69,14 @@ class RoundTensor:
         return (self.layout.rows, self.columns) if self.sketched else self.shape
 
     def fields(self) -> list[object]:
-        """Return the tensor's entry in a message; the axes of its inputs only if they are not all but the first."""
+        """Return the tensor's entry in a message. The input axes are omitted if they are all axes
+        but the first.
+        """
         plain = [self.name, list(self.shape), self.scheme, self.width, self.columns]
         return [*plain, list(self.inputs)] if self.inputs else plain
 
     def draw(self, seed: bytes, round: int, lane: int = 0, lanes: int = 1) -> Sketch:
-        """Draw this tensor's sketch for a round, in one of its lanes."""
+        """Draw the tensor's sketch for one lane of a round."""
         sketch = draw(self.scheme, self.dim, self.width, seed=seed, round=round, name=self.name, lane=lane, lanes=lanes)
         if sketch.width != self.columns:
             raise SketchError(
@@ -81,7 +87,8 @@ class RoundTensor:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """Public plan of one round: the seed and every tensor's sketch. All of it is sent to the clients.
+    """Public plan of one round: the seed and every tensor's sketch. The broadcast contains the
+    whole plan.
 
     >>> tensors = RoundTensor("fc.weight", (2, 6), "count-v1", 3, 3), RoundTensor("fc.bias", (2,), CLEAR, 1, 1)
     >>> RoundPlan(0, bytes(32), tensors).sketches
@@ -92,19 +99,20 @@ class RoundPlan:
     seed: bytes
     tensors: tuple[RoundTensor, ...]
     frozen: tuple[tuple[str, str], ...] = ()
-    """Name and fingerprint of every parameter that is not trained; a client must have the same."""
+    """Name and fingerprint of every frozen parameter. A client must hold the same values."""
     lane: int = 0
-    """Number of the lane, of those of the round."""
+    """Index of this plan's lane among the `lanes` of the round."""
     lanes: int = 1
 
     @cached_property
     def sketches(self) -> dict[str, Sketch]:
-        """The sketch of every covered tensor, by name."""
+        """Sketch of every sketched tensor, by name."""
         where = self.seed, self.round, self.lane, self.lanes
         return {tensor.name: tensor.draw(*where) for tensor in self.tensors if tensor.sketched}
 
     def in_lane(self, lane: int) -> "RoundPlan":
-        """Return the plan of another lane of the same round and the same buckets, without drawing anything again.
+        """Return the plan of another lane of the same round. Both plans share the buckets and the
+        random draws.
 
         >>> tensors = (RoundTensor("fc.weight", (2, 6), "lanes-v1", 3, 3),)
         >>> RoundPlan(0, bytes(32), tensors, lanes=2).in_lane(1).sketches
@@ -117,7 +125,8 @@ class RoundPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the plan; an update to another plan is rejected by it."""
+        """SHA-256 digest of the plan. The server rejects updates that carry another plan's digest.
+        """
         settled: list[object] = [self.round, self.seed.hex(), [tensor.fields() for tensor in self.tensors]]
         settled += [self.frozen] if self.frozen else []
         settled += [{"lane": self.lane, "lanes": self.lanes}] if self.lanes > 1 else []
@@ -125,7 +134,7 @@ class RoundPlan:
 
 
 def mismatches(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Tensor]) -> list[str]:
-    """Return the differences between the expected names and shapes of tensors and the given ones.
+    """Return the differences between expected and given tensors in names and shapes.
 
     >>> import torch
     >>> mismatches({"a": (2,), "b": (3, 4)}, {"b": torch.zeros(4, 3), "c": torch.zeros(1)})

@@ -1,7 +1,8 @@
-"""Deterministic randomness, the same on the server and all clients.
+"""Deterministic random values, identical on the server and all clients.
 
-Every random number is a pure function of a seed and some labels. The words come from SHAKE-256, so they are the
-same on every machine, operating system, device and library version, which no generator of PyTorch promises.
+Every random value is a pure function of a seed and labels. The words come from SHAKE-256 and are
+therefore the same on every machine, operating system, device and library version. PyTorch's
+generators do not guarantee this.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ Label = str | int
 
 
 def fresh() -> bytes:
-    """Draw a secret seed from the operating system.
+    """Return a fresh secret seed from the operating system.
 
     >>> len(fresh()), fresh() == fresh()
     (32, False)
@@ -28,7 +29,12 @@ def fresh() -> bytes:
 
 
 def derive(seed: bytes, *labels: Label) -> bytes:
-    """Derive a seed from `seed` and labels; without `seed` it cannot be told from a fresh one.
+    """Derive a seed from a seed and labels. Without knowledge of `seed`, the result is
+    indistinguishable from a random seed.
+
+    Args:
+        seed: The parent seed.
+        labels: Labels of the derived seed.
 
     >>> derive(bytes(32), "veil", 3).hex()[:16]
     '03d46df1d27055e4'
@@ -39,6 +45,11 @@ def derive(seed: bytes, *labels: Label) -> bytes:
 def words(seed: bytes, *labels: Label, n: int) -> NDArray[np.uint64]:
     """Return `n` uniform 64-bit words.
 
+    Args:
+        seed: The seed.
+        labels: Labels of the stream.
+        n: Number of words.
+
     >>> words(bytes(32), "count-v1", 0, "fc1.weight", n=2)
     array([ 9664167622409975213, 10009747576958559294], dtype=uint64)
     """
@@ -46,7 +57,12 @@ def words(seed: bytes, *labels: Label, n: int) -> NDArray[np.uint64]:
 
 
 def permutation(seed: bytes, *labels: Label, n: int) -> NDArray[np.int64]:
-    """Return a uniform permutation of 0..n-1, by sorting random words; equal words keep their order.
+    """Return a uniform permutation of 0..n-1, computed by a stable sort of random words.
+
+    Args:
+        seed: The seed.
+        labels: Labels of the stream.
+        n: Length of the permutation.
 
     >>> permutation(bytes(32), "order", n=5)
     array([0, 1, 4, 3, 2])
@@ -55,7 +71,12 @@ def permutation(seed: bytes, *labels: Label, n: int) -> NDArray[np.int64]:
 
 
 def normals(seed: bytes, *labels: Label, n: int) -> NDArray[np.float64]:
-    """Return `n` standard normal values (Box and Muller), as secret as the seed.
+    """Return `n` standard normal values by the Box-Muller method. They are as secret as the seed.
+
+    Args:
+        seed: The seed.
+        labels: Labels of the stream.
+        n: Number of values.
 
     >>> normals(bytes(32), "veil", n=2).round(3)
     array([0.538, 0.925])
@@ -72,9 +93,10 @@ def _box_muller(drawn: NDArray[np.uint64], n: int) -> NDArray[np.float64]:
 
 
 def normals_on(device: torch.device, drawn: NDArray[np.uint64], n: int) -> Tensor:
-    """Return the values that `normals` makes of words, computed on a device: only the words are copied to it.
+    """Return the values that `normals` computes from the same words, computed on a device. Only the
+    words are copied.
 
-    On a GPU the sine and the cosine may differ from the CPU's in the last digit.
+    On a GPU, sine and cosine may differ from the CPU's in the last digit.
 
     >>> normals_on(torch.device("cpu"), words(bytes(32), "veil", n=1), 2).round(decimals=3)
     tensor([0.5380, 0.9250], dtype=torch.float64)
@@ -90,10 +112,11 @@ def normals_on(device: torch.device, drawn: NDArray[np.uint64], n: int) -> Tenso
 
 
 def fine_normals_on(device: torch.device, drawn: NDArray[np.uint64], n: int) -> Tensor:
-    """Make `n` standard normal values of n + n % 2 words on a device: two words for two of them, by Box and Muller.
+    """Return `n` standard normal values on a device by Box-Muller, with 64 bits of radius.
 
-    With 64 bits of radius they reach 9.4 standard deviations, as a guarantee at a delta of 1e-20 needs it; `normals_on`
-    has 32 bits and ends at 6.7. On a GPU the last digit may differ from the CPU's.
+    Each pair of values uses two words, n + n % 2 in total. With 64 bits the values reach 9.4
+    standard deviations, which a guarantee at a delta of 1e-20 requires; `normals_on` has 32 bits
+    and reaches 6.7. On a GPU the last digit may differ from the CPU's.
 
     >>> fine_normals_on(torch.device("cpu"), words(bytes(32), "fine", n=2), 2).shape
     torch.Size([2])
@@ -107,7 +130,7 @@ def fine_normals_on(device: torch.device, drawn: NDArray[np.uint64], n: int) -> 
 
 
 def _as_double(drawn: NDArray[np.uint64], device: torch.device) -> Tensor:
-    """Return unsigned words as float64 on a device: PyTorch has signed words only."""
+    """Return unsigned words as float64 on a device. PyTorch supports only signed 64-bit words."""
     if device.type == "cpu":
         return torch.from_numpy(drawn.astype(np.float64))
     there = torch.from_numpy(drawn.view(np.int64)).pin_memory().to(device, non_blocking=True)

@@ -1,6 +1,7 @@
-"""Settings: dataclass fields that carry their meaning, their choices and the way to read their text.
+"""Settings: dataclass fields with a description, allowed values and a text parser.
 
-The command line makes its options from these fields, so a default is written once, in the dataclass.
+The command line derives its options from these fields, so each default is defined once, in the
+dataclass.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ KINDS = {
     float: ("a number", "numbers"),
     str: ("text", "texts"),
 }
-"""Names of types in error messages, singular and plural."""
+"""Type names in error messages, singular and plural."""
 MAX_FLOAT = torch.finfo(torch.float32).max
 
 WHAT, WHO, CLIENT, HIDE, PROMISE, SERVER, LONG = (
@@ -32,7 +33,7 @@ WHAT, WHO, CLIENT, HIDE, PROMISE, SERVER, LONG = (
     "Server",
     "Duration and hardware",
 )
-"""Titles of the panels of `--help`."""
+"""Titles of the option groups of `--help`."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class About:
     """Documentation of a setting.
 
     Args:
-        help: What the setting decides.
-        panel: Group of `--help` in which it appears.
+        help: Description of the setting.
+        panel: Group of `--help` that lists the option.
         choices: Allowed values, each with a note that may be empty.
-        unset: Meaning of None, or of an empty tuple.
-        read: Converts text into a value where the type alone does not say how.
-        option: Name of the option on the command line and in TOML files; the field's own name where it is empty.
+        unset: Meaning of None or of an empty tuple.
+        read: Parser of the text form, for types without a default parser.
+        option: Option name on the command line and in TOML files; empty for the field's own name.
 
     >>> About("The dataset", "What", choices={"digits": "in the package", "mnist": "", "lfw": ""}).sentence()
     'The dataset: digits (in the package), mnist or lfw.'
@@ -59,12 +60,12 @@ class About:
     option: str = ""
 
     def sentence(self) -> str:
-        """Return the meaning and the choices as one sentence."""
+        """Return the description and the allowed values as one sentence."""
         *most, last = [f"{name} ({note})" if note else name for name, note in self.choices.items()] or [""]
         return f"{self.help}: {', '.join(most)} or {last}." if most else f"{self.help}."
 
     def shown(self, value: Any) -> str:
-        """Format a value as a person writes it.
+        """Format a value in the notation of the command line.
 
         >>> About("At most", "How long", unset="no end").shown(None), About("Ratio", "What").shown((2.0, 4.0))
         ('no end', '2-4')
@@ -86,7 +87,17 @@ def described(
     read: Callable[[str], Any] | None = None,
     option: str = "",
 ) -> Any:
-    """Make a dataclass field with a default and an `About`; `dataclasses.MISSING` as default makes it required.
+    """Declare a dataclass field with a default and an `About`. The default `dataclasses.MISSING`
+    makes the field required.
+
+    Args:
+        default: Default value.
+        help: Description of the setting.
+        panel: Group of `--help` that lists the option.
+        choices: Allowed values, each with a note.
+        unset: Meaning of None or of an empty tuple.
+        read: Parser of the text form.
+        option: Option name; empty for the field's own name.
 
     >>> @dataclass
     ... class Config:
@@ -99,7 +110,7 @@ def described(
 
 
 def about(field: "dataclasses.Field[Any]") -> About:
-    """Return the description that `described` gave to a field.
+    """Return the `About` of a field declared with `described`.
 
     >>> @dataclass
     ... class Config:
@@ -112,20 +123,21 @@ def about(field: "dataclasses.Field[Any]") -> About:
 
 
 def option_name(field: "dataclasses.Field[Any]") -> str:
-    """Return the name of a described field on the command line and in TOML files."""
+    """Return the option name of a setting on the command line and in TOML files."""
     return about(field).option or field.name
 
 
 def described_fields(kind: type) -> "Iterator[dataclasses.Field[Any]]":
-    """Iterate over the fields of a dataclass that are settings."""
+    """Iterate over the dataclass fields that are settings."""
     return (field for field in dataclasses.fields(kind) if "about" in field.metadata)
 
 
 def check_settings(config: Any) -> None:
-    """Convert the described fields of a frozen dataclass to their types in place, and validate type, choice and size.
+    """Convert the settings of a frozen dataclass to their types in place, and validate type,
+    allowed values and size.
 
     Raises:
-        ConfigError: A value has another type, is none of the choices, or is too large for any machine.
+        ConfigError: A value has a wrong type, is not an allowed value, or is too large.
 
     >>> @dataclass(frozen=True)
     ... class Config:
@@ -151,13 +163,13 @@ def check_settings(config: Any) -> None:
 
 
 def read_setting(field: "dataclasses.Field[Any]", value: Any, hint: Any) -> Any:
-    """Convert a setting's value, as a file, the command line or Python gives it, to the field's type.
+    """Convert a setting from a file, the command line or Python to the field's type.
 
-    A list becomes a tuple, text is read by `About.read`, and a NumPy scalar becomes a Python number. A whole number is
-    accepted where a number is expected.
+    A list becomes a tuple, text is parsed by `About.read`, and a NumPy scalar becomes a Python
+    number. An int is accepted for a float field.
 
     Raises:
-        ConfigError: The value does not fit the type.
+        ConfigError: The value does not have the field's type.
     """
     read = about(field).read
     if isinstance(value, list):
@@ -172,7 +184,8 @@ def read_setting(field: "dataclasses.Field[Any]", value: Any, hint: Any) -> Any:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return whether a value, and everything that it contains, is of a type. An int is a float.
+    """Return whether a value matches a type hint, including the elements of containers. An int
+    matches float.
 
     >>> fits(("0", "server"), tuple[str, ...]), fits({"lr": "fast"}, Mapping[str, float]), fits(None, int | None)
     (True, False, True)
@@ -196,7 +209,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def read_names(text: str) -> tuple[str, ...]:
-    """Split text at its commas.
+    """Split text at commas.
 
     >>> read_names("0, server")
     ('0', 'server')

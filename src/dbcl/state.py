@@ -1,4 +1,4 @@
-"""Contents of a checkpoint: plain values and tensors, of several parts under names."""
+"""Checkpoint contents: the plain values and tensors of several named parts."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class State(NamedTuple):
-    """State of an object: values that JSON can write, and tensors by name.
+    """State of an object: JSON-serialisable values, and tensors by name.
 
     >>> import torch
     >>> whole = join(server=State({"round": 3}, {"W": torch.zeros(2)}), veil=State({}, {}))
@@ -22,14 +22,18 @@ class State(NamedTuple):
     tensors: dict[str, Tensor]
 
     def part(self, name: str) -> "State":
-        """Return the state that `join` put under a name, or raise `KeyError`."""
+        """Return the state that `join` stored under a name.
+
+        Raises:
+            KeyError: No part has this name.
+        """
         prefix = f"{name}."
         inside = {key.removeprefix(prefix): each for key, each in self.tensors.items() if key.startswith(prefix)}
         return State(self.values[name], inside)
 
 
 def join(**parts: State) -> State:
-    """Combine states into one, each under its name.
+    """Combine named states into one.
 
     >>> join(a=State({"x": 1}, {})).part("a").values
     {'x': 1}
@@ -39,18 +43,18 @@ def join(**parts: State) -> State:
 
 
 class Stateful(Protocol):
-    """An object that saves its own state."""
+    """Interface of objects that save and restore their own state."""
 
     def state(self) -> State:
         """Return a copy of the state."""
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned."""
+        """Restore a state returned by `state`."""
 
 
 @contextlib.contextmanager
 def restored_on_error(*parts: Stateful) -> Iterator[None]:
-    """Restore the state of some objects if the block is left by an error."""
+    """Restore the state of some objects if the block raises an exception."""
     before = [part.state() for part in parts]
     try:
         yield

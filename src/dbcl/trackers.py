@@ -1,6 +1,7 @@
 """Trackers of a run's metrics: a progress bar and TensorBoard.
 
-A tracker receives the settings and the metrics of metrics.jsonl; no weights, no updates and no secrets.
+A tracker receives the settings and the metrics in metrics.jsonl. It receives no weights, updates or
+secrets.
 """
 
 import importlib
@@ -16,9 +17,9 @@ from dbcl.files import file_in_the_way, user_path
 
 
 class Tracker(Protocol):
-    """Interface of a tracker; `Run.play` takes any object with these three methods.
+    """Interface of a tracker. `Run.play` accepts any object with these three methods.
 
-    `end` may be called without `begin`, if another tracker could not begin.
+    If another tracker fails in `begin`, `end` may be called without `begin`.
 
     >>> class Printed:
     ...     def begin(self, folder, settings, round):
@@ -37,28 +38,32 @@ class Tracker(Protocol):
     """
 
     def begin(self, folder: Path, settings: Mapping[str, Any], round: int) -> None:
-        """Begin or go on with a run.
+        """Start tracking a new or resumed run.
 
         Args:
             folder: The run's folder.
-            settings: Settings by their flat names.
-            round: Number of rounds that were played before.
+            settings: Settings by option name.
+            round: Number of rounds completed before.
         """
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """Take the metrics of a round.
+        """Record the metrics of a round.
 
         Args:
-            round: Number of the round, from 1.
+            round: Number of the round, starting at 1.
             values: Metrics by name, as in metrics.jsonl.
         """
 
     def end(self) -> None:
-        """End the run, after its last round or an error."""
+        """Finish tracking after the last round or an error."""
 
 
 class TensorBoard:
-    """Tracker that writes event files: into `folder` under the run's name, or into the run's own folder.
+    """Tracker that writes TensorBoard event files.
+
+    Args:
+        folder: Folder in which a subfolder with the run's name is created; empty for the run's own
+            folder.
 
     >>> check_place("tensorboard:logs")
     """
@@ -71,7 +76,7 @@ class TensorBoard:
         self.writer: Any = None
 
     def begin(self, folder: Path, settings: Mapping[str, Any], round: int) -> None:
-        """Open the event file; events after `round`, from before a crash, are hidden."""
+        """Open the event file. Events after `round`, written before a crash, are hidden."""
         place = self.folder / folder.name if self.folder else folder / "tensorboard"
         writer = _needs("torch.utils.tensorboard").SummaryWriter
         self.writer = writer(str(place), purge_step=round + 1 if round else None)
@@ -79,18 +84,23 @@ class TensorBoard:
         self.writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", round)
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """Write a point of each curve."""
+        """Write one point of each curve."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, round)
 
     def end(self) -> None:
-        """Flush and close the file."""
+        """Flush and close the event file."""
         if self.writer is not None:
             self.writer.close()
 
 
 class ProgressBar:
-    """Tracker that draws a bar on a terminal or in a notebook, with the metric of the last round as `shown` formats it.
+    """Tracker that draws a progress bar in a terminal or notebook, with the metric of the last
+    round.
+
+    Args:
+        shown: Function that formats the metric.
+        console: Console to draw on.
 
     >>> import io
     >>> bar = ProgressBar("{:.0%}".format, Console(file=io.StringIO()))
@@ -106,7 +116,7 @@ class ProgressBar:
         self.progress: Progress | None = None
 
     def begin(self, folder: Path, settings: Mapping[str, Any], round: int) -> None:
-        """Draw the bar as far as the run has come."""
+        """Draw the bar with the completed rounds."""
         columns = (
             TextColumn("[bold]training"),
             BarColumn(),
@@ -119,20 +129,23 @@ class ProgressBar:
         self.progress.start()
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """Advance by a round; the first value is the metric."""
+        """Advance by one round. The first value is the metric."""
         assert self.progress is not None
         name, value = next(iter(values.items()))
         self.progress.update(self.task, completed=round, description=f"{name} {self.shown(value)}")
 
     def end(self) -> None:
-        """Stop the bar."""
+        """Stop drawing the bar."""
         if self.progress is not None:
             self.progress.stop()
             self.progress = None
 
 
 def tracker(place: str) -> Tracker:
-    """Make a tracker from its text; the package that it needs must be installed.
+    """Make a tracker from its setting. Requires the tracker's optional package.
+
+    Raises:
+        ConfigError: The tracker is unknown, or its package is not installed.
 
     >>> tracker("paper")
     Traceback (most recent call last):
@@ -144,7 +157,7 @@ def tracker(place: str) -> Tracker:
 
 
 def check_place(place: str) -> None:
-    """Refuse the text of a tracker that does not exist.
+    """Raise `ConfigError` for a setting that names no known tracker.
 
     >>> check_place("tensorboard")
     """
@@ -153,7 +166,7 @@ def check_place(place: str) -> None:
 
 
 def _needs(module: str) -> Any:
-    """Import an optional dependency on use."""
+    """Import an optional dependency when it is needed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

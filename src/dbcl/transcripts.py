@@ -1,9 +1,10 @@
-"""Transcripts: all that one party saw in a run, and nothing else, as the only input of an attack.
+"""Transcripts: the complete view of one party in a run, which is the only input of an attack.
 
-A transcript is a folder with `setting.json`, which holds what everybody knows, and one safetensors file for each round
-whose broadcast the party received, whether its update was used, lost or refused, or it was asked to evaluate only. The
-messages are in it byte for byte as they crossed the wire. What really happened lies in a folder of its own, `truth`,
-which no attack opens: only scoring does.
+A transcript is a folder with `setting.json`, the public setting, and one safetensors file for each
+round whose broadcast the party received. This includes rounds in which its update was lost or
+rejected, and rounds in which it only evaluated. Messages are stored byte for byte as sent. The
+ground truth is stored in a separate folder `truth`. Only scoring reads this folder; attacks never
+do.
 
 Longer than 350 lines: the recorder and the reader of a format stand together.
 """
@@ -33,10 +34,12 @@ SUM = "sum"
 
 @dataclass(frozen=True)
 class Setting:
-    """Public setting that every party knows before the first round: the network, the local training, the cohort size.
+    """Public setting that every party knows before the first round: network, local training, cohort
+    size.
 
-    `momentum` and `server_lr` are those of the server's optimiser, `veil` the size of its noise relative to the
-    weights. None of it is secret in a deployment: it is in the configuration that the parties agreed on.
+    `momentum` and `server_lr` belong to the server's optimiser. `veil` is the standard deviation of
+    the server's noise relative to the weights. None of these values is secret in a deployment,
+    because they are part of the agreed configuration.
 
     >>> Setting("mnist-mlp", (1, 28, 28), 10, {"lr": 0.01, "steps": 1}, clients=2, cohort=2).local.lr
     0.01
@@ -55,12 +58,14 @@ class Setting:
 
     @property
     def local(self) -> LocalTraining:
-        """Settings of local training that are plain values; an optimiser and a schedule have only their names here."""
+        """Local training settings that are plain values. An optimiser or a schedule is represented
+        only by its name.
+        """
         numbers = {name: value for name, value in self.training.items() if name not in ("optimizer", "schedule")}
         return LocalTraining(**numbers)  # type: ignore[arg-type]
 
     def template(self) -> nn.Module:
-        """Make a network of the right shape, with weights of its own."""
+        """Make a network of the run's architecture with fresh initial weights."""
         if ":" in self.model or len(self.shape) != 3:  # a transcript never imports code by itself
             raise AuditError(f"the network {self.model!r} is code of its own: give Transcript a template that makes it")
         channels, height, width = self.shape
@@ -69,12 +74,13 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class RoundRecord:
-    """Round as a party saw it.
+    """One round as observed by one party.
 
-    `updates` are by sender: a client's own under its number, the server's by client, or their sum under "sum", or with
-    several lanes the sum of each lane under "sum 0", "sum 1" and so on. `broadcasts` are those of the lanes that it
-    knows: a client one, the server all. `weights` is W before the round, which only the server holds. A client that was
-    shown a round in which no update of its own counted has a broadcast and no updates.
+    `updates` are keyed by sender. A client's transcript holds its own update under its number. The
+    server's transcript holds each client's update, or the sum under "sum"; with several lanes, "sum
+    0", "sum 1" and so on. `broadcasts` holds one broadcast for a client and the broadcasts of all
+    lanes for the server. `weights` is W before the round, which only the server knows. A client
+    whose update was not used has a broadcast and no updates.
     """
 
     broadcasts: tuple[Broadcast, ...]
@@ -83,11 +89,13 @@ class RoundRecord:
 
     @property
     def broadcast(self) -> Broadcast:
-        """Broadcast of the round; for the server, which knows them all, that of the first lane."""
+        """Broadcast of the round. For the server, which knows the broadcasts of all lanes, the
+        first lane's broadcast.
+        """
         return self.broadcasts[0]
 
     def answered(self, sender: str) -> Broadcast:
-        """Return the broadcast that a sender's update answers."""
+        """Return the broadcast to which a sender's update responds."""
         plan = self.updates[sender].plan
         return next(broadcast for broadcast in self.broadcasts if broadcast.plan.digest == plan)
 
@@ -97,15 +105,16 @@ class RoundRecord:
 
 
 class Transcript:
-    """Sequence of the rounds that one party saw, read from a folder one at a time.
+    """Rounds that one party observed, read from a folder on demand.
 
     Args:
         folder: Folder of the party, such as `run/transcripts/client-0`.
-        template: Function that makes the network, if its name does not say how.
+        template: Function that makes the network; required if the setting names no built-in
+            network.
 
     Raises:
-        AuditError: The folder holds no transcript, or a damaged one.
-        NotAttackableError: The party was sent nothing.
+        AuditError: The folder holds no transcript, or a damaged transcript.
+        NotAttackableError: The party received no broadcast.
 
     >>> Transcript(Path("nowhere"))
     Traceback (most recent call last):
@@ -128,12 +137,15 @@ class Transcript:
             raise NotAttackableError(f"{folder.name} holds no rounds: nothing was sent to it")
 
     def template(self) -> nn.Module:
-        """Make a network of the right shape, with weights of its own: by `template`, or as the setting names it."""
+        """Make a network of the run's architecture with fresh initial weights.
+
+        The network comes from the argument `template`, or from the name in the setting.
+        """
         return self.setting.template() if self._template is None else self._template()
 
     @property
     def client(self) -> str | None:
-        """Number of the transcript's client; None for the server."""
+        """Number of the observing client; None for the server."""
         return self.party.removeprefix("client-") if self.party.startswith("client-") else None
 
     def __len__(self) -> int:
@@ -153,7 +165,7 @@ class Transcript:
 
 
 class Truth:
-    """Ground truth, for scoring only. `weights(t)` is W before round t."""
+    """Ground truth for scoring attacks. `weights(t)` is W before round t."""
 
     def __init__(self, transcripts: Path) -> None:
         self.folder = transcripts / "truth"
@@ -165,16 +177,18 @@ class Truth:
             raise AuditError(f"{self.folder}: round {round} cannot be read ({error})") from None
 
     def change(self, start: int, end: int) -> dict[str, Tensor]:
-        """Return the change of W from before round `start` to before round `end`."""
+        """Return the change of W between the beginnings of rounds `start` and `end`."""
         before, after = self.weights(start), self.weights(end)
         return {name: after[name] - before[name] for name in before}
 
     def cohort(self, round: int) -> list[int]:
-        """Return the clients that took part in a round, and did not only see its broadcast."""
+        """Return the clients whose updates were used in a round. Clients that only received the
+        broadcast are excluded.
+        """
         return list(map(int, self._plans(round)))
 
     def lane_of(self, round: int, client: int) -> tuple[str, list[int]]:
-        """Return the digest of the plan that a client answered in a round, and all clients that answered it."""
+        """Return the digest of a client's plan in a round, and all clients with the same plan."""
         plans = self._plans(round)
         own = plans.get(str(client))
         if own is None:
@@ -182,7 +196,7 @@ class Truth:
         return own, [int(each) for each, plan in plans.items() if plan == own]
 
     def _plans(self, round: int) -> dict[str, str]:
-        """Return the clients that took part in a round, with the digest of the plan that each answered."""
+        """Return the participating clients of a round, each with the digest of its plan."""
         plans = _cohorts(self.folder).get(str(round))
         if plans is None:
             raise AuditError(f"{self.folder}: cohorts.json has no round {round}")
@@ -190,14 +204,15 @@ class Truth:
 
 
 class Recorder:
-    """Writes the transcripts of a run round by round: set it as an engine's `observer`.
+    """Writer of a run's transcripts, one file per round. Assign it to an engine's `observer`.
 
-    A client's transcript has every round whose broadcast it was sent.
+    A client's transcript contains every round whose broadcast the client received.
 
     Args:
         folder: Folder of all transcripts.
-        parties: Numbers of clients, "server" (sees each client's update, or under secure aggregation the sum of each
-            group) and "server-sum" (sees only sums, whatever the run's server sees).
+        parties: Client numbers, "server" or "server-sum". "server" records the server's view: each
+            client's update, or under secure aggregation the sum of each group. "server-sum" records
+            only sums in either case.
         server: The server of the run.
         setting: Public setting of the run.
 
@@ -243,9 +258,10 @@ class Recorder:
         self._save(self.truth, server.round, self.before)
 
     def __call__(self, broadcasts: Mapping[int, Broadcast], messages: Mapping[int, Update | bytes]) -> None:
-        """Record a round that was just closed, or without messages, one that is open and was only shown.
+        """Record a closed round, or without messages, an open round with its broadcasts only.
 
-        `broadcasts` may hold clients that are not in `messages`: they saw the round, and no update of theirs was used.
+        `broadcasts` may contain clients without a message: they received the broadcast, but their
+        update was not used.
         """
         lanes = list({id(broadcast): broadcast for broadcast in broadcasts.values()}.values())
         round = lanes[0].round
@@ -283,7 +299,8 @@ class Recorder:
 
 
 def sums(messages: Sequence[Update | bytes]) -> dict[str, Update]:
-    """Return the average of the updates of each lane by examples, which is all that secure aggregation shows.
+    """Return the example-weighted average of the updates of each lane, which is the server's view
+    under secure aggregation.
 
     >>> one = Update(0, "ab", {"bias": torch.ones(2)}, examples=1)
     >>> sums([one, Update(0, "ab", {"bias": torch.zeros(2)}, examples=3)])["sum"].tensors["bias"]
@@ -307,7 +324,7 @@ def _mean(updates: Sequence[Update]) -> Update:
 
 
 def check_parties(parties: Sequence[str], clients: int) -> None:
-    """Raise `AuditError` for parties that a run of this many clients does not have.
+    """Raise `AuditError` for a party that a run with this many clients does not have.
 
     >>> check_parties(["0", "server"], clients=2)
     """
@@ -332,7 +349,9 @@ def _rounds(folder: Path) -> list[int]:
 
 
 def _only_shown(path: Path) -> bool:
-    """Return whether a round's file holds a broadcast without any update; a damaged file holds nothing."""
+    """Return whether a round's file contains a broadcast and no update. A damaged file counts as
+    empty.
+    """
     try:
         with safetensors.safe_open(path, "pt") as file:
             return not any(name.startswith("update/") for name in file.keys())  # noqa: SIM118
@@ -341,7 +360,7 @@ def _only_shown(path: Path) -> bool:
 
 
 def _cohorts(truth: Path) -> dict[str, dict[str, str]]:
-    """Return for each round the clients that took part, with the digest of the plan that each answered."""
+    """Return the participating clients of each round, each with the digest of its plan."""
     try:
         read: dict[str, dict[str, str]] = json.loads((truth / "cohorts.json").read_text())
         if not all(map(str.isdecimal, read)) or not all(map(_are_plans, read.values())):
@@ -352,7 +371,7 @@ def _cohorts(truth: Path) -> dict[str, dict[str, str]]:
 
 
 def _are_plans(plans: object) -> bool:
-    """Return whether these are digests of plans by the number of a client."""
+    """Return whether a value maps client numbers to plan digests."""
     if not isinstance(plans, dict) or not all(map(str.isdecimal, plans)):
         return False
     return all(isinstance(digest, str) for digest in plans.values())

@@ -1,4 +1,4 @@
-"""Import of user code by `module:name`."""
+"""Import of user code from `module:name` strings."""
 
 import contextlib
 import functools
@@ -16,11 +16,15 @@ from torch import nn
 from dbcl.errors import ConfigError
 
 SHORT = 300
-"""Number of characters of a foreign error message that are shown."""
+"""Maximum number of characters shown of an error message of user code."""
 
 
 def imported(name: str, what: str) -> Callable[..., Any]:
-    """Import a user's function or class by `module:name`, also from beside the caller; `what` is for errors.
+    """Import a user's function or class from `module:name`. The current folder is searched, too.
+
+    Args:
+        name: The string `module:name`.
+        what: Description of the object for error messages.
 
     >>> imported("torch.nn.functional:mse_loss", "loss").__name__
     'mse_loss'
@@ -34,7 +38,11 @@ def imported(name: str, what: str) -> Callable[..., Any]:
 
 
 def made(name: str, what: str) -> Any:
-    """Call a factory of the user, which takes no arguments.
+    """Call a user's factory without arguments and return its result.
+
+    Args:
+        name: The string `module:name` of the factory.
+        what: Description of the result for error messages.
 
     >>> made("torch.nn:Identity", "model")
     Identity()
@@ -52,7 +60,7 @@ def made(name: str, what: str) -> Any:
 
 @contextlib.contextmanager
 def _own_folder() -> Iterator[None]:
-    """Make files beside the caller importable, as `python -m` does."""
+    """Make modules in the current folder importable, as `python -m` does."""
     here = os.getcwd()
     sys.path.append(here)  # last, so that no file there stands in for an installed package
     try:
@@ -65,7 +73,8 @@ def _own_folder() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Report an error of user code in one sentence, with the place where it was raised."""
+    """Report an error of user code in one sentence, with the file and line that raised the error.
+    """
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -78,7 +87,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def short(error: object) -> str:
-    """Return the message of an error on one short line; PyTorch's may hold a stack of C++.
+    """Return an error message as one short line, without PyTorch's C++ stack trace.
 
     >>> short(ValueError("one\\n  two"))
     'one two'
@@ -88,7 +97,8 @@ def short(error: object) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that there is no more memory, in the words of Python, CUDA or PyTorch on a CPU.
+    """Return whether an exception is an out-of-memory error of Python, CUDA or PyTorch's CPU
+    allocator.
 
     >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), out_of_memory(MemoryError())
     (True, True)
@@ -97,7 +107,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def needed(factory: Callable[..., object]) -> list[str]:
-    """Return the arguments that a factory requires; none if Python cannot tell.
+    """Return the required arguments of a factory; empty if Python cannot inspect its signature.
 
     >>> needed(nn.Linear)
     ['in_features', 'out_features']

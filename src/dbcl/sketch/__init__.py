@@ -1,4 +1,4 @@
-"""Random linear maps from a seed."""
+"""Random linear maps (sketches) derived from a seed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,9 +22,17 @@ SCHEMES: dict[str, Callable[..., Sketch]] = {
 def draw(
     scheme: str, dim: int, width: int, *, seed: bytes, round: int, name: str, lane: int = 0, lanes: int = 1
 ) -> Sketch:
-    """Draw the sketch of a scheme: the same call returns the same map on every machine.
+    """Draw the sketch of a scheme. The same arguments give the same map on every machine.
 
-    Of all schemes only "lanes-v1" draws another map for another lane.
+    Args:
+        scheme: Name of the sketch scheme, such as "count-v1".
+        dim: Number of inputs.
+        width: Number of outputs.
+        seed: Public seed.
+        round: Number of the round.
+        name: Name of the tensor.
+        lane: Index of the lane. Only "lanes-v1" depends on the lane.
+        lanes: Number of lanes.
 
     >>> draw("count-v1", 6, 3, seed=bytes(32), round=0, name="fc1.weight")
     CountSketch(6 -> 3)

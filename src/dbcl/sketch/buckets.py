@@ -1,4 +1,4 @@
-"""Sketches that add inputs in buckets, as index tables on a device."""
+"""Bucket sketches, implemented as index tables on a device."""
 
 import copy
 from collections.abc import Sequence
@@ -13,10 +13,11 @@ from dbcl.sketch.operator import Sketch, linear_map
 
 
 class Tables:
-    """Maps of a bucket sketch on one device and in one dtype, made of gathers in both directions.
+    """Index tables of a bucket sketch for one device and dtype. Both directions use only gathers.
 
-    Layer k holds the k-th member of every bucket that has one. Since the buckets are numbered from the largest to the
-    smallest, layer k fills the first columns, and a sketch is a few gathers that are added up, without padding.
+    Layer k holds the k-th member of every bucket with more than k members. Buckets are numbered by
+    decreasing size, so layer k fills the first columns, and a sketch is a sum of a few gathers
+    without padding.
     """
 
     def __init__(self, bucket: Tensor, layers: list[Tensor], unit: Tensor, gain: Tensor, like: Tensor) -> None:
@@ -37,16 +38,18 @@ class Tables:
         self.even = torch.stack(self.project_weights) if even else self.gain.new_empty(0)  # (layers, width)
 
     def reweighed(self, unit: Tensor) -> "Tables":
-        """Return the tables of a sketch with the same buckets and other coefficients."""
+        """Return tables with the same buckets and other coefficients."""
         twin = copy.copy(self)
         twin._weigh(unit)
         return twin
 
     @classmethod
     def of_clients(cls, lanes: "Sequence[Tables]", lane_of: Tensor) -> "Tables":
-        """Return the tables of several clients at once, each in one of several lanes, which share their buckets.
+        """Return the combined tables of several clients, each in one of several lanes with shared
+        buckets.
 
-        The weights get a leading client axis, (clients, 1, ...), so that all maps are those of tensors that have one.
+        The weights get a leading client axis, (clients, 1, ...), to match tensors with a client
+        axis.
         """
         merged = copy.copy(lanes[0])
         for name in ("lift_weight", "expand_weight", "even"):
@@ -57,12 +60,12 @@ class Tables:
         return merged
 
     def tensors(self) -> list[Tensor]:
-        """Return all tables in a fixed order."""
+        """Return all tables as tensors, in a fixed order."""
         fixed = [self.bucket, self.lift_weight, self.expand_weight, self.gain, self.even]
         return fixed + self.layers + self.apply_weights + self.project_weights
 
     def clone(self) -> "Tables":
-        """Return a copy in memory of its own."""
+        """Return a copy with separate memory."""
         twin = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, list):
@@ -72,7 +75,9 @@ class Tables:
         return twin
 
     def copy_(self, other: "Tables") -> bool:
-        """Copy the values of other tables if all shapes are equal; return whether they are."""
+        """Copy the values of other tables if all shapes are equal. Return whether the copy was
+        made.
+        """
         mine, theirs = self.tensors(), other.tensors()
         if [table.shape for table in mine] != [table.shape for table in theirs]:
             return False
@@ -93,9 +98,9 @@ class Tables:
         return self._gather(x, self.project_weights)
 
     def project_into(self, out: Tensor, x: Tensor, clients: Tensor | None = None) -> None:
-        """Write `project` of rows into existing memory, each with the tables of its client.
+        """Write `project` of each row into existing memory, with the tables of the row's client.
 
-        Not for autograd or `torch.func`.
+        Does not support autograd or `torch.func`.
         """
         weights = self.project_weights
         if clients is not None:
@@ -125,14 +130,17 @@ def _of_clients(lanes: list[Tensor], lane_of: Tensor) -> Tensor:
 
 
 class BucketSketch(Sketch):
-    """Sketch in which every input goes to at most one bucket, with a sign or another coefficient.
+    """Sketch that adds every input to at most one bucket, multiplied by a sign or another
+    coefficient.
 
-    Column j of R holds the coefficients of bucket j divided by the square root of its size; their squares are 1 on
-    average over a bucket.
+    Column j of R holds the coefficients of bucket j divided by the square root of its size. The
+    mean squared coefficient of a bucket is 1.
     """
 
     def _fill(self, buckets: NDArray[np.int64], coefficients: NDArray[np.float64], gain_per_member: float) -> None:
-        """Set the bucket of each input (-1: none) and its coefficient; empty buckets are left out."""
+        """Set the bucket (-1 for none) and the coefficient of each input. Empty buckets are
+        removed.
+        """
         inside = buckets >= 0
         sizes = np.bincount(buckets[inside])
         order = np.argsort(-sizes, kind="stable")[: np.count_nonzero(sizes)]
@@ -152,7 +160,7 @@ class BucketSketch(Sketch):
         self._tables: dict[tuple[torch.device, torch.dtype], Tables] = {}
 
     def tables(self, like: Tensor) -> Tables:
-        """Return the index tables for tensors of this device and dtype; made once."""
+        """Return the cached index tables for the device and dtype of a tensor."""
         key = like.device, like.dtype
         tables = self._tables.get(key)
         if tables is None:

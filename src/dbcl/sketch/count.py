@@ -1,4 +1,4 @@
-"""Count sketch: every input goes to one bucket, with a random sign."""
+"""Count sketch: every input is added to one bucket with a random sign."""
 
 import numpy as np
 
@@ -8,11 +8,14 @@ from dbcl.sketch.operator import check_width
 
 
 class CountSketch(BucketSketch):
-    """Balanced count sketch: a random permutation of the inputs, dealt into `width` buckets in turn, with random signs.
+    """Balanced count sketch: a random permutation distributes the inputs over `width` buckets in
+    turn.
 
-    The buckets' sizes differ by at most one and every input is covered. Column j of R is the signed indicator of bucket
-    j divided by the square root of its size, and the gain is the size. With `hashed=True` each input goes to an
-    independent uniform bucket instead, as in textbooks; empty buckets are left out, so `width` may come out smaller.
+    Bucket sizes differ by at most one, and each input gets a random sign. Column j of R is the
+    signed indicator of bucket j divided by the square root of the bucket's size, and the gain is
+    the size. With `hashed=True`, each input goes to an independent uniform bucket, as in the
+    textbook count sketch. Empty buckets are then removed, so the width may be smaller than
+    requested.
 
     >>> import torch
     >>> sketch = CountSketch(5, 2, seed=bytes(32), round=0, name="fc1.weight")

@@ -6,7 +6,7 @@ from dbcl.sketch.operator import Sketch
 
 
 class Identity(Sketch):
-    """Identity sketch, R = I and D = I: the weight itself is sent.
+    """Identity sketch, R = I and D = I: the weight is sent unsketched.
 
     >>> import torch
     >>> Identity(3).apply(torch.arange(3.0))

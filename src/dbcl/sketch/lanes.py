@@ -1,4 +1,4 @@
-"""Lanes of a count sketch, which share their buckets and complement each other."""
+"""Count sketches of several lanes, with shared buckets and complementary coefficients."""
 
 import copy
 import math
@@ -15,12 +15,14 @@ from dbcl.sketch.operator import check_width
 
 
 class LaneSketch(BucketSketch):
-    """Balanced count sketch in which lane k takes the k-th vector of an orthogonal basis of every bucket.
+    """Balanced count sketch in which lane k uses the k-th vector of an orthogonal basis of every
+    bucket.
 
-    Buckets and signs are drawn once for all lanes. Lane 0 adds the members of a bucket up, as `CountSketch` does; with
-    two members lane 1 takes their difference. Where all buckets have as many members as there are lanes, the lanes
-    together lose nothing: the sum of R_k R_k^T over the lanes is I. Each lane alone is unbiased, whatever the sizes. In
-    a bucket with fewer members than lanes, the lanes beyond take its vectors again from the first one on.
+    All lanes share the same random buckets and signs. Lane 0 adds the members of a bucket, as
+    `CountSketch` does; for two members, lane 1 takes their difference. If every bucket has as many
+    members as there are lanes, the lanes together are lossless: the sum of R_k R_k^T over the lanes
+    is I. Each lane is unbiased for all bucket sizes. In a bucket with fewer members than lanes, the
+    remaining lanes repeat its basis vectors, starting with the first.
 
     >>> import torch
     >>> lanes = [LaneSketch(4, 2, seed=bytes(32), lane=k, lanes=2) for k in (0, 1)]
@@ -60,7 +62,7 @@ class LaneSketch(BucketSketch):
         return coefficients
 
     def in_lane(self, lane: int) -> "LaneSketch":
-        """Return the sketch of another lane with the same random draws.
+        """Return the sketch of another lane, derived from the same random draws.
 
         >>> first = LaneSketch(75, 37, seed=bytes(32))
         >>> first.in_lane(1).fingerprint() == LaneSketch(75, 37, seed=bytes(32), lane=1).fingerprint()
@@ -93,11 +95,15 @@ class LaneSketch(BucketSketch):
 
 
 def basis_vector(size: int, lane: int) -> NDArray[np.float64]:
-    """Return a vector of an orthogonal basis of `size` values, with the norm of a vector of ones; lanes beyond `size`
-    repeat.
+    """Return one vector of an orthogonal basis, scaled to the norm of a vector of ones. Lanes
+    beyond `size` repeat the basis.
 
-    A row of Sylvester's Hadamard matrix where the size is a power of two, so that all members count alike; else a row
-    of the cosine transform.
+    If the size is a power of two, the basis consists of the rows of Sylvester's Hadamard matrix,
+    which weights all members equally; otherwise of the rows of the discrete cosine transform.
+
+    Args:
+        size: Number of members of the bucket.
+        lane: Index of the lane.
 
     >>> [basis_vector(4, lane).astype(int).tolist() for lane in (0, 1, 2)]
     [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1]]

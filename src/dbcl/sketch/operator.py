@@ -16,10 +16,11 @@ Map = Callable[[Tensor], Tensor]
 
 
 class Sketch(ABC):
-    """Random linear map R from `dim` inputs to `width` outputs, with R^T R = I, and a diagonal gain D.
+    """Random linear map R from `dim` inputs to `width` outputs, with R^T R = I, and a diagonal gain
+    D.
 
-    The paper's sketching matrix is S = R D^(1/2). A sketched layer computes z = (x R) D V^T with V = W R, which is
-    x S S^T W^T. A sketch never changes after it was drawn, so copies share it.
+    The paper's sketching matrix is S = R D^(1/2). A sketched layer computes z = (x R) D V^T with V
+    = W R, which equals x S S^T W^T. A sketch is immutable, so copies share it.
 
     >>> from dbcl.sketch import CountSketch
     >>> sketch = CountSketch(6, 3, seed=bytes(32))
@@ -37,21 +38,23 @@ class Sketch(ABC):
         return linear_map(x, self._apply, self._lift)
 
     def lift(self, y: Tensor) -> Tensor:  # (..., width) -> (..., dim)
-        """Return the last axis to full size: y R^T, the adjoint of `apply` and its pseudo-inverse."""
+        """Map the last axis back to full size: y R^T, the adjoint and pseudo-inverse of `apply`."""
         self._check(y, self.width)
         return linear_map(y, self._lift, self._apply)
 
     def project(self, x: Tensor) -> Tensor:  # (..., dim) -> (..., width)
-        """Sketch a layer's input: x R D."""
+        """Sketch a layer's input, including the gain: x R D."""
         return self.apply(x) * self.gain(x)
 
     def expand(self, y: Tensor) -> Tensor:  # (..., width) -> (..., dim)
-        """Turn a compact weight into an effective one: y D R^T, the adjoint of `project`."""
+        """Expand a compact weight to the effective weight: y D R^T, the adjoint of `project`."""
         return self.lift(y * self.gain(y))
 
     @abstractmethod
     def gain(self, like: Tensor) -> Tensor:  # (width,)
-        """Diagonal of D, the squared norms of the columns of S, with the dtype and device of `like`."""
+        """Return the diagonal of D, the squared column norms of S, with the dtype and device of
+        `like`.
+        """
 
     @abstractmethod
     def _apply(self, x: Tensor) -> Tensor: ...
@@ -60,11 +63,11 @@ class Sketch(ABC):
     def _lift(self, y: Tensor) -> Tensor: ...
 
     def dense(self, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Tensor:  # (dim, width)
-        """Return R as a matrix; for tests and inspection."""
+        """Return R as a dense matrix, for tests and inspection."""
         return self.apply(torch.eye(self.dim, dtype=dtype, device=device))
 
     def fingerprint(self) -> str:
-        """Return a hash of the map: equal for equal maps, on every machine."""
+        """Return a hash of the map, which is equal for equal maps on every machine."""
         head = f"{self.scheme} {self.dim} {self.width} ".encode()
         return hashlib.sha256(head + self._table()).hexdigest()
 
@@ -86,9 +89,15 @@ class Sketch(ABC):
 
 
 def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
-    """Apply a linear map with a given adjoint for autograd; derivatives of any order work.
+    """Apply a linear map whose adjoint is given for autograd. Supports derivatives of any order.
 
-    Left to itself, autograd would turn a gather into a scatter, which is slow and, on a GPU, not deterministic.
+    By default autograd would turn a gather into a scatter, which is slow and nondeterministic on a
+    GPU.
+
+    Args:
+        x: Input of the map.
+        forward: The map.
+        adjoint: Its adjoint.
 
     >>> linear_map(torch.ones(2), lambda x: 3 * x, lambda y: 3 * y)
     tensor([3., 3.])
@@ -118,6 +127,6 @@ _apply_linear_map = direct_apply(_LinearMap)
 
 
 def check_width(dim: int, width: int) -> None:
-    """Raise `SketchError` for a width that would compress nothing or leave nothing."""
+    """Raise `SketchError` for a width below 1, or a width that does not compress."""
     if not 1 <= width < dim:
         raise SketchError(f"width must be between 1 and {dim - 1} (one less than its {dim} inputs), got {width}")

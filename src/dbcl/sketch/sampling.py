@@ -1,4 +1,4 @@
-"""Uniform sampling sketch: keeps `width` of the inputs, the same ones for every client."""
+"""Uniform sampling sketch: keeps the same `width` inputs for every client."""
 
 import numpy as np
 
@@ -8,9 +8,9 @@ from dbcl.sketch.operator import check_width
 
 
 class UniformSampling(BucketSketch):
-    """Uniform sampling of `width` inputs without replacement; the gain is dim / width.
+    """Uniform sampling of `width` inputs without replacement. The gain is dim / width.
 
-    A layer sketched so is dropout on its input with a mask that all clients share in a round.
+    Sampling a layer's input is equivalent to dropout with a mask that all clients of a round share.
 
     >>> import torch
     >>> UniformSampling(4, 2, seed=bytes(32)).apply(torch.arange(4.0))
