@@ -1,4 +1,4 @@
-"""One audit from beginning to end: `PARTS` lists the attacks, `audit` runs them and collects the
+"""Complete audit of a run: `PARTS` lists the attacks, and `audit` runs them and collects the
 findings.
 """
 
@@ -52,12 +52,13 @@ class Part:
     """One attack, or a group of attacks on the same simulated run.
 
     Attributes:
-        name: Name in progress and in the finding of a failure.
-        adversary: Adversary of that finding.
-        target: Target of that finding.
-        measure: Measure of that finding.
+        name: Name in progress messages and in the finding of a failure.
+        adversary: Adversary in the finding of a failure.
+        target: Target in the finding of a failure.
+        measure: Measure in the finding of a failure.
         run: Runs the attack and returns its findings.
-        steps: Returns the expected number of steps; 0 if the part does not apply to the run.
+        steps: Returns the expected number of progress steps, or 0 if the part does not apply to the
+            run.
 
     >>> part = Part("nothing", "client", "update", Measure.COSINE, lambda context: [], lambda context: 1)
     >>> part.failed(ValueError("no rounds")).failures
@@ -72,7 +73,7 @@ class Part:
     steps: Callable[[AuditContext], int]
 
     def failed(self, error: Exception) -> Finding:
-        """Return the finding that says why the part failed."""
+        """Return a finding that contains the error message of a failure."""
         known = isinstance(error, DbclError)
         reason = str(error) if known else f"{type(error).__name__}: {error} (a fault of dbcl; please report it)"
         attacked = self.name, self.adversary, "adaptive", self.target, self.measure
@@ -94,7 +95,9 @@ PARTS: tuple[Part, ...] = (
 
 
 def parts_of(context: AuditContext) -> list[Part]:
-    """Return the parts that apply to a run: one for each recorded client, and those of `PARTS`."""
+    """Return the parts that apply to a run: one part per recorded client, and the applicable
+    entries of `PARTS`.
+    """
     recorded = []
     if context.config.privacy is None:
         recorded = [
@@ -119,24 +122,25 @@ def audit(
     tell: OnProgress = lambda text: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Audit:
-    """Audit a finished run: its recorded transcripts, and simulated runs under its settings.
+    """Audit a finished run: attack its recorded transcripts, and simulated runs with its settings.
 
-    A simulated run has `clients` parties, all in every round, who each take one step of SGD on one
-    batch. A run with lanes gets one more, with at least twice as many parties as lanes, in which
-    one client of each lane pools its observations. Under secure aggregation there are as many
-    parties as the smallest sums need. A part that fails becomes a finding with the reason, and the
-    others go on. Of a run with a guarantee, canaries measure the epsilon instead.
+    In a simulated run, `clients` parties take part in every round, and each takes one SGD step on
+    one batch. For a run with lanes there is an additional simulated run with at least twice as many
+    parties as lanes, in which one client of each lane pools its observations. With secure
+    aggregation, a simulated run has as many parties as the smallest sums require. A part that fails
+    becomes a finding with the error message, and the other parts continue. For a run with a
+    differential-privacy guarantee, canaries measure the epsilon instead.
 
     Args:
         folder: Folder of the run.
-        effort: Rounds, images and models of the attacks.
+        effort: Number of rounds, images and models that the attacks use.
         clients: Parties of a simulated run.
-        seed: Source of the attacks' randomness.
+        seed: Seed of the attacks' random choices.
         data_dir: Folder of datasets.
-        task: Task of a run that `dbcl.simulate` played: `audit(run.folder, task=run.task)`.
+        task: Task of a run that `dbcl.simulate` created: `audit(run.folder, task=run.task)`.
         allow_code: Import code that the run's settings name as module:name.
-        tell: Called with a line about the work in progress.
-        progress: Called with the steps done and the steps in all.
+        tell: Called with a progress message.
+        progress: Called with the number of completed steps and the total number of steps.
 
     Returns:
         The findings.
@@ -182,7 +186,7 @@ def audit(
 
 
 def _run_parts(context: AuditContext, parts: Sequence[Part], progress: Callable[[int, int], None]) -> list[Finding]:
-    """Run all parts; one that fails becomes a finding."""
+    """Run all parts. A part that fails becomes a finding."""
     steps = Steps([part.steps(context) for part in parts], progress)
     progress(0, steps.ends[-1])
     context = context.counting(steps.step)
@@ -201,9 +205,9 @@ def _run_parts(context: AuditContext, parts: Sequence[Part], progress: Callable[
 
 
 def adversaries(plan: SketchPlan, config: RunConfig, colluders: int | None = None) -> tuple[tuple[str, str, str], ...]:
-    """Return for each adversary its name, what it receives, and what it does not receive.
+    """Return for each adversary its name, the data it receives, and the data it does not receive.
 
-    `colluders` is the planned number of colluding clients if clients add the noise of a guarantee.
+    `colluders` is the assumed number of colluding clients if clients add the noise of a guarantee.
 
     >>> config = RunConfig.from_options(veil=0.0, lanes=1)
     >>> adversaries(build_plan(config, task_of(config).make_model(0)), config)[0][1][:65]
@@ -238,7 +242,7 @@ def adversaries(plan: SketchPlan, config: RunConfig, colluders: int | None = Non
 
 
 def _adversaries_of_shares(cohort: int, colluders: int) -> tuple[tuple[str, str, str], ...]:
-    """Return the adversaries of a run whose clients add the noise of a guarantee."""
+    """Return the adversaries of a run in which clients add the noise of a guarantee."""
     together = (
         ("colluders",
          f"what the server and {colluders} clients see together: sums with the noise of {cohort - colluders} others",

@@ -3,10 +3,10 @@ rounds.
 
 Reads: client-0 and its allies; server, for the victim's plan.
 
-Such images x are the parameters of one regression over all observations. In round t the attacker observes
-V_t = W_t R_t + tau Z_t, and W_t = W_0 + S_t(x): its own updates are known, and the victim's follow
-from x by the gradients of the loss at the victim's broadcast. W_0 is integrated out, and noise
-averages out over the rounds.
+The images x are the parameters of one regression over all observations. In round t the attacker
+observes V_t = W_t R_t + tau Z_t with W_t = W_0 + S_t(x). S_t(x) consists of the attacker's known
+updates and the victim's updates, which are the gradients of x at the victim's broadcasts. W_0 is
+marginalised, and noise averages out over the rounds.
 
 Longer than 350 lines, because both fits (dense layer, simulated victim) share one optimiser.
 """
@@ -43,20 +43,27 @@ Array = NDArray[np.float64]
 OnStep = Callable[[], None]
 Limit = float | None
 FIT_STAGES = 3
-"""Stages of a fit; after each, the victim's broadcasts are recomputed from the images so far."""
+"""Number of stages of a fit. After each stage, the victim's broadcasts are recomputed from the
+current images.
+"""
 SIZE_KNOWN = 0.02
 """Standard deviation of the logarithm of an image's norm during a fit."""
 
 
 @dataclass(frozen=True)
 class TrajectoryMatching:
-    """Settings of fitting images to a trajectory by L-BFGS with bounds, in `steps` steps.
+    """Settings of fitting images to a trajectory by L-BFGS with bounds.
 
-    `starts` points are tried for `trial` steps each, and the likeliest goes on. The prior is
-    Laplacian: `tv` times the sum of the differences of neighbouring pixels, in a range from 0 to 1,
-    is added to -log p; where the victim is simulated it is `simulated_tv`. There the `candidates`
-    that the output layer's bias makes likeliest are tried, if labels are unknown, and `local_steps`
-    is how many steps of SGD on all its images the victim takes in a round.
+    Args:
+        steps: iterations of the fit.
+        starts: number of initial points.
+        trial: iterations for each initial point, before the most likely point is continued.
+        tv: weight of the Laplacian prior with a dense first layer: the sum of absolute differences
+            of neighbouring pixels, scaled to [0, 1], is multiplied by `tv` and added to -log p.
+        simulated_tv: weight of the same prior if the victim is simulated.
+        candidates: number of labels to try if labels are unknown and the victim is simulated. The
+            output layer's bias determines the most likely labels.
+        local_steps: SGD steps of the simulated victim per round, each on all its images.
 
     >>> TrajectoryMatching(steps=40).tv
     6.0
@@ -80,7 +87,9 @@ class TrajectoryMatching:
 
 
 class VictimsTrajectory(NamedTuple):
-    """Input of a fit: the attacker's observations, and the plans of the victim's broadcasts."""
+    """Input of a fit: the attacker's observations, own images and labels, and the plans of the
+    victim's broadcasts.
+    """
 
     template: nn.Module
     setting: Setting
@@ -92,7 +101,9 @@ class VictimsTrajectory(NamedTuple):
 
 
 def trajectory_of(simulated: SimulatedRun, dataset: Dataset) -> VictimsTrajectory:
-    """Return the input of a fit from a simulated run of two parties, or of colluders and one more."""
+    """Return the input of a fit from a simulated run whose cohort is the attacker, or colluders,
+    and one victim.
+    """
     attackers = simulated.colluders or (0,)
     setting = simulated.attacker.setting
     if setting.cohort != len(attackers) + 1:
@@ -118,13 +129,20 @@ def fit_images(
     seed: int = 0,
     on_step: OnStep = lambda: None,
 ) -> Recovered:
-    """Find the `count` images that maximise the likelihood of the observations; `on_step` is called
-    after every step.
+    """Find the `count` images that maximise the likelihood of the observations.
 
-    One image behind a dense first layer follows from that layer alone (trajectory_first_layer.py).
-    Several would be known only up to mixtures of them: there, and behind other layers, the victim
-    is simulated (trajectory_victim.py), with `labels` where they are known. `start` is W_0, where
-    that is known.
+    For one image and a dense first layer, this layer alone determines the image
+    (`trajectory_first_layer.py`). Several images would be determined only up to linear mixtures.
+    For several images or other first layers, the victim is simulated (`trajectory_victim.py`).
+
+    Args:
+        trajectory: input of the fit.
+        count: number of images.
+        labels: labels of the images, if known.
+        start: initial weights W_0, if known.
+        settings: settings of the fit.
+        seed: seed of the initial points.
+        on_step: called after every iteration.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl import data
@@ -142,7 +160,8 @@ def fit_images(
 
 
 class _Point(NamedTuple):
-    """State of a fit: -log p with the prior, the images, their labels, and all other variables."""
+    """State of a fit: -log p including the prior, the images, the labels, and all other variables.
+    """
 
     value: float
     images: Tensor  # (count, *shape)
@@ -151,7 +170,7 @@ class _Point(NamedTuple):
 
 
 class _Fit:
-    """Base of both fits: images and further variables, by L-BFGS with bounds."""
+    """Base class of both fits: optimises images and further variables by L-BFGS with bounds."""
 
     def __init__(self, trajectory: VictimsTrajectory, settings: TrajectoryMatching, on_step: OnStep) -> None:
         self.trajectory, self.settings, self.on_step = trajectory, settings, on_step
@@ -159,15 +178,15 @@ class _Fit:
         self.output_bias = names[-1] if names else None
 
     def label_scores(self, sizes: Tensor, likelihood: TensorLikelihood) -> Tensor:  # (rounds,) -> (classes,)
-        """Return the slope of -log p by the output layer's bias of each class, weighted by the size
-        of each round's deltas.
+        """Return the derivative of -log p by the output bias of each class, weighted by the delta
+        size of each round.
         """
         return (sizes[:, None] * likelihood.at_zero[:, 0].double()).sum(dim=0)
 
     def minimized(
         self, objective: Callable[[Tensor, Tensor], Tensor], point: _Point, bounds: tuple[Limit, Limit], steps: int
     ) -> _Point:
-        """Run L-BFGS from a point; `bounds` are those of the other variables."""
+        """Run L-BFGS from a point. `bounds` apply to the variables other than the images."""
         shape, inside = point.images.shape, point.images.numel()
 
         def of_values(values: Array) -> tuple[float, Array]:
@@ -190,12 +209,12 @@ class _Fit:
 
 
 class _DenseFit(_Fit):
-    """Fit by a dense first layer; the other variables are the logarithms of the deltas' sizes in
-    every round.
+    """Fit with a dense first layer. The other variables are the logarithms of the delta sizes, one
+    per round.
 
-    The layer hardly determines brightness: a darker image with larger deltas is as likely, and
-    leaves the noise more room within the box. So its size is held at that of the attacker's own
-    images, until it is `stretched`.
+    The layer hardly determines brightness: a darker image with larger deltas is equally likely, and
+    lets noise stay inside the box. The norm of the image is therefore fixed to that of the
+    attacker's own images until `_stretched` scales the image.
     """
 
     def __init__(
@@ -216,7 +235,9 @@ class _DenseFit(_Fit):
         self.typical = _log_size(trajectory.own).mean()
 
     def best(self, count: int, labels: Tensor | None, generator: torch.Generator) -> _Point:
-        """Return the likeliest of several starts, after more steps, stretching and another fit."""
+        """Return the most likely point: fit from several initial points, continue the best, stretch
+        the images and fit again.
+        """
         size, unknown = self.typical.expand(count), torch.zeros(count, dtype=torch.long)
         tried = []
         for images in self._starts(count, self.settings.starts, generator):
@@ -231,7 +252,9 @@ class _DenseFit(_Fit):
         return best._replace(labels=guessed if labels is None else labels)
 
     def _starts(self, count: int, starts: int, generator: torch.Generator) -> list[Tensor]:
-        """Return the mean of the attacker's own images, then means of it and single ones."""
+        """Return initial images: the mean of the attacker's own images, then averages of this mean
+        and single images.
+        """
         own, found = self.trajectory.own, list[Tensor]()
         mean = own.mean(dim=0, keepdim=True).repeat(count, *(1 for _ in self.trajectory.setting.shape))
         for number in range(starts):
@@ -253,7 +276,7 @@ class _DenseFit(_Fit):
         return self.minimized(objective, point, (-12.0, 3.0), steps)
 
     def _stretched(self, images: Tensor) -> Tensor:
-        """Scale images to the box, except for a tenth of the dark and a hundredth of the bright
+        """Scale images to fill the box, ignoring the darkest 10 % and the brightest 1 % of the
         pixels.
         """
         low, high = self.trajectory.box
@@ -265,8 +288,8 @@ class _DenseFit(_Fit):
 
 
 class _SimulatedFit(_Fit):
-    """Fit by simulating the victim; the other variables are the veil of its broadcasts, if that is
-    unknown.
+    """Fit by simulating the victim. The other variables are the noise of the victim's broadcasts,
+    if unknown.
     """
 
     def __init__(
@@ -281,8 +304,8 @@ class _SimulatedFit(_Fit):
         self.victim = SimulatedVictim(template, setting, seen, plans, start=start, local_steps=settings.local_steps)
 
     def best(self, count: int, labels: Tensor | None, generator: torch.Generator) -> _Point:
-        """Choose the likeliest labels by a few steps each; fit them in stages, each with a better
-        estimate of W.
+        """Choose the most likely labels after a short fit each, then fit in stages with improved
+        estimates of W.
         """
         rest = np.zeros(sum(each.numel() for each in self.victim.noise().values()))
         asked = self._candidates(count) if labels is None else [labels]
@@ -296,8 +319,8 @@ class _SimulatedFit(_Fit):
         return best
 
     def _start(self, labels: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the mean of the attacker's own images of each label; of several, mixed with a
-        single one.
+        """Return the mean of the attacker's own images of each label. With several labels, average
+        each mean with a random image.
         """
         own, found = self.trajectory.own, list[Tensor]()
         for label in labels:
@@ -308,8 +331,8 @@ class _SimulatedFit(_Fit):
         return torch.stack(found)
 
     def _candidates(self, count: int) -> list[Tensor]:
-        """Return the likeliest labels by the output layer's bias: several for one image, one choice
-        for more.
+        """Return the most likely labels according to the output layer's bias: several candidates
+        for one image, a single candidate for more images.
         """
         if self.output_bias is None:
             raise AuditError("labels cannot be guessed without a bias of the output layer: give them")
@@ -336,8 +359,8 @@ class _SimulatedFit(_Fit):
 
 
 def variation(images: Tensor, box: tuple[float, float]) -> Tensor:
-    """Sum of |x_ij - x_(i+1)j| + |x_ij - x_i(j+1)| of each image, with pixels from 0 to 1, smoothed
-    at 0.
+    """Sum of |x_ij - x_(i+1)j| + |x_ij - x_i(j+1)| for each image, with pixels scaled to [0, 1] and
+    smoothed at 0.
 
     >>> variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]), (0.0, 1.0)).round(decimals=2)
     tensor([2.])
@@ -349,7 +372,7 @@ def variation(images: Tensor, box: tuple[float, float]) -> Tensor:
 
 
 def _log_size(images: Tensor) -> Tensor:
-    """Logarithm of the root mean square of each image's pixels."""
+    """Return the logarithm of the root mean square of each image's pixels."""
     return images.flatten(1).square().mean(dim=1).clamp(min=1e-12).log() / 2
 
 
@@ -367,10 +390,10 @@ def trajectory_image_findings(
     tell: OnProgress = lambda text: None,
     step: OnStep = lambda: None,
 ) -> list[Finding]:
-    """Recover the victim's images in several simulated runs of two parties, where they are the same
+    """Recover the victim's images in several simulated runs in which the victim has the same batch
     in every round.
 
-    `step` is called after every step of a fit.
+    `step` is called after every iteration of a fit.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl import data
@@ -400,8 +423,8 @@ def trajectory_image_findings(
 
 
 def _paired(found: Recovered, truth: Tensor, span: image_quality.Span) -> list[Recovered | str]:
-    """Images that were found together one by one, in the order of the true ones that they are
-    nearest to.
+    """Split jointly recovered images into single results, in the order of the true images that they
+    are paired with.
     """
     ordered = image_quality.pair(found.images, truth, span)
     places = [next(n for n, each in enumerate(found.images) if torch.equal(each, image)) for image in ordered]

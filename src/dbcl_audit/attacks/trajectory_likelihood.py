@@ -21,13 +21,13 @@ class TensorLikelihood:
     """Likelihood of one tensor's broadcasts, given the victim's change of the server's velocity in
     every round.
 
-    With y_t = V_t - S_t R_t = W_0 R_t + tau Z_t and W_0 ~ N(0, w^2) integrated out,
+    With y_t = V_t - S_t R_t = W_0 R_t + tau Z_t, and W_0 ~ N(0, w^2) marginalised,
 
         -log p = 1/2 sum |y_t - W R_t|^2 / tau^2 + 1/2 |W|^2 / w^2 + constant,     W = b Lambda^-1,
         b = sum y_t R_t^T / tau^2,     Lambda = sum R_t R_t^T / tau^2 + I / w^2.
 
-    S_t is linear in the changes c, so this is a quadratic form with a gradient g(c) = g(0) + H c.
-    Where W_0 is known it is `start`, and nothing is integrated.
+    S_t is linear in the changes c. The result is a quadratic form with gradient g(c) = g(0) + H c.
+    If W_0 is known, it is passed as `start` and nothing is marginalised.
 
     >>> seen, own = tuple(torch.full((1, 1), float(t)).double() for t in range(3)), (torch.zeros(1, 1).double(),) * 3
     >>> view = TensorObservations("w", (0, 1, 2), (1,) * 3, (Identity(1),) * 3, seen, own)
@@ -70,13 +70,13 @@ class TensorLikelihood:
         return self.moved + added + self.expected_start(self.lifted - kept.sum(dim=0))
 
     def __call__(self, changes: Tensor) -> tuple[float, Tensor]:  # (rounds - 1, rows, dim)
-        """Return -log p(changes) + log p(0), and its gradient: c (g(0) + g(c)) / 2 and g(c)."""
+        """Return -log p(changes) + log p(0) and its gradient: c (g(0) + g(c)) / 2 and g(c)."""
         slopes, flat = self._adjoint(self._added(changes)[1]), changes.flatten()
         value = float(flat @ self.at_zero.flatten()) + float(flat @ slopes.flatten()) / 2
         return value, slopes.add_(self.at_zero)
 
     def _added(self, changes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return S_t of every round, and S_t R_t R_t^T."""
+        """Return S_t and S_t R_t R_t^T for every round."""
         added = changes.new_zeros(len(changes) + 1, *changes.shape[1:])
         kept, velocity = torch.zeros_like(added), added[0]
         for t, change in enumerate(changes):
@@ -86,15 +86,15 @@ class TensorLikelihood:
         return added, kept
 
     def expected_start(self, total: Tensor) -> Tensor:
-        """Return W = b Lambda^-1, from the sum of all y_t R_t^T; 0 if W_0 is known."""
+        """Return W = b Lambda^-1 from the sum of all y_t R_t^T, or 0 if W_0 is known."""
         if self.inverse is None:
             return torch.zeros_like(total)
         b = total * self.precision
         return b @ self.inverse.to(b) if isinstance(self.inverse, Tensor) else b * self.inverse
 
     def _adjoint(self, kept: Tensor) -> Tensor:
-        """Map y_t R_t^T of all rounds to the sum of (y_t - W R_t) R_t^T / tau^2 over the rounds
-        after a change.
+        """Map y_t R_t^T of all rounds to the gradient by each change: the sum of (y_t - W R_t)
+        R_t^T / tau^2 over later rounds.
         """
         weights = self.expected_start(kept.sum(dim=0))
         out, total, entering = torch.empty_like(kept[1:]), torch.zeros_like(kept[0]), torch.zeros_like(kept[0])
@@ -120,7 +120,7 @@ def _inverse(view: TensorObservations, precision: float, prior: float) -> Tensor
 
 
 def projection(sketch: Sketch, power: int = 0, scale: float = 1.0) -> Map:
-    """Return the map x -> scale x R D^power R^T, of rows.
+    """Return the linear map x -> scale x R D^power R^T, applied to rows.
 
     >>> from dbcl.sketch import CountSketch
     >>> sketch, x = CountSketch(4, 2, seed=bytes(32)), torch.arange(4.0)
@@ -138,7 +138,9 @@ def projection(sketch: Sketch, power: int = 0, scale: float = 1.0) -> Map:
     made: dict[torch.dtype, tuple[Tensor, Tensor, Tensor]] = {}
 
     def of_pairs(x: Tensor) -> Tensor:
-        """Apply the map for two inputs in every bucket: it adds to each a multiple of its partner."""
+        """Apply the map for buckets of two inputs: add to each input a multiple of the other input
+        of its bucket.
+        """
         if x.dtype not in made:
             tables = sketch.tables(x)
             one, other = tables.layers

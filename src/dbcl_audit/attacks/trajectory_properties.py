@@ -2,15 +2,15 @@
 
 Reads: client-N and its allies; server, for the victim's lane.
 
-In every round the attacker has gradients of its own examples, with the property and without, and
-knows how much noise is on what it sees of the victim's. The filter that tells the two means apart
-best is
+In every round the attacker computes gradients of its own examples with and without the property. It
+also knows the noise variance of its observations of the victim. The optimal linear filter to
+separate the two means is
 
     w = (Sigma / batch + I)^-1 (mu_with - mu_without)
 
-in coordinates in which that noise is 1. It is computed from inner products of the examples alone.
-What is seen of one round is mixed with what its neighbours did, in a way that the attacker knows,
-so the scores are unmixed at last.
+in coordinates in which the noise has unit variance. The computation uses only inner products of the
+examples. An observation of one round also contains the updates of neighbouring rounds. The mixing
+matrix is known, and the last step inverts it.
 """
 
 from collections.abc import Sequence
@@ -31,14 +31,14 @@ from dbcl_audit.findings import Curve, Finding, Measure
 from dbcl_audit.simulated_run import VICTIM, SimulatedRun
 
 RIDGE = 0.1
-"""Variance of the scores that is not due to the veil, relative to their mean variance."""
+"""Variance of the scores from sources other than the veil, relative to their mean variance."""
 
 
 def group_direction(
     trajectory: Trajectory, index: int, lane: Lane, examples: Examples, holds: NDArray[np.bool_], batch: int
 ) -> dict[str, Tensor]:
-    """Return the direction in which a batch with the property moves W, for a client of a lane;
-    `holds` flags examples.
+    """Return the direction in which a batch with the property moves W, for a client of a lane.
+    `holds` flags the examples with the property.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.attacks.trajectory import Knowledge
@@ -66,12 +66,12 @@ def group_direction(
 
 
 def unmixed_scores(trajectory: Trajectory, directions: Sequence[dict[str, Tensor]]) -> Array:
-    """Estimate the others' step along the direction of each round: <d_t, influence_t>, unmixed over
-    the rounds.
+    """Estimate the other clients' step along the direction of each round: <d_t, influence_t>, with
+    the mixing over rounds inverted.
 
-    Since the influence is K^-1 of the observation, E <d_t, influence_t> = sum_s H_ts x_s for others
-    that went x_s d_s, and its covariance is H, with H_ts = J_ts <d_t, d_s>: so x = (H + ridge)^-1
-    s.
+    The influence is K^-1 times the observation. If the other clients' updates are x_s d_s, then E
+    <d_t, influence_t> = sum_s H_ts x_s, with covariance H and H_ts = J_ts <d_t, d_s>. The estimate
+    is x = (H + ridge)^-1 s.
     """
     count = len(directions)
     mixing, scores = np.zeros((count, count)), np.zeros(count)
@@ -96,10 +96,10 @@ def trajectory_property_findings(
     *,
     seed: int = 0,
 ) -> list[Finding]:
-    """Score the filter of every observed round but the last against the victim's batches.
+    """Score the victim's batches with the filter of every observed round except the last.
 
-    `holds` says which of the attacker's own `examples` have it, and `truth` which of the victim's
-    batches have.
+    `holds` flags the attacker's own `examples` with the property, and `truth` the victim's batches
+    with the property.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.attacks.trajectory import Knowledge

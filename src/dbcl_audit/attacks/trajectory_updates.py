@@ -1,9 +1,10 @@
-"""Estimates of the others' updates from all rounds together, beside the drift alone. Reads:
+"""Estimates of the other clients' updates from all rounds, compared with the drift alone. Reads:
 client-N and its allies.
 
-The drift is the expectation of anyone with similar examples. Only the part of an estimate beyond it
-is about the others, so that every cosine stands beside that of the drift. Sums over many rounds
-have larger cosines than single rounds: noise that is fresh in every round averages out.
+Any party with similar examples can compute the drift. Only the component of an estimate beyond the
+drift reveals information about the other clients; every cosine is therefore reported with the
+cosine of the drift. Sums over many rounds have larger cosines than single rounds, because fresh
+noise averages out.
 """
 
 from collections.abc import Sequence
@@ -21,13 +22,14 @@ from dbcl_audit.numerics import cosine
 from dbcl_audit.scoring import true_change
 
 SUM_LENGTHS = (1, 5, 20, 60)
-"""Numbers of rounds over which updates are added."""
+"""Numbers of rounds over which updates are summed."""
 
 
 def trajectory_update_findings(trajectory: Trajectory, truth: Truth, adversary: str, note: str = "") -> list[Finding]:
-    """Score the smoother with drift, its part beyond the drift, and sums over rounds, by cosines.
+    """Score the smoother with drift, its component beyond the drift, and sums over rounds, by
+    cosines.
 
-    The cosine that counts is that of the tensor in which the estimate is best beyond the drift.
+    The reported tensor is the one with the largest median cosine beyond the drift.
 
     >>> from dbcl_audit.examples import example_batches
     >>> import numpy as np
@@ -95,7 +97,7 @@ class _Cosines:
 
     @property
     def left(self) -> list[float]:
-        """Cosine beyond the drift, by round."""
+        """Cosine of the components beyond the drift, by round."""
         each = zip(self.found, self.true, self.drift, strict=True)
         return [cosine(found - drift, true - drift) for found, true, drift in each]
 
@@ -104,7 +106,9 @@ class _Cosines:
         return float(np.median(self.left))
 
     def sums(self, length: int) -> tuple[list[float], list[float]]:
-        """Return the cosines of sums over `length` rounds: of the estimate, and of the drift."""
+        """Return the cosines of sums over `length` rounds with the true sums: for the estimate, and
+        for the drift.
+        """
         starts = range(0, len(self.true) - length + 1, max(1, length // 4))
         pairs = [[_summed(each, start, length) for each in (self.found, self.drift, self.true)] for start in starts]
         return [cosine(found, true) for found, _, true in pairs], [cosine(drift, true) for _, drift, true in pairs]

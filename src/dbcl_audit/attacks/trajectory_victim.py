@@ -15,9 +15,11 @@ from dbcl_audit.estimators.observations import TensorObservations
 from dbcl_audit.estimators.smoother import known_scales
 
 Stacks = dict[str, Tensor]
-"""For each tensor its values in all rounds."""
+"""Values of each tensor, stacked over all rounds."""
 MAX_HIDDEN_VALUES = 1_000_000
-"""Values of a hidden veil, above which it is not estimated: that would take minutes an image."""
+"""Maximum number of unknown noise values. With more, the noise is not estimated, because the fit
+would take minutes per image.
+"""
 
 
 def likelihood_of(
@@ -26,8 +28,8 @@ def likelihood_of(
     """Return the likelihood of a tensor's broadcasts, given the other client's gradients dL/dW_eff
     in every round.
 
-    `plans` are those that it was sent in all rounds but the last; `start` holds W_0 where it is
-    known.
+    `plans` are the plans sent to the other client in all rounds except the last. `start` holds W_0,
+    if known.
     """
     sketches = [plan.sketches.get(view.name) or Identity(view.dim) for plan in plans]
     maps = [projection(sketch, 1, -setting.local.lr / setting.cohort) for sketch in sketches]
@@ -37,12 +39,12 @@ def likelihood_of(
 class SimulatedVictim:
     """Simulation of the only other client of a run, which trains on the same images in every round.
 
-    Its gradients of all rounds are computed at once, at the effective weights V D R^T of what it
-    was sent. In the attacker's own lane that is what the attacker was sent. In another lane it is
-    (W + N) R with an unknown N; W is as the changes say that are believed at the time, and `hidden`
-    names the tensors whose N R is estimated together with the images, unless it has more than
-    `MAX_HIDDEN_VALUES`; then it is taken for 0. `plans` are the victim's, of all rounds but the
-    last.
+    The gradients of all rounds are computed in one batch, at the effective weights V D R^T of the
+    victim's broadcasts. In the attacker's own lane the broadcasts are known. In another lane a
+    broadcast is (W + N) R with unknown noise N. W is computed from the current estimate of the
+    changes (`believe`). The noise N R of the tensors in `hidden` is estimated together with the
+    images. With more than `MAX_HIDDEN_VALUES` noise values, the noise is assumed to be 0. `plans`
+    are the victim's plans for all rounds except the last.
     """
 
     def __init__(
@@ -81,7 +83,8 @@ class SimulatedVictim:
         return cross_entropy(torch.func.functional_call(self.model, weights, (images,)), labels)
 
     def believe(self, changes: Mapping[str, Tensor]) -> None:
-        """Recompute the broadcasts the victim would have received, given estimated weight changes."""
+        """Recompute the broadcasts the victim would have received, given estimated weight changes.
+        """
         self.sent = {}
         for name, view in self.seen.items():
             likelihood = self.likelihoods[name]
@@ -98,7 +101,7 @@ class SimulatedVictim:
             self.sent[name] = self._effective(name, _stack(guesses))
 
     def noise(self) -> Stacks:
-        """Return zero noise for each hidden tensor, in the space of V."""
+        """Return zero noise for each tensor in `hidden`, in the space of V."""
         found = {}
         for name in self.hidden:
             width = max(sketch.width for sketch in self.sketches[name])
@@ -106,12 +109,14 @@ class SimulatedVictim:
         return found
 
     def changes(self, images: Tensor, labels: Tensor, noise: Mapping[str, Tensor] | None = None) -> Stacks:
-        """Return the summed gradients of every round, as matrices over W's columns."""
+        """Return the summed gradients of every round, as matrices over the columns of W."""
         found = self._gradients(self.held(noise or {}), images.to(self.dtype), labels)
         return {name: self.matrices(name, found[name]) for name in self.likelihoods}
 
     def __call__(self, images: Tensor, labels: Tensor, noise: Mapping[str, Tensor]) -> Tensor:
-        """Return -log p of the broadcasts given images and veil, up to a constant, for autograd."""
+        """Return -log p of the broadcasts given images and noise, up to a constant. Differentiable
+        by autograd.
+        """
         found = self._gradients(self.held(noise), images.to(self.dtype), labels)
         value = torch.zeros((), dtype=torch.float64)
         for name, likelihood in self.likelihoods.items():
@@ -120,7 +125,7 @@ class SimulatedVictim:
         return value
 
     def held(self, noise: Mapping[str, Tensor]) -> Stacks:
-        """Return the effective weights of all rounds under a veil."""
+        """Return the effective weights of all rounds for the given noise."""
         held = dict(self.sent)
         for name, each in noise.items():
             size = self.likelihoods[name].precision ** -0.5 * self.unknown[name].to(self.dtype)
@@ -148,7 +153,7 @@ class SimulatedVictim:
         return self._shaped(name, torch.stack([sketch.expand(V[..., : sketch.width]) for sketch, V in pairs]))
 
     def matrices(self, name: str, stacked: Tensor) -> Tensor:
-        """Reshape a tensor of all rounds to matrices."""
+        """Reshape the values of a tensor in all rounds to matrices."""
         layout = self.layouts.get(name)
         if layout is None or not layout.inputs:
             return stacked.reshape(len(stacked), -1, self.likelihoods[name].view.dim)
@@ -162,7 +167,7 @@ class SimulatedVictim:
 
 
 class _LogLikelihood(torch.autograd.Function):
-    """Tensor's -log p as a function of its changes, with its gradient."""
+    """Negative log-likelihood of a tensor as a function of its changes, with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, changes: Tensor, likelihood: TensorLikelihood) -> Tensor:
@@ -182,6 +187,6 @@ def _stack(matrices: Sequence[Tensor]) -> Tensor:
 
 
 def _shows(held: Sketch, asked: Sketch) -> bool:
-    """Return True if a sketch preserves the range of another."""
+    """Return True if `held` preserves the range of `asked`."""
     probe = asked.lift(torch.linspace(1, 2, asked.width, dtype=torch.float64))
     return bool(torch.allclose(held.lift(held.apply(probe)), probe))

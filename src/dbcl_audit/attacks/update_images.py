@@ -1,9 +1,9 @@
-"""Recovery of a client's few images from one update of several local steps, by replaying its
+"""Recovery of a client's few images from one update of several local steps, by replaying the
 training.
 
-Reads no transcript: one client's update, which the server has without secure aggregation, and its
-broadcast. For a client with a dense first layer and many images `span.py` finds more; this attack
-is for any network and few images.
+Reads no transcript. The inputs are one client's update, which the server receives without secure
+aggregation, and the client's broadcast. `span.py` recovers more from clients with many images and a
+dense first layer. This attack applies to any network and few images.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,11 @@ from dbcl_audit.context import OnProgress
 from dbcl_audit.findings import Finding
 
 COSINE = Matching("cosine", steps=300, restarts=1, tv=1e-2)
-"""For networks with ReLU, whose gradients jump: L-BFGS gets stuck there."""
+"""Settings for networks with ReLU, whose gradients are discontinuous; L-BFGS does not converge on
+them.
+"""
 L2 = Matching("l2", steps=300, restarts=1, tv=1e-3)
-"""For smooth networks, on which it is far more exact."""
+"""Settings for smooth networks, which this objective recovers more exactly."""
 
 
 def recover_from_update(
@@ -41,11 +43,11 @@ def recover_from_update(
     reader: LabelReader | None = None,
     seed: int = 0,
 ) -> Recovered:
-    """Find the images whose replayed training changes the model as the update says.
+    """Find the images whose replayed training reproduces the update.
 
-    All `settings` are tried, and that whose images come nearest is kept. With a `reader` the labels
-    of two images or more are what it reads; a single one is plain to see in the output layer's
-    gradient.
+    All `settings` are tried, and the result with the smallest error is returned. For two or more
+    images, the labels come from `reader`, if given. The label of a single image follows from the
+    output layer's gradient.
 
     >>> import numpy as np
     >>> from dbcl import Server, SketchConfig, make_update
@@ -77,7 +79,9 @@ def recover_from_update(
 
 
 def _misfit(model: nn.Module, target: dict[str, Tensor], steps: LocalSteps, found: Recovered) -> float:
-    """Return |g - g*|^2 of the replayed training, with each tensor in units of its own size."""
+    """Return the squared error |g - g*|^2 of the replayed training, relative to the norm of each
+    tensor.
+    """
     replayed = steps.mean_gradient(model, found.images, found.labels)
     parts = [
         (replayed[name].detach() - wanted).square().sum() / wanted.square().sum()
@@ -97,10 +101,10 @@ def update_image_findings(
     reader: LabelReader | None = None,
     tell: OnProgress = lambda text: None,
 ) -> list[Finding]:
-    """Recover clients' images from one update of each, by `recover_from_update`, and measure them
-    over all images.
+    """Recover clients' images from one update each with `recover_from_update`, and measure the
+    quality over all images.
 
-    `rows` of the updates are those of the dataset's training images.
+    The `rows` of an update are indices of the dataset's training images.
 
     >>> import numpy as np
     >>> from dbcl import Server, data, make_update
@@ -134,7 +138,9 @@ def update_image_findings(
 
 
 def _in_order(found: Recovered, truth: Tensor, box: tuple[float, float]) -> list[Recovered]:
-    """Split a recovered batch into single images, in the order of the nearest true ones."""
+    """Split a recovered batch into single images, in the order of the true images that they are
+    paired with.
+    """
     paired = image_quality.pair(found.images, truth, box)
     order = [next(n for n, image in enumerate(found.images) if torch.equal(image, one)) for one in paired]
     return [

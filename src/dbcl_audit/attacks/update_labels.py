@@ -1,10 +1,10 @@
 """Inference of the label counts of a client's shard from one update of several local steps.
 
-Reads no transcript: one client's update, which the server has without secure aggregation, and its
-broadcast. The bias of the output layer changes by -lr times the sum over steps of mean(p_c) - n_c /
-batch. The probabilities p move with every step, so the server plays the client: it trains the model
-that it sent on shards of its own examples with known counts, and learns from these updates to read
-the counts of others.
+Reads no transcript. The inputs are one client's update, which the server receives without secure
+aggregation, and the client's broadcast. The bias of the output layer changes by -lr times the sum
+over steps of mean(p_c) - n_c / batch. The probabilities p change with every step. The server
+therefore simulates clients: it trains the broadcast model on shards of its own examples with known
+label counts, and fits a regression from updates to label counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,11 @@ Counts = NDArray[np.int64]
 
 
 class Answered(NamedTuple):
-    """Broadcast and update of a client; `rows` are its examples, for measuring only."""
+    """Broadcast a client received and the update it returned.
+
+    `rows` holds the indices of the client's training examples (ground truth, used only to score the
+    attack).
+    """
 
     broadcast: Broadcast
     tensors: Mapping[str, Tensor]
@@ -41,12 +45,18 @@ class Answered(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LabelReader:
-    """Regression of label counts on updates, trained on `simulations` updates of the server's own.
+    """Regression from updates to label counts, trained on simulated updates.
 
-    `own` are examples of the server's, with their labels. Half of the simulations are of shards
-    whose shares of labels are spread evenly over all shares (Dirichlet 1); the others are near the
-    first estimate. The regression sees the change of the output layer and, for a dense first layer,
-    how much of each class lies in the span of its change.
+    Half of the simulated shards have label shares drawn uniformly (Dirichlet 1). The other half are
+    drawn around the first estimate. The features are the change of the output layer and, for a
+    dense first layer, the energy of each class in the row space of its change.
+
+    Args:
+        template: network of the run.
+        training: local training of the clients.
+        own: examples of the server, with their labels.
+        simulations: number of simulated updates.
+        seed: seed of the simulated shards.
 
     >>> from dbcl import Server, SketchConfig
     >>> x, y = torch.eye(3).repeat(8, 1), torch.arange(3).repeat(8)
@@ -76,7 +86,9 @@ class LabelReader:
             )
 
     def counts(self, broadcast: Broadcast, tensors: Mapping[str, Tensor], examples: int) -> Counts:
-        """Return how many of a client's `examples` have each label, from its update `tensors`."""
+        """Return the number of a client's `examples` with each label, estimated from its update
+        `tensors`.
+        """
         if not _finite(tensors):
             raise ConfigError("the update holds values that are not finite, and no label can be read from it")
         rng = np.random.default_rng(self.seed)
@@ -97,7 +109,7 @@ class LabelReader:
         return _whole(_regressed(simulated, known, seen), examples)
 
     def _update(self, broadcast: Broadcast, rows: NDArray[np.int64], rng: np.random.Generator) -> dict[str, Tensor]:
-        """Return the update of a client with these examples of the server's."""
+        """Return the update of a simulated client with these rows of the server's examples."""
         local = blinded(self.template, broadcast)
         examples = tuple(part[rows] for part in self.own)
         self.training.train(local, examples, seed=rng.bytes(32), round=broadcast.round, client=0)
@@ -105,12 +117,12 @@ class LabelReader:
 
 
 class ClassEnergies:
-    """Energy of each class in the row space of an update: the mean of |P c|^2 / |c|^2 over its
-    examples.
+    """Energy of each class in the row space of an update: the mean of |P c|^2 / |c|^2 over the
+    class's examples.
 
-    P projects onto the row space, in the metric of `span_scores`. Each example that a client has
-    adds one direction to that space, however little it changed the model, and examples of its class
-    lie nearer to it than others.
+    P projects onto the row space, in the metric of `span_scores`. Each of a client's examples adds
+    one direction to the row space, even if the example changed the model little. Examples of the
+    same class have larger projections than examples of other classes.
 
     >>> from dbcl import Server, SketchConfig
     >>> broadcast = Server(nn.Linear(4, 8), SketchConfig(sketch="identity-v1")).open_round()
@@ -133,7 +145,8 @@ class ClassEnergies:
         self.c = np.split(c, np.cumsum([len(each) for each in examples])[:-1])
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> Array:
-        """Return the energy of each class in an update; zeros if its first layer did not change."""
+        """Return the energy of each class in an update, or zeros if the first layer did not change.
+        """
         change = first_layer_change(self.broadcast, tensors, self.shape)
         assert change is not None
         if not change.bias.any():
@@ -147,7 +160,8 @@ class ClassEnergies:
 
 @dataclass(frozen=True, eq=False)
 class _Look:
-    """Features of an update, and the server's examples of each class from which shards are drawn."""
+    """Features of an update, and the server's examples of each class, from which shards are drawn.
+    """
 
     output: Sequence[str]
     energies: ClassEnergies | None
@@ -173,8 +187,8 @@ class _Look:
         return len(self.pools)
 
     def shard(self, counts: Counts, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Draw `counts` examples of each class, with repetition if there are too few; of an empty
-        class, those of others.
+        """Draw `counts` examples of each class, with replacement if there are too few. A class
+        without examples is replaced by other classes.
         """
         every = np.concatenate(self.pools)
         pools = [pool if len(pool) else every for pool in self.pools]
@@ -182,13 +196,13 @@ class _Look:
         return np.concatenate(drawn)
 
     def features(self, tensors: Mapping[str, Tensor]) -> list[Array]:
-        """Return groups of features of equal weight."""
+        """Return groups of features. The groups have equal weight in the regression."""
         groups = [tensors[name].detach().cpu().double().flatten().numpy() for name in self.output]
         return groups if self.energies is None else [*groups, self.energies(tensors)]
 
 
 def _regressed(simulated: Sequence[Sequence[Array]], known: Sequence[Counts], seen: Sequence[Array]) -> Array:
-    """Predict the counts of an update by ridge regression, with the penalty of the best
+    """Predict the label counts by ridge regression, with the penalty that minimises the
     leave-one-out error.
     """
     if len(simulated) < 2:
@@ -213,7 +227,7 @@ def _finite(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _whole(estimate: Array, examples: int) -> Counts:
-    """Round an estimate to the nearest counts with the sum `examples`."""
+    """Round an estimate to the nearest integer counts with sum `examples`."""
     counts = np.zeros(len(estimate), dtype=np.int64)
     for _ in range(examples):
         counts[int(np.argmax(estimate - counts))] += 1
@@ -221,7 +235,7 @@ def _whole(estimate: Array, examples: int) -> Counts:
 
 
 def named_correctly(guessed: Counts, true: Counts) -> float:
-    """Share of examples whose labels a guess names, in any order: sum of min(guessed, true) /
+    """Fraction of correctly guessed labels, regardless of order: sum of min(guessed, true) /
     examples.
 
     >>> named_correctly(np.array([2, 2, 0]), np.array([1, 2, 1]))
@@ -231,10 +245,10 @@ def named_correctly(guessed: Counts, true: Counts) -> float:
 
 
 def update_label_findings(updates: Sequence[Answered], labels: Tensor, reader: LabelReader) -> list[Finding]:
-    """Infer the label counts of clients as the server, from one update of each.
+    """Infer the label counts of clients as the server, from one update each.
 
-    `labels` are those of all examples. Counts are compared by `named_correctly`, and guessing is to
-    name every label equally often.
+    `labels` holds the labels of all examples. Counts are compared by `named_correctly`. The chance
+    level is the score of equal counts for all labels.
 
     >>> from dbcl import Server, SketchConfig
     >>> x, y = torch.eye(3).repeat(8, 1), torch.arange(3).repeat(8)

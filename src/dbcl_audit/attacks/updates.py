@@ -1,5 +1,5 @@
-"""Estimates of the others' updates, by every estimator. Reads: client-N, simulated or in the run
-itself.
+"""Estimates of the other clients' updates by every estimator. Reads: client-N, simulated or of the
+run itself.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,8 +21,8 @@ from dbcl_audit.findings import Curve, Finding, Measure
 from dbcl_audit.scoring import Scores, score
 
 MIN_ENTRIES_FOR_COSINE = 8
-"""Smallest number of entries of a tensor that is scored by its cosine: in few dimensions chance
-cosines are large.
+"""Minimum number of entries of a tensor that is scored by cosine. In few dimensions, random cosines
+are large.
 """
 
 ESTIMATORS: dict[str, tuple[str, Callable[[TensorObservations, float], list[Tensor]]]] = {
@@ -36,8 +36,8 @@ ESTIMATORS: dict[str, tuple[str, Callable[[TensorObservations, float], list[Tens
     ),
     "shaped smoother": ("adaptive", lambda view, veil: shaped_smoother(view, known_scales(view, veil))),
 }
-"""By name the kind of attacker that uses it, and the estimator: a function of observations and the
-veil's size.
+"""For each estimator name, the type of attacker and the estimator, a function of the observations
+and the relative veil size.
 """
 
 
@@ -48,7 +48,7 @@ def estimates(
     *,
     allies: Sequence[Transcript] = (),
 ) -> dict[str, Changes]:
-    """Run estimators on every tensor that a client saw, alone or together with `allies`.
+    """Run estimators on every tensor that a client observed, alone or together with `allies`.
 
     >>> from dbcl_audit.examples import example_batches
     >>> played = example_batches("paper", model="dlg-lenet")
@@ -75,10 +75,11 @@ def update_findings(
     min_lag: int = MIN_LAG,
     allies: Sequence[Transcript] = (),
 ) -> list[Finding]:
-    """Score estimates of the others' updates: the median cosine over the rounds, of the worst
-    tensor.
+    """Score estimates of the other clients' updates: the median cosine over the rounds, for the
+    worst tensor.
 
-    Sketched and unprotected tensors have separate findings: unprotected tensors need no attack.
+    Sketched and unprotected tensors have separate findings, because reading unprotected tensors
+    needs no attack.
 
     >>> from dbcl_audit.examples import example_batches
     >>> played = example_batches("paper", model="dlg-lenet")
@@ -138,7 +139,7 @@ def scored_updates(
     context: AuditContext,
     allies: Sequence[Transcript] = (),
 ) -> list[Finding]:
-    """Return `update_findings` with the number of rounds that each was scored on."""
+    """Return `update_findings` with the number of scored rounds added to each finding's budget."""
     min_lag = min(context.effort.min_lag, len(transcript) // 2)
     every = len(transcript) - 1  # from each observed round to the next
     scored = sum(lag >= min_lag for lag in range(1, every + 1))
@@ -150,7 +151,8 @@ def scored_updates(
 
 
 def audit_recording(folder: Path, context: AuditContext) -> list[Finding]:
-    """Estimate the others' updates from a recorded transcript of a client of the run itself."""
+    """Estimate the other clients' updates from a recorded transcript of a client of the run itself.
+    """
     transcript = Transcript(folder)
     found = estimates(transcript, context.effort.estimators, context.tell)
     each = scored_updates(transcript, Truth(folder.parent), found, context)
@@ -158,13 +160,13 @@ def audit_recording(folder: Path, context: AuditContext) -> list[Finding]:
 
 
 def recording_steps(context: AuditContext) -> int:
-    """Expected steps of `audit_recording`."""
+    """Expected progress steps of `audit_recording`."""
     return 2 * len(context.effort.estimators) * context.tensors
 
 
 def others_update_lifted(changes: Changes, index: int, cohort: int) -> dict[str, Tensor]:
-    """Return an estimate of the others' average update in W's space, as matrices; `index` counts
-    the observed rounds.
+    """Return an estimate of the other clients' average update in the space of W, as matrices.
+    `index` counts the observed rounds.
 
     >>> import torch
     >>> others_update_lifted({"w": [torch.ones(1, 2)]}, 0, cohort=2)

@@ -1,13 +1,13 @@
-"""The victim's lane as an attacker knows it: the victim's broadcast, and the other clients of that
-lane.
+"""Attacker's knowledge of the victim's lane: the victim's broadcast, and the number of other
+clients in the lane.
 
 Reads: server, for the victim's plan; client-0 and its allies.
 
-A client of another lane does not hold what the victim was sent, V_k = (W + N) R_k. It knows R_k and
-estimates the rest: W by a smoother over all rounds, corrected by what it saw itself, W_hat + (V -
-W_hat R) R^T. Who is in which lane no client is told. An auditor gives the attacker the plan of the
-victim's lane, and how many others were in it: the worst case, as an attacker could try one lane
-after another.
+A client of another lane does not receive the victim's broadcast V_k = (W + N) R_k. It knows R_k and
+estimates W with a smoother over all rounds, corrected by its own observation: W_hat + (V - W_hat R)
+R^T. Clients are not told the lanes of other clients. The auditor gives the attacker the plan of the
+victim's lane and the number of other clients in it. This is the worst case, because an attacker
+could also try all lanes in turn.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,18 +23,20 @@ from dbcl_audit.estimators.smoother import known_scales, smoother
 from dbcl_audit.simulated_run import VICTIM, SimulatedRun
 
 Changes = dict[str, list[Tensor]]
-"""For each tensor the estimated changes from each seen round to the next, as matrices over W's
-columns.
+"""Estimated changes of each tensor between successive observed rounds, as matrices over the columns
+of W.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class VictimsRound:
-    """One round of the victim as an attacker knows it.
+    """One round of the victim, as far as an attacker knows it.
 
-    `broadcast` is what the victim was sent, or an estimate of it. The updates of `others` clients
-    are in the change of a tensor that is not sketched, and those of `in_lane` clients in what the
-    victim's sketch shows of one that is.
+    Args:
+        broadcast: the victim's broadcast, or an estimate of it.
+        others: number of clients whose updates enter the change of an unsketched tensor.
+        in_lane: number of clients whose updates enter the change of a sketched tensor, as seen
+            through the victim's sketch.
 
     >>> import dbcl, torch
     >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
@@ -48,14 +50,14 @@ class VictimsRound:
     in_lane: int
 
     def crowd(self, name: str) -> int:
-        """Number of clients in the observed sum of a tensor."""
+        """Return the number of clients in the observed sum of a tensor."""
         return self.in_lane if name in self.broadcast.plan.sketches else self.others
 
     def others_sum(self, changes: Mapping[str, Sequence[Tensor]], index: int, cohort: int) -> dict[str, Tensor]:
-        """Return the estimated sum of the others' updates in the space of the victim's V, as
+        """Return the estimated sum of the other clients' updates in the space of the victim's V, as
         matrices.
 
-        `index` counts the rounds that the attacker saw.
+        `index` counts the rounds that the attacker observed.
 
         >>> import dbcl, torch
         >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
@@ -72,7 +74,8 @@ class VictimsRound:
         return found
 
     def others_update(self, changes: Mapping[str, Sequence[Tensor]], index: int, cohort: int) -> dict[str, Tensor]:
-        """Return the others' average update in the victim's lane; of one other client, its update.
+        """Return the average update of the other clients in the victim's lane. With one other
+        client, this is its update.
 
         >>> import dbcl, torch
         >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
@@ -86,9 +89,10 @@ class VictimsRound:
 def victims_rounds(
     simulated: SimulatedRun, seen: Mapping[str, TensorObservations], found: Mapping[str, Changes], rounds: Sequence[int]
 ) -> list[VictimsRound]:
-    """Return the victim's rounds: exact in a lane of the attacker or its allies, else estimated.
+    """Return the victim's rounds: exact in a lane of the attacker or its allies, otherwise
+    estimated.
 
-    The estimate of W is that of a smoother in `found`, or is made here.
+    W is estimated by a smoother from `found`, if there is one, or by a new smoother.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.estimators.observations import tensor_observations
@@ -115,7 +119,7 @@ def victims_rounds(
 
 
 class _Weights:
-    """Expected W before a round, by a smoother; rounds must be requested in rising order."""
+    """Expected W before a round, from a smoother. Rounds must be requested in ascending order."""
 
     def __init__(self, seen: Mapping[str, TensorObservations], found: Mapping[str, Changes], veil: float) -> None:
         smoothed = (each for each in found.values() if all(isinstance(one, Smoothed) for one in each.values()))
@@ -138,7 +142,7 @@ class _Weights:
 def _estimated(
     own: Broadcast, plan: RoundPlan, seen: Mapping[str, TensorObservations], weights: _Weights, round: int
 ) -> Broadcast:
-    """Estimate the victim's broadcast: shared tensors as received, and sketched ones from the
+    """Estimate the victim's broadcast: unsketched tensors as received, sketched tensors from the
     estimate of W.
     """
     tensors = dict(own.tensors)
