@@ -1,14 +1,14 @@
-"""Canaries: an empirical measurement of a run's guarantee, by the best test for known
+"""Canaries: empirical measurement of a run's privacy guarantee, by the optimal test for known
 contributions.
 
-The server shows S_t = W_t + N_t with W_(t+1) - W_0 = (A g)_t and N_(t+1) = (A C^-1 z)_t
-(`dbcl.privacy.factorization`). So an observer of all of S can compute C A^-1 (S - W_0) = C g + z.
-The theorem lets the attacker know all other updates; without them C g is the canary's contribution
-alone, C x in its own direction. The best test for it is a matched filter: its score is normal with
-mean mu where the canary took part and with mean 0 where it did not.
+The server releases S_t = W_t + N_t, where W_(t+1) - W_0 = (A g)_t and N_(t+1) = (A C^-1 z)_t
+(`dbcl.privacy.factorization`). An observer of all S can therefore compute C A^-1 (S - W_0) = C g +
+z. The guarantee assumes that the attacker knows all other updates. After subtracting these, C g is
+the canary's contribution alone: C x in the canary's direction. The optimal test is a matched
+filter. Its score is normal, with mean mu if the canary took part and mean 0 otherwise.
 
-One run measures mu: many canaries take part at once, in orthogonal directions, and as many unused
-directions show the distribution of scores by chance (Andrew et al., arXiv 2302.03098).
+One run measures mu: many canaries take part at once in orthogonal directions, and as many unused
+directions give the null distribution of the scores (Andrew et al., arXiv 2302.03098).
 
 Longer than 350 lines, because `Canaries` is a whole server for engines.
 """
@@ -38,29 +38,39 @@ from dbcl_audit.estimators.covariance import cholesky, solve
 Vector = NDArray[np.float64]
 
 MAX_VALUES = 100_000_000
-"""Largest number of float32 values of all directions together: 400 MB."""
+"""Maximum number of float32 values of all directions together (400 MB)."""
 COLUMNS_PER_BLOCK = 2**16
-"""Values of each direction that are orthogonalised at once."""
+"""Number of columns of the directions that are orthogonalised at once."""
 MIN_CANARIES, MAX_CANARIES = 20, 500
-"""Fewer canaries give no useful interval; more are not needed."""
+"""Minimum and maximum default number of canaries. Fewer give no useful interval; more are not
+needed.
+"""
 EXCESS_NORM = 3.0
-"""Factor by which canaries exceed the clip, where the server clips."""
+"""Factor by which a canary's update exceeds the clip, if the server clips."""
 ROUNDING = 1e-3
 """Relative rounding error of the norm of an example's contribution, in float32."""
 MIN_DIVISOR = 1e-300
-"""Divisor in place of 0, where canaries left no trace."""
+"""Smallest divisor; replaces 0 if canaries have no measurable effect."""
 Z_95, Z_999 = 1.96, 3.09
-"""Standard errors to either end of a 95 % interval, and those that one sound run in a thousand
+"""Number of standard errors of a 95 % interval, and of a limit that one valid run in a thousand
 exceeds.
 """
 
 
 @dataclass(frozen=True)
 class CanaryEstimate:
-    """Scores of canaries and of unused directions, and the epsilon that follows from them.
+    """Scores of canaries and of unused directions, and the resulting estimate of epsilon.
 
-    `stated` is what the plan says of the `rounds` that were played, in which each canary had so
-    many `turns`.
+    Args:
+        seen: scores of the canaries.
+        unseen: scores of the unused directions.
+        stated: guarantee stated by the plan for the completed `rounds`.
+        rounds: number of completed rounds.
+        turns: number of rounds in which each canary took part.
+        largest: largest contribution of one example relative to the planned clip, if an example is
+            the privacy unit.
+        quiet: clients that add less noise than planned, if clients add the noise.
+        expected: expected mu of these canaries under the planned noise; 0 if unknown.
 
     >>> stated = Spent(mu=1.0, epsilon=4.38, delta=1e-5)
     >>> found = CanaryEstimate(seen=(0.0, 1.0, 2.0), unseen=(-1.0, 0.0, 1.0), stated=stated, rounds=9, turns=3)
@@ -74,23 +84,27 @@ class CanaryEstimate:
     rounds: int
     turns: int
     largest: float = 0.0
-    """Largest contribution of one example, if that is the unit, relative to the planned clip."""
+    """Largest contribution of one example relative to the planned clip, if an example is the
+    privacy unit.
+    """
     quiet: tuple[str, ...] = ()
-    """Clients that add less noise than planned, if clients add it."""
+    """Clients that add less noise than planned, if clients add the noise."""
     expected: float = 0.0
-    """Mu that these canaries reach if the noise is that of the plan and no larger; 0 if unknown."""
+    """Expected mu of these canaries if the noise has exactly the planned variance; 0 if unknown."""
 
     @cached_property
     def mu(self) -> float:
-        """Difference of the mean scores, in standard deviations of those of unused directions."""
+        """Difference of the mean scores, in standard deviations of the unused directions' scores.
+        """
         return float((np.mean(self.seen) - np.mean(self.unseen)) / np.std(self.unseen, ddof=1))
 
     @cached_property
     def mu_error(self) -> float:
-        """Standard error of mu, to first order: of both means, and of the standard deviation.
+        """Standard error of mu, to first order, from the errors of both means and of the standard
+        deviation.
 
-        With m canaries, n unused directions and s the ratio of their standard deviations it is the
-        root of s^2 / m + 1 / n + mu^2 / (2 (n - 1)).
+        With m canaries, n unused directions and ratio s of their standard deviations, the standard
+        error is the square root of s^2 / m + 1 / n + mu^2 / (2 (n - 1)).
         """
         ratio = np.var(self.seen, ddof=1) / np.var(self.unseen, ddof=1)
         m, n = len(self.seen), len(self.unseen)
@@ -108,7 +122,7 @@ class CanaryEstimate:
 
     @cached_property
     def epsilon_interval(self) -> tuple[float, float]:
-        """Epsilon at both ends of mu's interval: it grows with mu."""
+        """Epsilon at both ends of the interval of mu. Epsilon increases with mu."""
         low, high = (epsilon_of(end, self.stated.delta) for end in self.mu_interval)
         return low, high
 
@@ -126,7 +140,7 @@ class CanaryEstimate:
 
     @staticmethod
     def _placed(scores: Sequence[float], others: Sequence[float]) -> Vector:
-        """Return the share of the other scores below each score; an equal one counts half."""
+        """Return for each score the fraction of `others` below it; ties count half."""
         ordered = np.sort(others)
         below, within = np.searchsorted(ordered, scores), np.searchsorted(ordered, scores, side="right")
         placed: Vector = (below + within) / (2 * len(ordered))
@@ -134,31 +148,30 @@ class CanaryEstimate:
 
     @property
     def auc_bound(self) -> float:
-        """Phi(mu / sqrt 2): the AUC that the stated mu allows, and that the best test reaches."""
+        """Phi(mu / sqrt 2): the maximum AUC under the stated mu, attained by the optimal test."""
         return 0.5 * math.erfc(-self.stated.mu / 2)
 
     @property
     def holds(self) -> bool:
-        """True unless mu exceeds the stated one by more than chance allows in one sound run of a
-        thousand.
+        """True unless mu exceeds the stated mu by more than one valid run in a thousand would.
 
-        That an example contributes more than the clip, or a client adds too little noise, is no
-        chance.
+        Also False if an example contributes more than the clip or a client adds too little noise,
+        because neither is random.
         """
         return self.largest <= 1 + ROUNDING and not self.quiet and self.mu - Z_999 * self.mu_error <= self.stated.mu
 
     @property
     def reached(self) -> bool:
-        """True unless mu is below the expected one by more than chance allows in one sound run of a
-        thousand.
+        """True unless mu is below the expected mu by more than one valid run in a thousand would
+        be.
 
-        Otherwise the noise is not that of the plan, or the measurement does not see the canaries.
+        If False, the noise differs from the plan, or the measurement does not detect the canaries.
         """
         return self.mu + Z_999 * self.mu_error >= self.expected
 
 
 class ForwardingServer:
-    """Server for engines that forwards everything to another server; a subclass adds canaries.
+    """Server for engines that forwards every call to another server. Subclasses add canaries.
 
     >>> import dbcl
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-3, clip=0.5, rounds=6, clients=8, cohort=4)
@@ -184,15 +197,15 @@ class ForwardingServer:
 
     @property
     def traffic(self) -> tuple[int, int] | None:
-        """Bytes of the last round besides broadcasts and updates."""
+        """Bytes of the last round in addition to broadcasts and updates."""
         return self.server.traffic
 
     def open_round(self, client: str | int | None = None) -> Broadcast:
-        """Return a client's broadcast of the round."""
+        """Return a client's broadcast for the current round."""
         return self.server.open_round(client)
 
     def prepare(self) -> None:
-        """Precompute randomness of the next round."""
+        """Precompute the randomness of the next round."""
         self.server.prepare()
 
     def close_round(self, updates: Updates) -> RoundReport:
@@ -200,29 +213,38 @@ class ForwardingServer:
         return self.server.close_round(updates)
 
     def sums(self) -> Mapping[str, Update]:
-        """Return the sums of the last round, for a server that sees only sums."""
+        """Return the sums of the last round, for a server that receives only sums."""
         return self.server.sums()
 
 
 class Canaries(ForwardingServer):
-    """Server for engines that adds canaries: forwards the clients' updates to `server`, with the
-    canaries' updates.
+    """Server for engines that forwards the clients' updates to `server` and adds the updates of
+    canaries.
 
-    `plan` is the guarantee that is measured, `server.privacy`. A canary contributes what is worst
-    for it: a direction of its own at the full length, in rounds 0, b, 2b, ... Where one client is
-    the unit, each of them is a client of the server's, and a malicious one: its update is too long
-    by a factor of 3, counts for twice the examples that may count, and it tries to come back a
-    round early; the validator and the participation tracker must stop it. Where one example is the
-    unit, one more client sends the sum of what all canaries add, each with the norm that
-    `contribution` gives for a broadcast: what the clients' own code lets a real extreme example
-    contribute (`extreme_examples`). Its direction is exchanged for one of the canary's own, which
-    changes nothing in isotropic noise. Without `contribution` the norm is `plan.clip`, and only the
-    server's part is measured.
+    A canary makes the worst-case contribution: a direction of its own with the maximum norm, in
+    rounds 0, b, 2b, ...
 
-    The directions are orthonormal, of all tensors together; in a run with a sketch, of those that
-    are not sketched. Of each round only products with them are kept. `count` canaries take part, by
-    default as many as MAX_VALUES allows; as many directions again stay unused, and half as
-    many show how the noise is correlated over rounds.
+    If the privacy unit is one client, each canary is a malicious client of the server. Its update
+    exceeds the clip by a factor of 3, states twice the permitted number of examples, and is also
+    sent one round too early. Update validation and participation tracking must prevent all of this.
+
+    If the privacy unit is one example, one additional client sends the sum of all canaries'
+    contributions. Each has the norm that `contribution` returns for a broadcast: the largest norm
+    that the clients' own code permits for a real extreme example (`extreme_examples`). The
+    example's direction is replaced by the canary's direction, which makes no difference under
+    isotropic noise. Without `contribution` the norm is `plan.clip`, and only the server's part is
+    measured.
+
+    The directions are orthonormal vectors over all unsketched tensors. Only their inner products
+    with the noisy weights of each round are stored.
+
+    Args:
+        server: server of the run.
+        plan: guarantee to measure, `server.privacy`.
+        count: number of canaries; by default as many as `MAX_VALUES` allows. As many directions
+            stay unused, and half as many estimate the noise covariance over rounds.
+        seed: seed of the directions.
+        contribution: norm of an example's contribution, given the broadcast.
 
     >>> import copy, dbcl
     >>> from dbcl.engines import LocalEngine, LocalTraining
@@ -257,8 +279,8 @@ class Canaries(ForwardingServer):
             raise AuditError(f"canaries take part from round 0 on, and round {server.round} is next")
         super().__init__(server, plan)
         self.largest = 0.0
-        """The largest contribution of an example so far, relative to the planned clip: above 1
-        clients do not clip.
+        """Largest contribution of an example so far, relative to the planned clip. A value above 1
+        shows that clients do not clip.
         """
         self._contribution = contribution or (lambda broadcast: plan.clip)
         weights = server.weights()
@@ -279,7 +301,7 @@ class Canaries(ForwardingServer):
 
     @torch.no_grad()
     def close_round(self, updates: Updates) -> RoundReport:
-        """Close the round with the canaries' updates among the others, and record the next noisy
+        """Close the round with the canaries' and the clients' updates, and record the next noisy
         weights.
         """
         if not isinstance(updates, Mapping):
@@ -296,7 +318,7 @@ class Canaries(ForwardingServer):
         return report
 
     def estimate(self) -> CanaryEstimate:
-        """Estimate mu from the rounds so far, beside the stated one."""
+        """Estimate mu from the completed rounds, together with the stated guarantee."""
         rounds, turns = len(self._used), sum(self._used)
         if not turns:
             raise AuditError("no canary has taken part yet")
@@ -320,7 +342,9 @@ class Canaries(ForwardingServer):
         )
 
     def _due(self) -> bool:
-        """Return True if canaries send updates in this round; clients also try one round too early."""
+        """Return True if canaries send updates in this round. Canaries that are clients also try
+        one round too early.
+        """
         turns = [round for round, used in enumerate(self._used) if used]
         if self.privacy.unit == "example":
             return self.round % self.privacy.separation == 0
@@ -328,7 +352,7 @@ class Canaries(ForwardingServer):
         return since in (self.privacy.separation - 1, self.privacy.separation)
 
     def _sent(self) -> dict[str, Update]:
-        """Return the canaries' updates of a round, by sender."""
+        """Return the canaries' updates for the current round, by sender."""
         plan, rows = self.privacy, self._directions[: self.count]
         if plan.unit == "example":
             reached = self._contribution(self.server.open_round("canaries"))
@@ -352,8 +376,8 @@ class Canaries(ForwardingServer):
         return Update(broadcast.round, broadcast.plan.digest, tensors, examples)
 
     def _average(self, updates: Mapping[str, Any], refused: Sequence[str]) -> Tensor:
-        """Return the contribution of the other clients to the round's average, as the validator
-        accepts it.
+        """Return the other clients' contribution to the round's average, after validation and
+        clipping.
         """
         plan, like = self.privacy, self.server.weights()
         like = {name: like[name].detach() for name in self._shapes}
@@ -389,7 +413,7 @@ def default_count(dim: int) -> int:
 
 
 def orthonormal(count: int, like: Tensor, seed: int) -> Tensor:
-    """Draw orthonormal random directions on the device of `like`. (count, dim)"""
+    """Draw orthonormal random directions, shape (count, dim), on the device of `like`."""
     generator = torch.Generator(like.device).manual_seed(seed)
     drawn = torch.randn(count, len(like), generator=generator, device=like.device)
     root = cholesky((drawn @ drawn.T).double()).to(drawn)
@@ -399,10 +423,11 @@ def orthonormal(count: int, like: Tensor, seed: int) -> Tensor:
 
 
 def matched_filter(signal: Vector, noise: Vector) -> Vector:
-    """Return the unit matched filter for a signal, given samples of the noise. (rounds, samples)
+    """Return the unit matched filter for a signal, given noise samples with shape (rounds,
+    samples).
 
-    Noise that is white, as it should be, gives the signal itself: covariances are shrunk to what
-    chance cannot explain.
+    Covariances are shrunk to the part that sampling error cannot explain. For white noise, as
+    planned, the filter is the normalised signal.
     """
     samples = noise.shape[1]
     sizes = np.sqrt(np.mean(noise**2, axis=1))
@@ -416,14 +441,14 @@ def matched_filter(signal: Vector, noise: Vector) -> Vector:
 
 
 def lower_triangular(column: Vector) -> Vector:
-    """Return the lower triangular Toeplitz matrix with this first column."""
+    """Return the lower triangular Toeplitz matrix with the given first column."""
     whole: Vector = toeplitz(column, np.zeros_like(column))
     return whole
 
 
 def _together(updates: Mapping[str, Any], canaries: Mapping[str, Update]) -> Mapping[str, Any]:
-    """Join all updates of a round; a stack stays a stack if the canaries' tensors have the same
-    shapes and dtypes.
+    """Join the clients' and the canaries' updates. A stack stays a stack if all shapes, dtypes and
+    devices match.
     """
     if not isinstance(updates, UpdateStack):
         return {**updates, **canaries}

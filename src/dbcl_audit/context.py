@@ -1,4 +1,4 @@
-"""State shared by the parts of an audit: the run, scratch space, the effort, and the progress
+"""State shared by the parts of an audit: the run, a scratch folder, the effort, and the progress
 count.
 """
 
@@ -12,15 +12,25 @@ from dbcl.simulation.task import Task
 from dbcl_audit.effort import AuditEffort
 
 OnProgress = Callable[[str], None]
-"""Called with a line about the work in progress."""
+"""Callback for a progress message."""
 
 
 @dataclass(frozen=True)
 class AuditContext:
     """Input of every part of an audit.
 
-    `tell` is called with a line about the work in progress, `step` after each round, tensor, image
-    or shadow model. A part adds to `not_attacked` what it left out, and the reason.
+    Args:
+        config: settings of the run.
+        task: task of the run.
+        folder: folder of the audited run.
+        scratch: folder for temporary files.
+        effort: number of rounds, images and models that the attacks use.
+        clients: parties of a simulated run.
+        seed: seed of the attacks' random choices.
+        tell: called with a progress message.
+        step: called after each round, tensor, image or shadow model.
+        plan: sketch plan of the run.
+        not_attacked: omitted parts of the audit, each with the reason. Parts add entries.
 
     >>> from dbcl_audit.effort import QUICK
     >>> from dbcl.simulation import task_of
@@ -55,18 +65,18 @@ class AuditContext:
 
     @property
     def guaranteed(self) -> bool:
-        """True if the run has a guarantee, which bounds most attacks."""
+        """True if the run has a differential-privacy guarantee, which bounds most attacks."""
         return self.config.privacy is not None
 
     @property
     def follows_updates(self) -> bool:
-        """True if attacks over all rounds apply: the server is linear, and nothing else bounds the
-        attacks.
+        """True if attacks over all rounds apply: the server optimiser is linear, and the run has no
+        guarantee.
         """
         return not self.guaranteed and self.config.server_optimizer != "adam"
 
     def counting(self, step: Callable[[], None]) -> "AuditContext":
-        """Return the context with `step` called after each step, and each line told."""
+        """Return a context that calls `step` at each step and with each progress message."""
 
         def tell_and_step(text: str) -> None:
             self.tell(text)
@@ -75,12 +85,12 @@ class AuditContext:
         return replace(self, tell=tell_and_step, step=step)
 
     def played(self, *_: int) -> None:
-        """Count a round; has the signature of a `progress` callback."""
+        """Count a round. Has the signature of a `progress` callback."""
         self.step()
 
 
 class Steps:
-    """Progress over all parts of an audit, whose numbers of steps are estimates.
+    """Progress over all parts of an audit. The expected numbers of steps are estimates.
 
     >>> steps = Steps([2, 3], lambda done, total: print(f"{done} of {total}"))
     >>> steps.step()
@@ -95,11 +105,11 @@ class Steps:
         self.progress = progress
 
     def step(self) -> None:
-        """Count one step. A part with more steps than expected stays at its last one."""
+        """Count one step. Further steps beyond the expected number of a part are not counted."""
         self._go_to(min(self.done + 1, self.ends[self.part] - 1))
 
     def end_part(self) -> None:
-        """Complete the part, whatever its number of steps was."""
+        """Mark all expected steps of the current part as completed."""
         self._go_to(self.ends[self.part])
         self.part = min(self.part + 1, len(self.ends) - 1)
 

@@ -1,69 +1,77 @@
-"""Effort of an audit: rounds, images, models and steps of its attacks."""
+"""Effort of an audit: number of rounds, images, models and optimisation steps of its attacks."""
 
 from dataclasses import dataclass
 
 MIN_LAG = 40
-"""Observed rounds after a round that is scored: an attacker that goes backward starts from a guess,
-which fades.
+"""Minimum number of rounds observed after a scored round. Backward estimators start from a guess,
+whose influence fades over these rounds.
 """
 
 
 @dataclass(frozen=True)
 class AuditEffort:
-    """Effort of an audit: more rounds, images and shadow models narrow its intervals.
+    """Effort of an audit. More rounds, images and shadow models narrow the intervals of the
+    results.
 
     >>> QUICK.rounds < FULL.rounds
     True
     """
 
     estimators: tuple[str, ...]
-    """Names in `ESTIMATORS` that a client tries."""
+    """Names of the estimators in `ESTIMATORS` that a client uses."""
     rounds: int
     """Rounds of the simulated run for updates and properties."""
     batch: int
-    """Examples in each client's batch there."""
+    """Examples in each client's batch in this simulated run."""
     own_batches: int
-    """The attacker's own batches of each kind in a round, for the forest."""
+    """Batches with and as many without the property that the attacker makes per round, for the
+    random forest.
+    """
     own_examples: int
-    """The attacker's own examples of each kind in a round, for the matched filters."""
+    """Examples with and as many without the property that the attacker uses per round, for the
+    matched filters.
+    """
     images: int
-    """Images that are attacked."""
+    """Number of images to recover."""
     steps: int
-    """Steps of gradient matching."""
+    """Iterations of gradient matching."""
     restarts: int
-    """Random starts of gradient matching."""
+    """Restarts of gradient matching."""
     inverting: bool
-    """The server also tries Inverting Gradients."""
+    """Also attack with Inverting Gradients, as the server."""
     shadow_models: int
-    """Models that LiRA trains."""
+    """Shadow models that LiRA trains."""
     solver_steps: int = 300
-    """Steps of solving a dense first layer, for each weight of the total variation."""
+    """Iterations for a dense first layer, per weight of the total variation."""
     min_lag: int = MIN_LAG
-    """Observed rounds that must follow a round for its estimate to count."""
+    """Minimum number of rounds observed after a round for its estimate to be scored."""
     canary_rounds: int | None = None
-    """Rounds of the simulated run that measures a guarantee; None: all of the run's."""
+    """Rounds of the simulated run that measures a guarantee; None for as many rounds as the run
+    has.
+    """
     run_rounds: int = 60
-    """Rounds of the simulated runs with fixed shards in which all clients take part."""
+    """Rounds of the simulated runs with fixed shards and full participation."""
     all_rounds: int = 200
-    """Rounds of the simulated run with the run's own participation."""
+    """Rounds of the simulated run with the participation rate of the audited run."""
     drift_examples: int = 1000
-    """The attacker's own examples from which it computes the drift of a round."""
+    """Attacker's own examples used to compute the drift of a round."""
     null_examples: int = 600
-    """The attacker's own examples with which scores of members are compared."""
+    """Null examples: the attacker's own examples, with which the scores of candidates are compared.
+    """
     property_examples: int = 2000
-    """The attacker's own examples for the property filter over all rounds and its drift."""
+    """Attacker's own examples for the property filter over all rounds and for its drift."""
     whole_cohort: bool = True
-    """Also simulate as many clients as the run has in a round."""
+    """Also simulate a run with the cohort size of the audited run."""
     known_ends: bool = True
-    """Also try attackers that know the initial weights or receive the released model."""
+    """Also attack with knowledge of the initial weights or of the released model."""
     step_images: int = 3
-    """Single images that the server matches through several local steps."""
+    """Single images that the server recovers from several local steps."""
     fixed_images: int = 5
-    """Simulated runs in which the victim has the same image in every round."""
+    """Simulated runs in which the victim trains on the same image in every round."""
     fixed_rounds: int = 60
-    """Rounds of each of these."""
+    """Rounds of each simulated run with a fixed image."""
     fixed_steps: int = 60
-    """Steps of fitting an image to all rounds."""
+    """Iterations of fitting an image to all rounds."""
 
 
 QUICK = AuditEffort(

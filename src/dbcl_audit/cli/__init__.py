@@ -1,10 +1,10 @@
-"""The commands `dbcl audit` and `dbcl compare`, which `dbcl` finds by their entry points."""
+"""Commands `dbcl audit` and `dbcl compare`, which `dbcl` loads through entry points."""
 
 from dbcl.errors import ConfigError
 
 
 def missing_extra(error: ImportError) -> ConfigError:
-    """Return the error of a command whose optional packages are missing.
+    """Return the error message of a command whose optional packages are not installed.
 
     >>> str(missing_extra(ImportError("no scipy", name="scipy")))[:51]
     'an audit needs more packages (scipy is missing): pi'

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from dbcl_audit.findings import Audit, Finding
 
 HIDDEN = ("ssim", "share above 20 dB", "relative error", "tpr at 0.1 % fpr")
-"""Measures that only the page shows."""
+"""Measures shown only on the page, not in the terminal."""
 MAX_PARTIES = 1000
-"""Largest number of simulated clients."""
+"""Maximum number of simulated clients."""
 
 
 def audit(
@@ -122,7 +122,7 @@ def audit(
 
 
 def worst_rows(audit: "Audit") -> Iterator[tuple[str, str, str, str, str]]:
-    """Return a row for each target, adversary and measure: the value of guessing and the worst
+    """Yield a row for each target, adversary and measure, with the chance level and the worst
     attacks.
 
     >>> from dbcl_audit.findings import Audit, Finding

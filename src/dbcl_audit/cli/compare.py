@@ -1,4 +1,4 @@
-"""`dbcl compare`: several audits side by side."""
+"""`dbcl compare`: compare several audits."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Covariances of an unknown update over W's columns, the same for every row, and their Cholesky
+"""Covariances of an unknown update over the columns of W, equal for all rows, and their Cholesky
 factors.
 """
 
@@ -13,17 +13,17 @@ from dbcl.sketch.buckets import BucketSketch
 from dbcl_audit.estimators.observations import TensorObservations
 
 GROWTH = 10.0
-"""Factor by which jitter grows from one attempt at a factorisation to the next."""
+"""Factor by which the jitter increases after a failed factorisation."""
 
 
 def cholesky(covariance: Tensor) -> Tensor:
-    """Lower Cholesky factor of a covariance matrix, which may be singular or, by rounding, slightly
-    indefinite.
+    """Return the lower Cholesky factor of a covariance matrix, which may be singular or, by
+    rounding, slightly indefinite.
 
-    A pivot below the rounding error of its diagonal entry is noise: its sign and size depend on the
-    CPU. Jitter in proportion to the diagonal therefore grows from that rounding error on until
-    every pivot exceeds it. A matrix that is well-conditioned after scaling to a unit diagonal gets
-    none.
+    A pivot below the rounding error of its diagonal entry is not significant: its sign and
+    magnitude depend on the CPU. Jitter proportional to the diagonal therefore increases from this
+    rounding error until every pivot exceeds it. A matrix that is well-conditioned after scaling to
+    a unit diagonal receives no jitter.
 
     Raises:
         AuditError: The matrix holds NaN or infinity, or no jitter makes it positive definite.
@@ -51,7 +51,7 @@ def cholesky(covariance: Tensor) -> Tensor:
 
 
 def solve(covariance: Tensor, right: Tensor) -> Tensor:
-    """Solve covariance x = right by `cholesky`.
+    """Solve covariance x = right with the factor that `cholesky` returns.
 
     >>> solve(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([[4.0], [0.0]])).T.round(decimals=4)
     tensor([[2., 0.]])
@@ -60,11 +60,12 @@ def solve(covariance: Tensor, right: Tensor) -> Tensor:
 
 
 class WhiteUpdates:
-    """White updates in V's space, with standard deviation `update`: covariance R R^T in W's space.
+    """White updates in the space of V with standard deviation `update`: covariance R R^T in the
+    space of W.
 
-    With several lanes it is the mean of R_k R_k^T over the others, by the share of them in each
-    lane. Of a round that the client missed it does not know the sketch, so there the covariance is
-    isotropic; without `known_range` it is so in all rounds.
+    With several lanes, the covariance is the mean of R_k R_k^T, weighted by the fraction of the
+    other clients in each lane. The sketches of missed rounds are unknown, and the covariance of
+    their updates is isotropic. Without `known_range` it is isotropic in all rounds.
 
     >>> from dbcl.sketch import Identity
     >>> seen = (torch.zeros(1, 2), torch.ones(1, 2))
@@ -77,13 +78,13 @@ class WhiteUpdates:
         self.view, self.variance, self.known_range = view, update**2, known_range
 
     def isotropic(self, t: int) -> float:
-        """Return the variance of an entry in a missed round; the update has the norm of an observed
-        round's.
+        """Return the variance of an entry in a missed round, for an update with the norm of an
+        observed round's update.
         """
         return self.variance * self.view.update_width(t) / self.view.dim
 
     def add(self, t: int, covariance: Tensor, factor: float) -> None:
-        """Add `factor` times the covariance of the t-th observed round's update, in place."""
+        """Add `factor` times the covariance of the t-th observed round's update in place."""
         if not self.known_range:
             return self.add_missed(t, covariance, factor)
         for sketch, share in self.view.lanes(t):
@@ -92,8 +93,8 @@ class WhiteUpdates:
         return None
 
     def add_missed(self, t: int, covariance: Tensor, factor: float) -> None:
-        """Add `factor` times the covariance of one missed round's update after the t-th observed
-        one, in place.
+        """Add, in place, `factor` times the covariance of one missed round's update after the t-th
+        observed round.
         """
         covariance.diagonal().add_(factor * self.isotropic(t))
 
@@ -112,7 +113,7 @@ class WhiteUpdates:
 
 
 class ShapedUpdates(WhiteUpdates):
-    """Updates with a covariance C over W's columns, observed through R_t of each lane.
+    """Updates with a covariance C over the columns of W, seen through the sketch R_t of each lane.
 
     >>> from dbcl.sketch import Identity
     >>> seen = (torch.zeros(1, 2), torch.ones(1, 2))
@@ -148,8 +149,8 @@ class ShapedUpdates(WhiteUpdates):
 
 
 def sketch_range(sketch: Sketch, like: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield the nonzero entries of R R^T as (rows, columns, values), each once: it joins the inputs
-    of one bucket.
+    """Yield the nonzero entries of R R^T, which join the inputs of one bucket, as (rows, columns,
+    values).
     """
     if not isinstance(sketch, BucketSketch):
         every = torch.arange(sketch.dim)

@@ -1,9 +1,10 @@
-"""Kalman filter over the rounds that a client observed, and its backward smoother.
+"""Kalman filter over the rounds that a client observed, and the corresponding backward smoother.
 
-The model is that of state_space.py without drift and further observations. It stays beside the
-solver there for three reasons: without a veil it is exact, where conjugate gradients do not
-converge and the solver has to assume a least noise; it gives the likelihood, with its determinant,
-for fitted scales; and its updates may have any covariance over columns (`ShapedUpdates`).
+The model is that of `state_space.py` without drift and without further observations. This filter is
+needed in addition to that solver for three reasons. Without a veil the filter is exact, whereas
+conjugate gradients do not converge and the solver must assume a minimum noise. The filter computes
+the likelihood including its determinant, which fitting the scales requires. Its updates may have
+any covariance over columns (`ShapedUpdates`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,13 +20,17 @@ from dbcl_audit.estimators.covariance import WhiteUpdates, cholesky
 from dbcl_audit.estimators.observations import TensorObservations
 
 OnStep = Callable[[int, int], None]
-"""Called with the number of steps done and the number of all steps."""
+"""Callback with the number of completed steps and the total number of steps."""
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Standard deviations of a smoother's model: of the veil, of an entry of an update, of an entry
-    of W.
+    """Standard deviations in a smoother's model.
+
+    Args:
+        veil: of the veil.
+        update: of an entry of an update.
+        weight: of an entry of W.
 
     >>> Scales(veil=0.1, update=0.01, weight=1.0).veil
     0.1
@@ -37,8 +42,8 @@ class Scales:
 
 
 class Smoothed(list[Tensor]):
-    """Expected changes of W from each observed round to the next, less the client's own part;
-    `start` is the first W.
+    """Expected changes of W between successive observed rounds, without the client's own part.
+    `start` is the expected first W.
 
     >>> from dbcl.sketch import Identity
     >>> one = torch.ones(1, 1)
@@ -65,16 +70,15 @@ class Smoothed(list[Tensor]):
 
 
 class KalmanSmoother:
-    """Kalman filter over the observed rounds for all rows at once, and the disturbance smoother
-    behind it.
+    """Kalman filter over the observed rounds for all rows at once, with a disturbance smoother.
 
-    With momentum m on the server the state is (W, m): m' = beta m + u, W' = W + lr m'. The
-    covariance P is that of one row's state. G = P Z^T with Z = (R^T, 0), F = Z G + tau^2 I, and e =
-    v F^-1 for the innovation v = V - W R.
+    With server momentum the state is (W, m): m' = beta m + u, W' = W + lr m'. P is the covariance
+    of one row's state. G = P Z^T with Z = (R^T, 0), F = Z G + tau^2 I, and e = v F^-1 for the
+    innovation v = V - W R.
 
-    The filter keeps P every `segment` rounds; the backward pass computes those between again, which
-    saves memory. P is updated in strips of `strip` columns. With more than `single_above` inputs
-    and a veil it is in single precision.
+    To save memory, the filter stores P every `segment` rounds, and the backward pass recomputes P
+    for the rounds between. P is updated in strips of `strip` columns. With more than `single_above`
+    inputs and a veil, the computation uses single precision.
 
     >>> from dbcl.sketch import Identity
     >>> seen, own = tuple(torch.full((1, 1), float(t)).double() for t in range(4)), (torch.zeros(1, 1).double(),) * 4
@@ -120,7 +124,7 @@ class KalmanSmoother:
         return total
 
     def smooth(self) -> Smoothed:
-        """Return the expected change of W from each observed round to the next, less the client's
+        """Return the expected changes of W between successive observed rounds without the client's
         own part, and the first W.
 
         The adjoint r of the first round, before its observation, gives E[W_0 | all observations] =
@@ -205,7 +209,9 @@ class KalmanSmoother:
         return parts.reshape(2 * dim, 2 * dim)
 
     def _again(self, covariance: Tensor, start: int, end: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield G and F's factor of the rounds of one segment, from the covariance at its start."""
+        """Yield G and the factor of F for the rounds of one segment, from the covariance at the
+        start of the segment.
+        """
         for t in range(start, end):
             gain, factor = self._gain(t, covariance)
             yield t, gain, factor
@@ -213,7 +219,7 @@ class KalmanSmoother:
                 covariance = self._next_covariance(t, covariance, gain, factor)
 
     def _at_entry(self, r: Tensor) -> Tensor:
-        """Return the adjoint state at the point where an update enters: lr r_W + r_m."""
+        """Return the adjoint state where an update enters: lr r_W + r_m."""
         entry: Tensor = torch.einsum("i,mid->md", self.enter, r.reshape(len(r), self.blocks, -1))
         return entry
 
@@ -227,7 +233,7 @@ class KalmanSmoother:
 
 
 def _apply_to_rows(sketch: Sketch, matrix: Tensor) -> Tensor:  # (dim, n) -> (width, n)
-    """Return R^T M; unlike `apply` of the transpose it reads and writes whole rows of memory."""
+    """Return R^T M. In contrast to `apply` of the transpose, this accesses whole rows of memory."""
     if isinstance(sketch, Identity):
         return matrix.clone()
     if not isinstance(sketch, BucketSketch):
@@ -240,7 +246,9 @@ def _apply_to_rows(sketch: Sketch, matrix: Tensor) -> Tensor:  # (dim, n) -> (wi
 
 
 def _minus_square(matrix: Tensor, half: Tensor, strip: int) -> Tensor:
-    """Subtract half^T half from a symmetric matrix, in mirrored strips below the diagonal."""
+    """Subtract half^T half from a symmetric matrix, strip by strip below the diagonal, and mirror
+    each strip.
+    """
     less = matrix.clone()
     for start in range(0, len(less), strip):
         end = min(start + strip, len(less))

@@ -1,4 +1,4 @@
-"""Observations of each tensor over all rounds by one client or several: the input of every
+"""Observations of each tensor over all rounds by one or several clients: the input of every
 estimator.
 
 Reads: client-N.
@@ -21,11 +21,19 @@ from dbcl_audit.estimators.pooled import Part, pool
 
 @dataclass(frozen=True, eq=False)
 class TensorObservations:
-    """One tensor over all observed rounds, as matrices; `own` is the client's part of each update,
-    in V's space.
+    """Observations of one tensor in all observed rounds, as matrices.
 
-    `gaps` are the numbers of rounds from each observed round to the next. `momentum` and `lr` are
-    the server's.
+    Args:
+        name: name of the tensor.
+        rounds: observed rounds.
+        gaps: number of rounds from each observed round to the next.
+        sketches: sketch of each observed round.
+        seen: values of each broadcast, shape (rows, width).
+        own: the client's own part of each round's update, in the space of V.
+        momentum: momentum of the server.
+        lr: learning rate of the server.
+        layout: layout of the tensor as a matrix, if the tensor is sketched.
+        others: sketches of the other clients' updates by round; empty if equal to `sketches`.
 
     >>> import torch
     >>> seen = (torch.zeros(4, 3),) * 2
@@ -43,16 +51,19 @@ class TensorObservations:
     momentum: float = 0.0
     lr: float = 1.0
     layout: Layout | None = None
-    """Layout of the tensor as a matrix, if it is sketched."""
+    """Layout of the tensor as a matrix, if the tensor is sketched."""
     others: tuple[Lanes, ...] = ()
-    """Sketches of the others' updates by round; empty if they are the client's own."""
+    """Sketches of the other clients' updates by round; empty if they equal the client's own
+    sketches.
+    """
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Reshape a change of the tensor to the matrix of the observations."""
+        """Reshape a weight or weight change to the matrix layout of the observations."""
         return weight.reshape(-1, self.dim) if self.layout is None else self.layout.matrix(weight)
 
     def lanes(self, index: int) -> Lanes:
-        """Return the sketches of the others' updates of an observed round, with the share of each.
+        """Return the sketches of the other clients' updates in an observed round, each with the
+        fraction of clients.
 
         >>> import torch
         >>> TensorObservations("w", (0,), (1,), (Identity(3),), (torch.zeros(4, 3),), (torch.zeros(4, 3),)).lanes(0)
@@ -61,8 +72,8 @@ class TensorObservations:
         return self.others[index] if self.others else ((self.sketches[index], 1.0),)
 
     def update_width(self, index: int) -> float:
-        """Return the expected width of one other client's update in an observed round, in V's
-        space.
+        """Return the expected width, in the space of V, of another client's update in an observed
+        round.
 
         >>> import torch
         >>> seen = (torch.zeros(4, 3),)
@@ -77,8 +88,8 @@ class TensorObservations:
 
     @property
     def sketched(self) -> bool:
-        """True if the tensor is sent sketched; clients of all lanes together may still observe all
-        of it.
+        """True if the tensor is sent sketched, even if clients of all lanes together observe all of
+        it.
         """
         return self.layout is not None or self.sketches[0].width < self.dim
 
@@ -95,11 +106,12 @@ class TensorObservations:
 def tensor_observations(
     transcript: Transcript, names: Sequence[str] | None = None, *, allies: Sequence[Transcript] = ()
 ) -> dict[str, TensorObservations]:
-    """Gather a client's observations by tensor, or of the tensors in `names` only.
+    """Gather a client's observations by tensor; by default of all tensors, otherwise of those in
+    `names`.
 
-    `allies` are clients that share their observations: in every round the V of all their lanes are
-    one observation. Each client's share of a round's average is taken to be 1 / cohort, since the
-    others' example counts are secret.
+    `allies` are clients that share their observations: the broadcasts V of all their lanes form one
+    observation per round. Each client's weight in a round's average is assumed to be 1 / cohort,
+    because the other clients' example counts are secret.
 
     >>> import tempfile, dbcl, torch
     >>> from pathlib import Path
@@ -160,8 +172,8 @@ _Entry = tuple[Sketch, Tensor, Tensor, Lanes]
 
 
 def _part(seen: RoundRecord, client: str, name: str, cohort: int) -> Part:
-    """Return a client's broadcast of a tensor in a round, and its own part of the round's change,
-    as matrices.
+    """Return a client's broadcast of a tensor in a round, and the client's own part of the round's
+    change, as matrices.
     """
     tensor = seen.broadcast.tensors[name].double()
     matrix = tensor.reshape(len(tensor), -1) if tensor.ndim > 1 else tensor.reshape(1, -1)

@@ -1,4 +1,5 @@
-"""Sketches of the others' updates of a round, as far as its clients can know."""
+"""Sketches of the other clients' updates in a round, as far as the clients of the round know them.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,16 +9,18 @@ from dbcl.round_plan import RoundPlan
 from dbcl.sketch import Sketch
 
 Lanes = tuple[tuple[Sketch, float], ...]
-"""Sketches of the others' updates of one round, each with the share of the others in it."""
+"""Sketches of the other clients' updates in one round, each with the fraction of the other clients
+that use it.
+"""
 
 
 def lanes_of_others(plans: Sequence[RoundPlan], names: Sequence[str], cohort: int) -> dict[str, Lanes]:
-    """Return the sketches of all lanes, with the expected share of the others in each, by sketched
-    tensor.
+    """Return for each sketched tensor the sketches of all lanes, with the expected fraction of the
+    other clients in each lane.
 
-    `plans` are those of the observing clients. Seed and number of lanes are public, so a client can
-    draw the sketches of every lane; it does not know the clients of each, but that all lanes have
-    as many.
+    `plans` are the plans of the observing clients. The seed and the number of lanes are public, so
+    that a client can compute the sketches of every lane. It does not know which clients are in
+    which lane, only that all lanes have nearly equal sizes.
 
     >>> import dbcl, torch
     >>> plan = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all", lanes=2)).open_round().plan
@@ -37,7 +40,7 @@ def lanes_of_others(plans: Sequence[RoundPlan], names: Sequence[str], cohort: in
 
 
 def plans_of_others(plans: Sequence[RoundPlan], cohort: int) -> list[tuple[RoundPlan, float]]:
-    """Return the plan of every lane with the expected number of other clients in it.
+    """Return the plan of every lane, with the expected number of other clients in the lane.
 
     >>> import dbcl, torch
     >>> plan = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all", lanes=2)).open_round().plan
@@ -51,10 +54,10 @@ def plans_of_others(plans: Sequence[RoundPlan], cohort: int) -> list[tuple[Round
 
 
 def expected_others(taken: Sequence[int], cohort: int) -> list[float]:
-    """Return the expected number of others in each lane, given the known clients of each lane
-    (`taken`).
+    """Return the expected number of other clients in each lane, given the number of known clients
+    in each lane (`taken`).
 
-    Lanes differ by one client at most; those that are left over may be in any lane.
+    Lane sizes differ by at most one client. The remaining clients may be in any lane.
 
     >>> expected_others([1, 0], cohort=10), expected_others([1, 0], cohort=3), expected_others([1, 1], cohort=3)
     ([4.0, 5.0], [0.5, 1.5], [0.5, 0.5])
@@ -67,6 +70,8 @@ def expected_others(taken: Sequence[int], cohort: int) -> list[float]:
 
 
 def _lane(held: dict[str, RoundPlan], one: RoundPlan, lane: int) -> RoundPlan:
-    """Return the plan of a lane; a received one has drawn its sketches already."""
+    """Return the plan of a lane. A received plan is preferred, because its sketches are already
+    computed.
+    """
     plan = one if one.lane == lane else replace(one, lane=lane)
     return held.get(plan.digest, plan)

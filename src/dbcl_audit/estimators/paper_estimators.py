@@ -1,4 +1,5 @@
-"""The two estimates of an update in the paper, options I and II: differences of two broadcasts.
+"""Estimators of the paper, options I and II: differences of two broadcasts.
+
 Reads: client-N.
 """
 
@@ -11,8 +12,8 @@ from dbcl_audit.estimators.observations import TensorObservations
 
 
 def option_1(view: TensorObservations) -> list[Tensor]:
-    """Estimate a change by option I of the paper: the difference of two effective weights, V_new D
-    R^T - V_old D R^T.
+    """Estimate a change with option I of the paper: the difference of two effective weights, V_new
+    D R^T - V_old D R^T.
 
     >>> import torch
     >>> from dbcl.sketch import Identity
@@ -24,7 +25,7 @@ def option_1(view: TensorObservations) -> list[Tensor]:
 
 
 def option_2(view: TensorObservations) -> list[Tensor]:
-    """Estimate a change by option II of the paper, without the gain: V_new R^T - V_old R^T.
+    """Estimate a change with option II of the paper, which omits the gain: V_new R^T - V_old R^T.
 
     >>> import torch
     >>> from dbcl.sketch import Identity

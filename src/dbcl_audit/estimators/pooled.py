@@ -1,5 +1,5 @@
-"""Pooled observation of several lanes in one round: one sketch whose range is that of all of
-theirs.
+"""Pooled observation of several lanes in one round: a single sketch whose range is the sum of all
+their ranges.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from dbcl.sketch import Identity, LaneSketch, Sketch
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One client's sketch and broadcast of a tensor in a round, and its own part of the round's
-    change.
+    """One client's sketch and broadcast of a tensor in a round, and the client's own part of the
+    round's change.
 
     >>> Part(Identity(2), torch.zeros(1, 2), torch.zeros(1, 2)).sketch
     Identity(2 -> 2)
@@ -26,7 +26,7 @@ class Part:
 
 
 class DenseSketch(Sketch):
-    """Sketch by a matrix with orthonormal columns.
+    """Sketch given by a matrix with orthonormal columns.
 
     >>> DenseSketch(torch.eye(3)[:, :2]).lift(torch.ones(1, 2))
     tensor([[1., 1., 0.]])
@@ -55,9 +55,9 @@ def pool(parts: Sequence[Part]) -> tuple[Sketch, Tensor, Tensor]:
     """Return one sketch Q for all parts, with (W + N) Q and the sum of the clients' own parts in
     the same space.
 
-    All lanes of a round show the same N, so clients of one lane see the same, and in the space of
-    an orthonormal Q the noise is white again. Lanes that are complete together show W + N itself,
-    and Q is the identity.
+    All lanes of a round share the same noise N. Clients of one lane therefore have the same
+    observation, and the noise is white in the space of an orthonormal Q. If the lanes together are
+    complete, they reveal W + N, and Q is the identity.
 
     >>> W = torch.arange(8.0).reshape(1, 8).double()
     >>> lanes = [LaneSketch(8, 4, seed=bytes(32), lane=lane) for lane in (0, 1)]
@@ -81,8 +81,8 @@ def pool(parts: Sequence[Part]) -> tuple[Sketch, Tensor, Tensor]:
 
 
 def is_complete(sketches: Sequence[Sketch]) -> bool:
-    """Return True if sketches lose nothing together, as all lanes of one bucketing: the sum of R_k
-    R_k^T is I.
+    """Return True if the sketches together lose no information: the sum of R_k R_k^T is I, as for
+    all lanes of one bucketing.
 
     >>> lanes = [LaneSketch(8, 4, seed=bytes(32), lane=lane) for lane in (0, 1)]
     >>> is_complete(lanes), is_complete(lanes[:1])

@@ -6,12 +6,12 @@ from dbcl_audit.estimators.observations import TensorObservations
 
 
 def rewind(view: TensorObservations) -> list[Tensor]:
-    """Go backward from a guess: W_t = W_(t+1) + (V_t - W_(t+1) R_t) R_t^T, exact after enough
-    rounds with no veil.
+    """Estimate W backward from a guess: W_t = W_(t+1) + (V_t - W_(t+1) R_t) R_t^T. Exact after
+    enough rounds without a veil.
 
-    Outside the range of R_t nothing changed in round t, so there W_t is W_(t+1); inside it V_t says
-    what it was. That is so where all clients share one sketch. Others in other lanes change W
-    outside, too: then the smoother, which knows all lanes, is the exact attacker.
+    Outside the range of R_t, round t changes nothing and W_t equals W_(t+1). Inside the range, V_t
+    determines W_t. Both hold only if all clients share one sketch. Clients of other lanes also
+    change W outside the range; the exact attack is then the smoother, which models all lanes.
 
     >>> import torch
     >>> from dbcl.sketch import Identity

@@ -1,4 +1,5 @@
-"""Best linear estimates of every update from all rounds together, with known or fitted scales.
+"""Best linear estimates of every update from all rounds, with known or fitted scales.
+
 Reads: client-N.
 """
 
@@ -20,12 +21,12 @@ from dbcl_audit.estimators.others import Lanes
 from dbcl_audit.estimators.pooled import is_complete
 
 MAX_LOG_SCALE = 40.0
-"""Bound on the logarithms of fitted scales, so that their squares are finite and positive."""
+"""Bound on the logarithms of fitted scales, which keeps the squared scales finite and positive."""
 
 
 def known_scales(view: TensorObservations, veil: float) -> Scales:
-    """Return the scales for a known relative size of the veil; the others follow from the
-    observations.
+    """Return the scales of the model for a known relative veil size. The other scales are computed
+    from the observations.
 
     >>> view = TensorObservations("w", (0,), (1,), (Identity(2),), (torch.ones(4, 2),), (torch.full((4, 2), 0.5),))
     >>> known_scales(view, 0.0)
@@ -39,8 +40,8 @@ def known_scales(view: TensorObservations, veil: float) -> Scales:
 def fitted_scales(
     view: TensorObservations, start: Scales, *, rounds: int = 24, rows: int = 64, steps: int = 40
 ) -> Scales:
-    """Return the maximum-likelihood scales of the first rounds, for unknown sizes of veil and
-    updates.
+    """Return the maximum-likelihood scales, fitted to the first rounds, for unknown sizes of veil
+    and updates.
 
     >>> rng = torch.Generator().manual_seed(0)
     >>> seen = tuple(torch.randn(30, 1, generator=rng).double().cumsum(0) for _ in range(3))
@@ -67,8 +68,9 @@ def smoother(
     """Return the best linear estimate of every change given all rounds, by a Kalman filter and a
     backward pass.
 
-    Updates are taken to be white with the variance `scales.update`^2 in V's space, in the range of
-    R_t of every lane that others are in; or, without `known_range`, anywhere.
+    Updates are modelled as white in the space of V with variance `scales.update`^2, in the range of
+    R_t of every lane that contains other clients. Without `known_range` they are white in the space
+    of W.
 
     >>> seen, own = tuple(torch.full((1, 1), float(t)).double() for t in range(4)), (torch.zeros(1, 1).double(),) * 4
     >>> view = TensorObservations("w", (0, 1, 2, 3), (1,) * 4, (Identity(1),) * 4, seen, own)
@@ -94,11 +96,12 @@ def smoother(
 def shaped_smoother(
     view: TensorObservations, scales: Scales, *, groups: int = 4, on_step: OnStep | None = None
 ) -> Smoothed:
-    """Return the smoother's estimates for updates with the row and column covariances of the
-    client's own: vec(U) ~ N(0, A x C).
+    """Return the smoother's estimates for updates whose row and column covariances equal those of
+    the client's own: vec(U) ~ N(0, A x C).
 
-    In the basis of A's eigenvectors rows are independent again, with variances that are A's
-    eigenvalues, and the veil stays white. Rows of similar variance share a filter, in `groups`.
+    In the eigenbasis of A the rows are independent, their variances are the eigenvalues of A, and
+    the veil remains white. The rows are divided into `groups` of similar variance, with one filter
+    per group.
 
     >>> seen = tuple(torch.full((1, 1), float(t)).double() for t in range(4))
     >>> own = (torch.full((1, 1), 0.5).double(),) * 4
@@ -129,8 +132,8 @@ def shaped_smoother(
 
 
 def _isotropic(lanes: Lanes) -> float | None:
-    """Return the share s for which the mean of R_k R_k^T over the others is s I; None if there is
-    none.
+    """Return the factor s for which the mean of R_k R_k^T over the other clients is s I, or None if
+    it is not a multiple of I.
     """
     if all(isinstance(sketch, Identity) for sketch, _ in lanes):
         return sum(share for _, share in lanes)
