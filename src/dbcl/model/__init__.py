@@ -1,4 +1,4 @@
-"""PyTorch models: their tensors, the layers that can be sketched, and the paper's networks."""
+"""PyTorch models: named tensors, detection of sketchable layers, and the paper's networks."""
 
 from dbcl.model.products import find_layers
 

@@ -1,4 +1,4 @@
-"""Coverage: the weights of a model that are sketched."""
+"""Coverage: selection of the weights to sketch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -23,7 +23,9 @@ LAYERS: tuple[type[nn.Module], ...] = (
     nn.RNNBase,
     nn.RNNCellBase,
 )
-"""PyTorch's layers that the words in `coverage` select. Their outputs come first, except in transposed convolutions."""
+"""PyTorch layers that the keywords in `coverage` select. Except for transposed convolutions, the
+first axis of their weights is the output.
+"""
 
 
 ELSEWHERE = {
@@ -31,26 +33,29 @@ ELSEWHERE = {
     "torch_geometric.nn.dense.linear.Linear": 1,
     "torch_geometric.nn.dense.linear.HeteroLinear": 1,
 }
-"""Layers of other libraries that the words select, by their class, with the axis of their weight's inputs."""
+"""Layers of other libraries that the keywords select: class name, and the input axis of the weight.
+"""
 
 
 WORDS = COVERAGE_WORDS
-"""Words of `coverage` beside patterns: all known layers but the last, the large ones of those, and all.
+"""Keywords of `coverage`: all known layers except the last, the large ones among them, and all.
 
-"auto" is "large" without layers that a sketch would harm, and may cover nothing.
+"auto" is "large" without layers whose accuracy a sketch would reduce, and may select no layer.
 """
 
 
 MIN_INPUTS = 32
-"""Number of inputs below which "auto" does not cover a layer: a sketch would cost it too much accuracy."""
+"""Minimum number of inputs of a layer for "auto". Sketching smaller layers costs too much accuracy.
+"""
 
 
 MIN_LARGE_SHARE = 0.01
-"""Share of the model's parameters from which on "large" covers a layer."""
+"""Minimum share of the model's parameters in a layer for "large"."""
 
 
 def shared_memory(model: nn.Module) -> list[str]:
-    """Return a complaint for each trained parameter that shares memory with another, whose step would move both.
+    """Return a complaint for each trained parameter that shares memory with another parameter. An
+    optimiser step on either parameter would change both.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> model[1].weight.data = model[0].weight.data
@@ -70,8 +75,8 @@ def shared_memory(model: nn.Module) -> list[str]:
 
 
 class Covered(NamedTuple):
-    """Result of a choice: names to sketch with the axes of their inputs, names that only words selected, omissions with
-    reasons, and problems.
+    """Result of the selection: the weights to sketch with their input axes, the names selected only
+    by a keyword, the skipped weights with reasons, and the problems.
     """
 
     names: dict[str, tuple[int, ...]]
@@ -81,10 +86,19 @@ class Covered(NamedTuple):
 
 
 def covered_names(model: nn.Module, coverage: Coverage, layers: Layers | None = None) -> Covered:
-    """Choose the weights to sketch by `WORDS` and name patterns, in their order; "!pattern" removes.
+    """Select the weights to sketch by `WORDS` and name patterns, applied in order; "!pattern"
+    removes.
 
-    What a word covers and cannot be sketched is left out; what a pattern names and cannot be sketched is a problem.
-    `layers` are further layers for the words to know, as for `SketchPlan.from_model`.
+    A weight that cannot be sketched is skipped if a keyword selects it, and reported as a problem
+    if a name pattern selects it.
+
+    Args:
+        model: The network.
+        coverage: Keywords and name patterns.
+        layers: Custom layers for the keywords, as in `SketchConfig.layers`.
+
+    Returns:
+        The selection.
 
     >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2))
     >>> covered_names(model, "hidden").names, sorted(covered_names(model, ["hidden", "3.*"]).names)
@@ -150,7 +164,7 @@ def _by_word(model: nn.Module, word: str, inputs: Mapping[str, tuple[int, ...]])
 
 
 def _large(model: nn.Module, layers: Sequence[list[str]]) -> list[list[str]]:
-    """Return the layers that hold at least `MIN_LARGE_SHARE` of the trained parameters."""
+    """Return the layers with at least `MIN_LARGE_SHARE` of the trained parameters."""
 
     def trained(parameters: Iterable[Tensor]) -> int:
         return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
@@ -160,7 +174,7 @@ def _large(model: nn.Module, layers: Sequence[list[str]]) -> list[list[str]]:
 
 
 def _harmed(model: nn.Module, name: str, inputs: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return the reason why a sketch would cost a layer accuracy, or None."""
+    """Return the reason why sketching a layer would reduce accuracy, or None."""
     parameters = list(model.parameters())
     frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
     if frozen > sum(parameter.numel() for parameter in parameters) / 2:
@@ -172,7 +186,7 @@ def _harmed(model: nn.Module, name: str, inputs: Mapping[str, tuple[int, ...]]) 
 
 
 def nothing_left(left_out: dict[str, str]) -> str:
-    """Explain an empty coverage: the reason why each candidate is left out.
+    """Explain an empty coverage: the reason for skipping each candidate.
 
     >>> nothing_left({"0.weight": "has 1 inputs, too few for the ratio 2"})
     'nothing is left to cover: 0.weight has 1 inputs, too few for the ratio 2'
@@ -183,7 +197,8 @@ def nothing_left(left_out: dict[str, str]) -> str:
 
 
 def _layouts(model: nn.Module, layers: Layers) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Return the weights of all known layers, each with the axes of its inputs, and the problems with `layers`."""
+    """Return the weights of all known layers with their input axes, and the problems with `layers`.
+    """
     found, problems, used = dict[str, tuple[int, ...]](), list[str](), set[type | str]()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -206,7 +221,7 @@ def _layouts(model: nn.Module, layers: Layers) -> tuple[dict[str, tuple[int, ...
 
 
 def _own_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the parameters of a module itself, also those under its parametrizations."""
+    """Return the parameters registered on a module itself, including parametrized ones."""
     own = list[tuple[str, Tensor]](module.named_parameters(recurse=False))
     if is_parametrized(module):
         own += module.get_submodule("parametrizations").named_parameters("parametrizations")
@@ -214,7 +229,7 @@ def _own_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _known_inputs(module: nn.Module, ndim: int) -> int | tuple[int, ...] | None:
-    """Return the axes of a layer's weights that are inputs; None for unknown layers."""
+    """Return the input axes of a layer's weights; None for unknown layers."""
     if isinstance(module, TRANSPOSED_CONVOLUTIONS):
         return (0, *range(2, ndim))
     if isinstance(module, LAYERS):
@@ -224,7 +239,7 @@ def _known_inputs(module: nn.Module, ndim: int) -> int | tuple[int, ...] | None:
 
 
 def _names_of(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of every parameter of the model; tied parameters have several."""
+    """Return all names of every parameter of the model. A tied parameter has several names."""
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), []).append(name)
@@ -234,7 +249,10 @@ def _names_of(model: nn.Module) -> dict[str, list[str]]:
 def _not_coverable(
     model: nn.Module, name: str, parameter: Tensor, aliases: list[str], inputs: Mapping[str, tuple[int, ...]]
 ) -> str | None:
-    """Return the reason why a parameter cannot be sketched; None if it can, and for vectors, which never are."""
+    """Return the reason why a parameter cannot be sketched.
+
+    Return None if it can be sketched, and for vectors, which are never sketched.
+    """
     module, _ = owner(model, name)
     if parameter.ndim < 2:
         return None

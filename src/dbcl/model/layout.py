@@ -1,4 +1,4 @@
-"""Layout of a weight of any shape as a matrix: the axes that are inputs of the product that uses it."""
+"""Layout of a weight tensor as a matrix, defined by its input axes."""
 
 import math
 from dataclasses import dataclass
@@ -8,10 +8,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Shape of a weight, and its axes that are inputs; all but the first if `inputs` is empty.
+    """Shape of a weight, and its input axes; empty `inputs` means all axes but the first.
 
-    A sketch acts on inputs, so W is seen as the matrix (outputs, inputs). A dense or convolutional weight has its
-    output first; a transposed convolution has it second; stacked experts (experts, out, in) have their inputs last.
+    A sketch acts on inputs, so W is treated as a matrix (outputs, inputs). Dense and convolutional
+    weights have their output axis first, and transposed convolutions have it second. Stacked
+    experts (experts, out, in) have their input axis last.
 
     >>> Layout((4, 2, 3, 3)).dim, Layout((4, 2, 3, 3), (0, 2, 3)).dim, Layout((8, 16, 4), (2,)).rows
     (18, 36, 128)
@@ -22,7 +23,8 @@ class Layout:
 
     @classmethod
     def from_axes(cls, shape: tuple[int, ...], inputs: int | tuple[int, ...]) -> "Layout":
-        """Return the layout of a weight whose inputs lie on some axes, which may count from the end.
+        """Return the layout of a weight with the given input axes. Negative axes count from the
+        end.
 
         >>> Layout.from_axes((5, 3), 0), Layout.from_axes((5, 3), -1)
         (Layout(shape=(5, 3), inputs=(0,)), Layout(shape=(5, 3), inputs=()))
@@ -35,13 +37,13 @@ class Layout:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Axes of the outputs, then those of the inputs."""
+        """Output axes followed by input axes."""
         inputs = self.inputs or tuple(range(1, len(self.shape)))
         return (*(axis for axis in range(len(self.shape)) if axis not in inputs), *inputs)
 
     @property
     def dim(self) -> int:
-        """Number of inputs of one output."""
+        """Number of inputs per output."""
         return math.prod(self.shape[axis] for axis in self.inputs) if self.inputs else math.prod(self.shape[1:])
 
     @property
@@ -51,13 +53,13 @@ class Layout:
         return math.prod(self.shape[axis] for axis in self.order[:outputs])
 
     def matrix(self, weight: Tensor) -> Tensor:  # shape -> (rows, dim)
-        """Return the weight as a matrix with one row for each output."""
+        """Return the weight as a matrix with one row per output."""
         if self.inputs:
             weight = weight.permute(self.order)
         return weight.reshape(self.rows, self.dim)
 
     def weight(self, matrix: Tensor) -> Tensor:  # (rows, dim) -> shape
-        """Return the weight whose `matrix` this is.
+        """Return the weight from its matrix: the inverse of `matrix`.
 
         >>> import torch
         >>> layout, W = Layout((2, 3, 4), (1,)), torch.randn(2, 3, 4)

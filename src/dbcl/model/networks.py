@@ -1,4 +1,6 @@
-"""Built-in networks: the paper's five with its initial weights, and heads for scattering features."""
+"""Built-in networks: the paper's five networks with their initialisation, and heads for scattering
+features.
+"""
 
 import math
 from collections.abc import Callable
@@ -14,9 +16,13 @@ Shape = tuple[int, int, int]
 
 
 def build(name: str, *, shape: Shape = (1, 28, 28), outputs: int = 10, seed: int = 0) -> nn.Module:
-    """Make a network by name, or by `module:factory` where the factory takes no arguments.
+    """Make a network by name, or by `module:factory` with a factory that takes no arguments.
 
-    `shape` is one example's (channels, height, width); the initial weights follow from `seed`.
+    Args:
+        name: Name of the network.
+        shape: Shape of one example, (channels, height, width).
+        outputs: Number of outputs.
+        seed: Seed of the initial weights.
 
     >>> sum(parameter.numel() for parameter in build("mnist-mlp").parameters())
     199210
@@ -38,18 +44,20 @@ def build(name: str, *, shape: Shape = (1, 28, 28), outputs: int = 10, seed: int
 
 
 def mnist_mlp(shape: Shape, outputs: int) -> nn.Module:
-    """Three dense layers, 200-200-outputs."""
+    """Multilayer perceptron with three dense layers of 200, 200 and `outputs` units."""
     return _uniform(nn.Sequential(nn.Flatten(), *_dense(math.prod(shape), 200, 200), nn.Linear(200, outputs)))
 
 
 def mnist_cnn(shape: Shape, outputs: int) -> nn.Module:
-    """Two 5x5 convolutions with pooling, then 512-outputs."""
+    """Two 5x5 convolutions with pooling, then dense layers of 512 and `outputs` units."""
     features = nn.Sequential(*_conv(shape[0], 32, 5), nn.MaxPool2d(2), *_conv(32, 64, 5), nn.MaxPool2d(2), nn.Flatten())
     return _uniform(nn.Sequential(features, *_dense(_size(features, shape), 512), nn.Linear(512, outputs)))
 
 
 def cifar_cnn(shape: Shape, outputs: int) -> nn.Module:
-    """Three 5x5 convolutions, two of them pooled, then 200-outputs."""
+    """Three 5x5 convolutions, two of them with pooling, then dense layers of 200 and `outputs`
+    units.
+    """
     features = nn.Sequential(
         *_conv(shape[0], 32, 5),
         *_conv(32, 64, 5),
@@ -62,7 +70,9 @@ def cifar_cnn(shape: Shape, outputs: int) -> nn.Module:
 
 
 def lfw_cnn(shape: Shape, outputs: int) -> nn.Module:
-    """Three 3x3 convolutions with pooling, then 32-32-outputs; one output is a logit for a yes-or-no task."""
+    """Three 3x3 convolutions with pooling, then dense layers of 32, 32 and `outputs` units. A
+    single output is the logit of a binary task.
+    """
     features = nn.Sequential(
         *_conv(shape[0], 64, 3),
         nn.MaxPool2d(2),
@@ -76,7 +86,9 @@ def lfw_cnn(shape: Shape, outputs: int) -> nn.Module:
 
 
 def dlg_lenet(shape: Shape, outputs: int) -> nn.Module:
-    """The network of gradient matching: three 5x5 convolutions with sigmoids and a dense layer, all within +-0.5."""
+    """LeNet of the gradient inversion literature: three 5x5 convolutions with sigmoids and a dense
+    layer, initialised uniformly within +-0.5.
+    """
     features = nn.Sequential(
         nn.Conv2d(shape[0], 12, 5, padding=2, stride=2),
         nn.Sigmoid(),
@@ -93,7 +105,7 @@ def dlg_lenet(shape: Shape, outputs: int) -> nn.Module:
 
 
 def scatter_linear(shape: Shape, outputs: int) -> nn.Module:
-    """One dense layer on scattering features of this shape, initially 0."""
+    """Dense layer on scattering features of the given shape, initialised to 0."""
     head = nn.Linear(math.prod(shape), outputs)
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
@@ -101,7 +113,9 @@ def scatter_linear(shape: Shape, outputs: int) -> nn.Module:
 
 
 def scatter_cnn(shape: Shape, outputs: int) -> nn.Module:
-    """Two convolutions and a dense layer on scattering features of this shape; the last layer is initially 0."""
+    """Two convolutions and a dense layer on scattering features of the given shape. The last layer
+    is initialised to 0.
+    """
     features = nn.Sequential(
         nn.Conv2d(shape[0], 32, 1),
         nn.ReLU(),
@@ -116,7 +130,7 @@ def scatter_cnn(shape: Shape, outputs: int) -> nn.Module:
 
 
 SCATTER = ("scatter-linear", "scatter-cnn")
-"""Networks that take scattering features."""
+"""Networks whose inputs are scattering features."""
 NETWORKS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "mnist-mlp": mnist_mlp,
     "mnist-cnn": mnist_cnn,
@@ -151,7 +165,9 @@ def _size(features: nn.Module, shape: Shape) -> int:
 
 
 def _uniform(model: nn.Module) -> nn.Module:
-    """The paper's initial weights: +-sqrt(3 / fan-in) for dense layers, +-sqrt(6 / fan-in) for convolutions."""
+    """Apply the paper's uniform initialisation: +-sqrt(3 / fan-in) for dense layers, +-sqrt(6 /
+    fan-in) for convolutions.
+    """
     for layer in model.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d):
             assert layer.bias is not None

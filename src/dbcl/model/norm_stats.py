@@ -1,8 +1,10 @@
-"""Normalisation statistics: a client's own measurements, independent of its layers' initial values.
+"""Normalisation statistics: a client's own estimates, independent of the initial running averages.
 
-A layer in training keeps running averages, r <- (1 - m) r + m * (statistic of the batch), and does not use them. This
-is linear, so what k batches have put in follows from the start: own = (r - (1 - m)^k start) / (1 - (1 - m)^k). A change
-of r relative to a veiled start would carry the veil's noise to the server; the client's own value does not.
+In training mode, a layer updates its running averages, r <- (1 - m) r + m * (batch statistic),
+without using them. The update is linear, so the contribution of k batches can be computed from the
+initial value: own = (r - (1 - m)^k start) / (1 - (1 - m)^k). Sending a change of r relative to a
+veiled start would return the veil's noise to the server; the client's own estimate does not contain
+this noise.
 """
 
 import torch
@@ -13,7 +15,7 @@ from dbcl.model.tensors import STATISTICS
 
 
 def is_statistic(name: str) -> bool:
-    """Return whether a tensor is a running mean or variance of a normalisation layer, by its name.
+    """Return whether a tensor's name is that of a running mean or variance.
 
     >>> is_statistic("1.running_var"), is_statistic("1.weight")
     (True, False)
@@ -22,7 +24,7 @@ def is_statistic(name: str) -> bool:
 
 
 def restart(model: nn.Module) -> None:
-    """Restart the batch counts of all normalisation layers.
+    """Reset the batch counters of all normalisation layers.
 
     >>> layer = nn.BatchNorm1d(2)
     >>> layer.num_batches_tracked += 5
@@ -36,7 +38,13 @@ def restart(model: nn.Module) -> None:
 
 
 def own_part(now: Tensor, start: Tensor, momentum: float | None, batches: Tensor | int) -> Tensor:
-    """Return the contribution of `batches` batches to a running average that began at `start`.
+    """Return the contribution of the latest batches to a running average.
+
+    Args:
+        now: Current running average.
+        start: Running average before the batches.
+        momentum: Momentum of the layer; None for a cumulative average.
+        batches: Number of batches.
 
     >>> layer = nn.BatchNorm1d(1).train()
     >>> start = layer.running_mean.fill_(100.0).clone()
@@ -52,9 +60,13 @@ def own_part(now: Tensor, start: Tensor, momentum: float | None, batches: Tensor
 
 @torch.no_grad()
 def calibrate(model: nn.Module, inputs: Tree, *, batch_size: int = 100) -> None:
-    """Measure the statistics of every normalisation layer anew on some inputs; nothing else of the model changes.
+    """Re-estimate the statistics of every normalisation layer from inputs. The rest of the model is
+    unchanged.
 
-    Inputs are a tensor, or a tuple or dictionary of tensors that all have a row for each example.
+    Args:
+        model: The network.
+        inputs: A tensor, or a tuple or dictionary of tensors, with one row per example.
+        batch_size: Examples per forward pass.
 
     >>> model = nn.Sequential(nn.BatchNorm1d(1))
     >>> calibrate(model, torch.tensor([[1.0], [3.0]]))
@@ -76,9 +88,9 @@ def calibrate(model: nn.Module, inputs: Tree, *, batch_size: int = 100) -> None:
 
 
 def measured(module: nn.Module, name: str, start: Tensor) -> Tensor | None:
-    """Return a layer's own statistic since `restart`, from its initial value; None if it saw no batch.
+    """Return a layer's own statistic since `restart`; None if the layer processed no batch.
 
-    For a custom layer that does not count its batches it is the average as it is, if that has changed.
+    For a custom layer without a batch counter, return the running average if it has changed.
 
     >>> measured(nn.BatchNorm1d(2), "running_mean", nn.BatchNorm1d(2).running_mean) is None
     True

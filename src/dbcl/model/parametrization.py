@@ -1,8 +1,9 @@
-"""Sketched layers: one parametrization for any matrix weight, and a faster form for `nn.Linear`.
+"""Sketched layers: one parametrization for any matrix weight, and a faster implementation for
+`nn.Linear`.
 
-Both compute z = x W_eff^T with the effective weight W_eff = V D R^T. The parametrization writes W_eff out, which costs
-one gather and leaves the layer's native kernel alone. `nn.Linear` never needs W_eff: it sketches its input,
-z = (x R) D V^T, and works with matrices `ratio` times smaller.
+Both compute z = x W_eff^T with the effective weight W_eff = V D R^T. The parametrization
+materialises W_eff with one gather and keeps the layer's native kernel. `nn.Linear` avoids W_eff: it
+sketches its input, z = (x R) D V^T, and multiplies matrices that are `ratio` times smaller.
 """
 
 from typing import Any
@@ -30,7 +31,7 @@ from dbcl.sketch.operator import linear_map
 
 
 class EffectiveWeight(nn.Module):
-    """The parametrization V -> V D R^T, reshaped to the weight's own shape.
+    """Parametrization V -> V D R^T, reshaped to the weight's original shape.
 
     >>> from dbcl.sketch import CountSketch
     >>> layer = sketch_parameter(nn.Conv2d(2, 4, 3), "weight", CountSketch(18, 9, seed=bytes(32)), torch.ones(4, 9))
@@ -51,9 +52,10 @@ class EffectiveWeight(nn.Module):
 
 
 class _Replace(EffectiveWeight):
-    """An `EffectiveWeight` whose registration puts the server's compact weight in place of the layer's own weight.
+    """`EffectiveWeight` that replaces the layer's own weight by the server's compact weight on
+    registration.
 
-    `register_parametrization` asks `right_inverse` what to keep of the old weight: nothing.
+    `register_parametrization` calls `right_inverse` with the old weight, which is discarded.
     """
 
     def __init__(self, sketch: Sketch, layout: Layout, compact: Tensor) -> None:
@@ -69,9 +71,17 @@ class _Replace(EffectiveWeight):
 def sketch_parameter(
     module: nn.Module, name: str, sketch: Sketch, compact: Tensor, inputs: tuple[int, ...] = ()
 ) -> nn.Module:
-    """Replace a module's weight by the compact weight V, in place; return the module.
+    """Replace a module's weight by the compact weight V, in place.
 
-    `inputs` are the axes of the weight that the sketch acts on: all but the first where it is empty.
+    Args:
+        module: The layer.
+        name: Name of the weight in the layer.
+        sketch: Sketch of the weight.
+        compact: The compact weight V.
+        inputs: Axes that the sketch compresses; empty for all axes but the first.
+
+    Returns:
+        The module.
 
     >>> from dbcl.sketch import CountSketch
     >>> layer = sketch_parameter(nn.Linear(6, 2), "weight", CountSketch(6, 3, seed=bytes(32)), torch.zeros(2, 3))
@@ -100,9 +110,11 @@ _shared: dict[tuple[object, ...], type[nn.Module]] = {}
 
 
 def share_class(module: nn.Module) -> None:
-    """Give sketched layers of one kind one class, so that `torch.compile` recognises the layer of the last round.
+    """Give sketched layers of one type a shared class, so that `torch.compile` reuses its compiled
+    code.
 
-    `parametrize` makes a class for every module, and `torch.compile` compiles anew for classes that it has not seen.
+    `parametrize` creates a new class for every module, and `torch.compile` recompiles for each new
+    class.
 
     >>> from dbcl.sketch import CountSketch
     >>> sketch, V = CountSketch(6, 3, seed=bytes(32)), torch.zeros(2, 3)
@@ -117,7 +129,7 @@ def share_class(module: nn.Module) -> None:
 
 
 def compact_parameter(module: nn.Module, name: str) -> Tensor:
-    """Return the compact weight V that `sketch_parameter` put into a module.
+    """Return the compact weight V that `sketch_parameter` registered in a module.
 
     >>> from dbcl.sketch import CountSketch
     >>> layer = sketch_parameter(nn.Linear(6, 2), "weight", CountSketch(6, 3, seed=bytes(32)), torch.zeros(2, 3))
@@ -129,7 +141,8 @@ def compact_parameter(module: nn.Module, name: str) -> Tensor:
 
 
 def inner_name(plan_name: str) -> str:
-    """Return the name of a covered weight inside a client's model; plan and messages use the plain name.
+    """Return the name of a sketched weight inside a client's model. Plans and messages use the
+    plain name.
 
     >>> inner_name("encoder.0.weight")
     'encoder.0.parametrizations.weight.original'
@@ -139,7 +152,8 @@ def inner_name(plan_name: str) -> str:
 
 
 def plan_name(inner_name: str) -> str:
-    """Return the plan's name of a parameter of a client's model, covered or not: the inverse of `inner_name`.
+    """Return the plan name of a parameter of a client's model: the inverse of `inner_name` for
+    sketched weights.
 
     >>> plan_name("encoder.0.parametrizations.weight.original"), plan_name("encoder.0.bias")
     ('encoder.0.weight', 'encoder.0.bias')
@@ -171,9 +185,10 @@ def _bucket_linear(self: nn.Linear, x: Tensor) -> Tensor:
 
 
 class _SketchedLinear(torch.autograd.Function):
-    """z = (x R) D V^T + b as one node of the graph: in a small layer each node costs as much time as a product.
+    """z = (x R) D V^T + b as a single autograd node. In a small layer each node costs as much time
+    as a product.
 
-    Where the gradient is to be differentiated in turn, it is computed with operations that autograd records.
+    For higher-order derivatives, the gradient is computed with operations that autograd records.
     """
 
     @staticmethod

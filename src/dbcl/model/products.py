@@ -1,4 +1,4 @@
-"""Detection of a model's layers: its weights that go into matrix products, with the axes that are summed."""
+"""Detection of weights that are used in matrix products, with the axes that are summed."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,10 +16,20 @@ Operands = Iterator[tuple[Tensor, tuple[int, ...]]]
 
 
 def find_layers(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, tuple[int, ...]]:
-    """Run a model once in evaluation mode and return the `layers` for its plan: weights that go into products.
+    """Find the input axes of custom layers by one forward pass in evaluation mode.
 
-    Each comes with the axes that the product sums over, which are its inputs. PyTorch's own layers are not among them,
-    since they are known, nor is a weight that is used in two ways. What only some inputs reach is not seen.
+    Returns weights that are used in a product, each with the axes that the product sums over.
+    PyTorch's own layers are omitted because they are already known, and so are weights that are
+    used in products over different axes. Code paths that the given inputs do not reach are not
+    detected.
+
+    Args:
+        model: The network.
+        inputs: Positional arguments of the forward pass.
+        named: Keyword arguments of the forward pass.
+
+    Returns:
+        Input axes by parameter name, for `SketchConfig.layers`.
 
     >>> class Backwards(nn.Module):
     ...     def __init__(self):
@@ -45,7 +55,7 @@ def find_layers(model: nn.Module, *inputs: Any, **named: Any) -> dict[str, tuple
 
 
 class _Watch(TorchFunctionMode):
-    """Records for every parameter that goes into a product the axes over which it is summed."""
+    """Mode that records the summed axes of every parameter used in a product."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -115,4 +125,5 @@ PRODUCTS: dict[Any, Callable[..., Operands]] = {
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _transposed),
     torch.einsum: _einsum,
 }
-"""Functions that sum over an axis of a weight, each with a function that returns those axes."""
+"""Functions that sum over an axis of a weight, each with a function that returns the summed axes.
+"""

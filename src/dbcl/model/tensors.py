@@ -1,4 +1,4 @@
-"""Tensors of a model: those that leave the server, those that are not sent, and those derived from others."""
+"""Tensors of a model: broadcast, not sent, or derived from other tensors."""
 
 import hashlib
 import inspect
@@ -18,11 +18,11 @@ from torch.nn.utils.weight_norm import WeightNorm
 from dbcl._torch import forward_pre_hooks, inner_tensors
 
 STATISTICS = ("running_mean", "running_var")
-"""Buffers of normalisation layers, which are sent."""
+"""Names of running statistics, buffers of normalisation layers that are sent."""
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return every tensor of a model's state dict, tied ones once.
+    """Return every tensor of a model's state dict, with tied tensors listed once.
 
     >>> list(named_tensors(nn.BatchNorm1d(3)))
     ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
@@ -33,11 +33,15 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def broadcast_names(model: nn.Module, buffers: Sequence[str] = ()) -> list[str]:
-    """Return the names of the tensors that leave the server: trained parameters, normalisation statistics, named
-    buffers.
+    """Return the names of the broadcast tensors: trained parameters, normalisation statistics and
+    selected buffers.
 
-    `buffers` are patterns. Everything else is not sent: frozen parameters, and buffers that are constants, such as
-    a causal mask or a table of positions. A client has those of its own copy of the network.
+    Frozen parameters and constant buffers, such as a causal mask or a position table, are not sent.
+    A client uses the values of its own copy of the network.
+
+    Args:
+        model: The network.
+        buffers: Name patterns of further buffers to send.
 
     >>> broadcast_names(nn.BatchNorm1d(3))
     ['weight', 'bias', 'running_mean', 'running_var']
@@ -55,8 +59,8 @@ def broadcast_names(model: nn.Module, buffers: Sequence[str] = ()) -> list[str]:
 
 
 def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that a client must have with the server's values: frozen ones, packed weights, masks of
-    pruning.
+    """Return the tensors whose values must be equal on server and client: frozen parameters, packed
+    weights and pruning masks.
 
     >>> layer = torch.nn.utils.prune.l1_unstructured(nn.Linear(2, 1), "weight", 1)
     >>> list(fixed_tensors(layer))
@@ -72,7 +76,8 @@ def fixed_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def packed_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights that quantised layers of PyTorch keep in their state and not as parameters, by name and place.
+    """Return the weights that PyTorch's quantised layers store in their state instead of as
+    parameters, by name.
 
     >>> packed_weights(nn.Linear(2, 1))
     {}
@@ -83,7 +88,7 @@ def packed_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that are not trained, by name.
+    """Return the frozen parameters by name.
 
     >>> layer = nn.Linear(2, 1)
     >>> _ = layer.weight.requires_grad_(False)
@@ -94,7 +99,8 @@ def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Return a digest of a tensor's dtype, shape and bytes, equal on all machines for equal tensors.
+    """Return a digest of a tensor's dtype, shape and bytes. Equal tensors have equal digests on all
+    machines.
 
     >>> fingerprint(torch.zeros(2)) == fingerprint(torch.zeros(2)) != fingerprint(torch.ones(2))
     True
@@ -114,7 +120,7 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 def plain_numbers(tensor: Tensor) -> bool:
-    """Return whether a tensor is dense and of floating-point values, so that it can be veiled and sent.
+    """Return whether a tensor is dense and floating-point, and so can be veiled and sent.
 
     >>> plain_numbers(torch.ones(2)), plain_numbers(torch.ones(2, dtype=torch.complex64))
     (True, False)
@@ -123,7 +129,7 @@ def plain_numbers(tensor: Tensor) -> bool:
 
 
 def cannot_be_sent(model: nn.Module) -> list[str]:
-    """Return a complaint for each trained parameter that is not a plain floating-point tensor.
+    """Return a complaint for each trained parameter that is not a dense floating-point tensor.
 
     >>> layer = nn.Linear(2, 2, dtype=torch.complex64, bias=False)
     >>> cannot_be_sent(layer)
@@ -143,7 +149,8 @@ def cannot_be_sent(model: nn.Module) -> list[str]:
 
 
 def lost_in_a_copy(model: nn.Module) -> list[str]:
-    """Return a complaint for everything that a copy of a model would share with the original, and so not train.
+    """Return a complaint for everything that a copy of a model would share with the original.
+    Training the copy would not update shared objects correctly.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> original = model[0].forward
@@ -163,7 +170,8 @@ def lost_in_a_copy(model: nn.Module) -> list[str]:
 
 
 def _holds(function: object, modules: set[nn.Module]) -> bool:
-    """Return whether a function uses one of some modules, or a method of one, as a variable from outside."""
+    """Return whether a function's closure contains one of some modules, or a bound method of one.
+    """
     if not isinstance(function, FunctionType):
         return False
     outside = inspect.getclosurevars(function)
@@ -176,7 +184,7 @@ def _holds(function: object, modules: set[nn.Module]) -> bool:
 
 
 def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that holds a tensor, and the tensor's name in it.
+    """Return the module that owns a tensor, and the tensor's name in this module.
 
     >>> owner(nn.Sequential(nn.Linear(2, 2)), "0.weight")
     (Linear(in_features=2, out_features=2, bias=True), 'weight')
@@ -186,7 +194,8 @@ def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def without_values(model: nn.Module) -> list[str]:
-    """Return a complaint for each parameter without shape or values, and for a compiled script, which hides them.
+    """Return a complaint for each parameter without shape or values, and for a TorchScript model,
+    whose parameters are inaccessible.
 
     >>> without_values(nn.LazyLinear(3, bias=False))
     ['weight: has no shape yet; run one batch through the model first']
@@ -203,7 +212,7 @@ def without_values(model: nn.Module) -> list[str]:
 
 
 def nothing_trained(model: nn.Module) -> list[str]:
-    """Return a complaint if a model has no parameters, or none that is trained.
+    """Return a complaint if a model has no trainable parameters.
 
     >>> nothing_trained(nn.ReLU())
     ['the model has nothing to train: no parameter that requires a gradient']
@@ -218,24 +227,27 @@ OLD_HOOKS: dict[type[Any], str] = {
     SpectralNorm: "torch.nn.utils.parametrizations.spectral_norm",
     BasePruningMethod: "torch.nn.utils.prune.remove, to make the pruning permanent",
 }
-"""Hooks that compute a weight before every forward pass, and what to use instead."""
+"""Hooks that compute a weight before every forward pass, each with its recommended replacement."""
 
 
 def old_hook(module: nn.Module) -> type | None:
-    """Return the kind of a module's old-style hook, or None."""
+    """Return the class of a module's old-style weight hook, or None."""
     return next((kind for hook in forward_pre_hooks(module) for kind in OLD_HOOKS if isinstance(hook, kind)), None)
 
 
 POWER_STEPS = 15
-"""Number of power iterations after a change of weights, as many as PyTorch takes for a new spectral norm."""
+"""Number of power iterations after a change of weights, equal to PyTorch's number for a new
+spectral norm.
+"""
 
 
 @torch.no_grad()
 def recompute(model: nn.Module) -> None:
-    """Recompute the values that a model derives from its parameters: weights of old-style hooks, and spectral norms.
+    """Recompute the values that a model derives from its parameters: weights of old-style hooks,
+    and spectral norms.
 
-    A spectral norm keeps an estimate of two singular vectors in buffers, and takes one step towards them in each
-    training pass. Weights that came from elsewhere need more than one.
+    A spectral norm keeps estimates of two singular vectors in buffers and performs one power
+    iteration in each training pass. After the weights are replaced, one iteration is not enough.
 
     >>> layer = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)).eval()
     >>> with torch.no_grad():

@@ -1,6 +1,6 @@
-"""Norm and clipping of updates, and a client's own noise.
+"""Norm and clipping of updates, and optional noise added by the client.
 
-R has orthonormal columns, so an update of V and the update of W that it is lifted to have the same length.
+R has orthonormal columns, so an update of V and the lifted update of W have the same norm.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,8 @@ from dbcl.errors import ConfigError
 
 
 def norm(tensors: Mapping[str, Tensor]) -> float:
-    """Return the Euclidean norm of all tensors together, to the last digit the same in any order.
+    """Return the Euclidean norm of all tensors together. The result does not depend on the order of
+    the tensors.
 
     >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     5.0
@@ -24,7 +25,11 @@ def norm(tensors: Mapping[str, Tensor]) -> float:
 
 
 def clip_factor(length: float, bound: float | None) -> float:
-    """Return the factor that scales an update of norm `length` down to the bound.
+    """Return the factor that scales an update down to a maximum norm.
+
+    Args:
+        length: Norm of the update.
+        bound: Maximum norm; None disables clipping.
 
     >>> clip_factor(4.0, 1.0), clip_factor(0.5, 1.0), clip_factor(4.0, None)
     (0.25, 1.0, 1.0)
@@ -34,15 +39,17 @@ def clip_factor(length: float, bound: float | None) -> float:
 
 @dataclass(frozen=True)
 class UpdateNoise:
-    """Clipping and normal noise (the Gaussian mechanism) that a client applies to its update before it is encoded.
+    """Clipping and Gaussian noise that a client applies to its update before encoding.
 
-    Nothing is accounted, so no guarantee is stated. For a guarantee use `dbcl.privacy.PrivacyPlan`.
+    The privacy cost is not accounted, so there is no guarantee. For a guarantee use
+    `dbcl.privacy.PrivacyPlan`.
 
     Args:
-        clip: Norm to which the update is clipped.
-        multiplier: Standard deviation of the noise on each value, relative to `clip`.
-        insecure_seed: Fixes the noise for experiments: it then follows from this number, the round, the client and the
-            tensor's name. By default it comes from the operating system, anew in every call.
+        clip: Clipping norm of the update.
+        multiplier: Noise multiplier: standard deviation of the noise divided by `clip`.
+        insecure_seed: Seed for reproducible experiments. The noise is then a function of the seed,
+            the round, the client and the tensor's name. By default each call draws fresh noise from
+            the operating system.
         client: Number of the client, for `insecure_seed`.
 
     >>> noise = UpdateNoise(clip=1.0, multiplier=0.01, insecure_seed=0)
@@ -62,7 +69,12 @@ class UpdateNoise:
             )
 
     def __call__(self, tensors: Mapping[str, Tensor], *, round: int) -> dict[str, Tensor]:
-        """Clip the tensors of one update and add noise."""
+        """Clip an update to `clip` and add noise.
+
+        Args:
+            tensors: Tensors of the update by name.
+            round: Number of the round, for `insecure_seed`.
+        """
         factor = clip_factor(norm(tensors), self.clip)
         key = seeds.fresh()
         if self.insecure_seed is not None:

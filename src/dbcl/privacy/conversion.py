@@ -1,7 +1,9 @@
-"""Conversion of a Gaussian mechanism to (epsilon, delta) and back, exactly (Balle and Wang 2018, theorem 8).
+"""Exact conversion between a Gaussian mechanism and (epsilon, delta) (Balle and Wang 2018, theorem
+8).
 
-A mechanism whose sensitivity is mu times its noise is (epsilon, delta)-differentially private for
-delta(epsilon) = Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu) and for no smaller delta.
+A Gaussian mechanism with sensitivity / sigma = mu is (epsilon, delta)-differentially private for
+delta(epsilon) = Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu), and for no
+smaller delta.
 """
 
 import math
@@ -12,11 +14,15 @@ import torch
 from dbcl.errors import ConfigError
 
 MAX_MU = 1e6
-"""Largest mu that is searched; a guarantee with it is vacuous."""
+"""Upper limit of the search for mu. A guarantee with this mu is vacuous."""
 
 
 def log_delta_of(mu: float, epsilon: float) -> float:
-    """Return the logarithm of delta at this epsilon.
+    """Return log(delta) of a Gaussian mechanism at the given epsilon.
+
+    Args:
+        mu: Sensitivity divided by the standard deviation of the noise.
+        epsilon: Epsilon of the guarantee.
 
     >>> round(math.exp(log_delta_of(1.0, 4.377178)), 10)
     1e-05
@@ -29,7 +35,11 @@ def log_delta_of(mu: float, epsilon: float) -> float:
 
 
 def epsilon_of(mu: float, delta: float) -> float:
-    """Return the epsilon, at this delta, of a Gaussian mechanism whose sensitivity is mu times its noise.
+    """Return the epsilon of a Gaussian mechanism at the given delta.
+
+    Args:
+        mu: Sensitivity divided by the standard deviation of the noise.
+        delta: Delta of the guarantee.
 
     >>> round(epsilon_of(1.0, 1e-5), 3)
     4.377
@@ -44,7 +54,11 @@ def epsilon_of(mu: float, delta: float) -> float:
 
 
 def mu_of(epsilon: float, delta: float) -> float:
-    """Return the largest mu that keeps (epsilon, delta).
+    """Return the largest mu whose Gaussian mechanism is (epsilon, delta)-differentially private.
+
+    Args:
+        epsilon: Epsilon of the guarantee.
+        delta: Delta of the guarantee.
 
     >>> round(mu_of(8.0, 1e-5), 3)
     1.666
@@ -57,7 +71,10 @@ def mu_of(epsilon: float, delta: float) -> float:
 
 
 def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """Return the smallest value at which a condition holds that fails at `low` and holds at `high`."""
+    """Return the smallest value that satisfies a monotone condition, by bisection.
+
+    The condition must be false at `low` and true at `high`.
+    """
     while True:
         middle = (low + high) / 2
         if not low < middle < high:

@@ -1,4 +1,6 @@
-"""Noise mechanism with a guarantee: noise of a fixed size that is correlated over rounds."""
+"""Noise mechanism with a differential privacy guarantee: noise of fixed scale, correlated over
+rounds.
+"""
 
 import math
 from collections.abc import Mapping
@@ -16,11 +18,11 @@ from dbcl.privacy.noise import NoiseMechanism
 from dbcl.state import State
 
 SCHEME = "correlated-v2"
-"""Label of the stream that z comes from. correlated-v1 had 32 bits of radius, and so a shorter tail."""
+"""Label of the random stream of z. Version 1 used 32 bits of radius and so had a shorter tail."""
 
 
 class _Begun(NamedTuple):
-    """Round whose noise may have been shown."""
+    """Opened round, whose noise may already have been sent."""
 
     round: int
     key: bytes
@@ -30,21 +32,26 @@ class _Begun(NamedTuple):
 
 
 class CorrelatedNoise(NoiseMechanism):
-    """N_(t+1) = (A C^-1 z)_t with z of size `sigma` in W's space: the noise of a `Mechanism`, round by round.
+    """Correlated noise of a `Mechanism`, N_(t+1) = (A C^-1 z)_t, with z of standard deviation
+    `sigma` in the space of W.
 
-    `CorrelatedNoise.from_plan` makes the noise of a `PrivacyPlan`, with the guarantee of that plan; noise with other
-    arguments has none. The size is absolute: noise in proportion to the weights would reveal them.
+    `CorrelatedNoise.from_plan` makes the noise of a `PrivacyPlan` and provides the plan's
+    guarantee. An instance with other arguments has no guarantee. The scale is absolute, because
+    noise in proportion to the weights would leak their scale.
 
-    N_t is on everything that leaves the server in round t, and on the model that is released after the last round: with
-    n rounds of updates, rounds 0 to n may begin. z of round t comes from the round's key, the round and the tensor's
-    name. W_0 depends on no data and needs no noise. It gets noise of size lr * sigma nevertheless, so that nothing
-    leaves unprotected; that noise is used once and does not weaken the guarantee.
+    N_t is added to every tensor broadcast in round t, and to the model released after the last
+    round. With n rounds of updates, rounds 0 to n may begin. z of round t is derived from the
+    round's key, the round and the tensor's name. W_0 depends on no data and needs no noise for the
+    guarantee. The mechanism still adds noise of scale lr * sigma to W_0, so that no tensor is sent
+    unprotected; this noise is used once and does not affect the guarantee.
 
-    For a workload with `after=False` round t + 1 is the noise on the average update of round t, and 1 is the first.
+    For a workload with `after=False`, the noise of round t + 1 is added to the average update of
+    round t, starting with round 1.
 
-    Its memory is in `state()`: a few float64 tensors of the size of each tensor of W, written once and never changed.
-    `end` advances it by a round, so a round that is opened again has the same noise. A second noise on the same weights
-    is an error: a round out of order, or another key for a round that has begun.
+    `state()` contains a few float64 tensors of the size of each tensor of W, which are never
+    modified in place. `end` advances the state by one round, so a reopened round has the same
+    noise. A second noise on the same weights raises an error: a round out of order, or another key
+    for an opened round.
 
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
     >>> veil = CorrelatedNoise.from_plan(plan)
@@ -70,7 +77,7 @@ class CorrelatedNoise(NoiseMechanism):
 
     @classmethod
     def from_plan(cls, plan: PrivacyPlan) -> "CorrelatedNoise":
-        """Return the noise mechanism that keeps a plan's guarantee."""
+        """Return the noise mechanism of a plan."""
         return cls(plan.mechanism, plan.sigma, plan.promise)
 
     def guarantee(self) -> str:
@@ -175,7 +182,7 @@ class CorrelatedNoise(NoiseMechanism):
         self._position, self._shown, self._memory, self._ahead = int(values["round"]), values["begun"], memory, {}
 
     def _identity(self) -> dict[str, Any]:
-        """Return the settings that must not change in a run, as JSON writes and reads them."""
+        """Return the settings that must not change during a run, as JSON values."""
         own = self.mechanism
         return {
             "sigma": self.sigma,
@@ -191,7 +198,7 @@ class CorrelatedNoise(NoiseMechanism):
 
 
 def _moved(memory: Memory, device: torch.device) -> Memory:
-    """Return the memory on the device of the weights."""
+    """Move the memory to the device of the weights."""
     past, velocity, total = memory
     return Memory(
         tuple(each.to(device) for each in past),

@@ -1,7 +1,9 @@
-"""Per-example clipping for stacks of dense layers, without ever writing out the gradient of an example.
+"""Per-example gradient clipping for stacks of dense layers without materialising per-example
+gradients.
 
-The gradient of one example for a dense layer is the outer product of the gradient of its output and its input, so its
-norm is the product of two norms, and the sum of the clipped gradients is one matrix product (Goodfellow 2015).
+For a dense layer, the gradient of one example is the outer product of its output gradient and its
+input. Its norm is the product of their norms, and the sum of clipped gradients is one matrix
+product (Goodfellow 2015).
 """
 
 from collections.abc import Callable
@@ -29,13 +31,17 @@ ROW_WISE = (
     nn.MaxPool2d,
     nn.AvgPool2d,
 )
-"""Layers without parameters that treat each example by itself."""
+"""Parameter-free layers that process each example independently."""
 
 
 def clip_factors(squared_norms: Tensor, clip: float) -> Tensor:
-    """Return the factor min(1, clip / norm) of each example's gradient, from the squared norms.
+    """Return the clipping factor min(1, clip / norm) of each example's gradient.
 
-    An example whose gradient is not finite gets 0: it must not take the others' gradients with it.
+    An example with a non-finite gradient gets factor 0, so that it cannot invalidate the sum.
+
+    Args:
+        squared_norms: Squared gradient norm of each example.
+        clip: Clipping norm.
 
     >>> clip_factors(torch.tensor([4.0, 0.25, float("nan"), float("inf")]), clip=1.0)
     tensor([0.5000, 1.0000, 0.0000, 0.0000])
@@ -44,7 +50,8 @@ def clip_factors(squared_norms: Tensor, clip: float) -> Tensor:
 
 
 def dense_layers(model: nn.Module) -> dict[str, nn.Linear] | None:
-    """Return the dense layers of a plain stack by the prefix of their parameters' names; None for any other model.
+    """Return the dense layers of a plain stack by the prefix of their parameter names; None for any
+    other model.
 
     >>> stack = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> list(dense_layers(stack)), dense_layers(nn.LSTM(4, 3))
@@ -72,14 +79,16 @@ def dense_layers(model: nn.Module) -> dict[str, nn.Linear] | None:
 def dense_sum(
     model: nn.Module, layers: dict[str, nn.Linear], part: tuple[Tree, Tree], loss: Loss, clip: float
 ) -> tuple[Gradients, Tensor] | None:
-    """Return the sum of the clipped gradients in float64 and the losses; None if model or loss need another way.
+    """Return the float64 sum of the clipped gradients and the per-example losses.
+
+    Returns None if the model or the loss requires another implementation.
 
     Args:
         model: A plain stack.
-        layers: What `dense_layers` returned for it.
+        layers: Result of `dense_layers` for the model.
         part: Inputs and targets.
-        loss: Loss of a batch, which is called on batches of one example.
-        clip: Bound on the norm of each example's gradient.
+        loss: Batch loss, called on batches of one example.
+        clip: Clipping norm of each example's gradient.
 
     >>> model = nn.Sequential(nn.Linear(2, 1))
     >>> part = torch.ones(3, 2), torch.zeros(3, 1)
@@ -140,7 +149,9 @@ def _save(
 
 
 def _gradients_of_outputs(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the loss of each example by itself and its gradient in the outputs; None if it cannot be batched."""
+    """Return the per-example losses and their gradients with respect to the outputs; None if the
+    loss cannot be batched.
+    """
 
     def of_one(output: Tensor, target: Tensor) -> Tensor:
         return loss(output.unsqueeze(0), target.unsqueeze(0))

@@ -1,7 +1,7 @@
-"""Per-example clipping: every example's gradient is scaled to a bound before it is added to the others.
+"""Per-example gradient clipping: scale every example's gradient to a maximum norm before summation.
 
-A guarantee for one example rests on this step, so there is one implementation for any model, `clipped_sum`. A faster
-path may compute the norms in its own way; it takes the factors from `clip_factors` all the same.
+An example-level guarantee relies on this step, so `clipped_sum` is the only implementation for all
+models. A faster path may compute the norms differently, but uses the factors of `clip_factors`.
 """
 
 import copy
@@ -24,23 +24,37 @@ from dbcl.objective import Loss
 from dbcl.privacy.dense_clipping import Gradients, clip_factors, dense_layers, dense_sum
 
 CHUNK = 64
-"""Number of examples whose gradients are in memory at a time."""
+"""Number of examples whose gradients are held in memory at once."""
 DENSE_CHUNK = 1024
-"""Number of examples at a time for stacks of dense layers, where no gradient of an example is written out."""
+"""Number of examples per chunk for stacks of dense layers, whose per-example gradients are not
+materialised.
+"""
 NO_GRADIENT = (
     "the gradient of a single example cannot be computed for this model, so there is no guarantee for one example"
 )
 SAME = 1e-5
-"""Relative difference of two gradients of the same example that rounding may make; on a CPU it makes none."""
+"""Relative tolerance between two gradients of the same example, for rounding differences on a GPU.
+A CPU has none.
+"""
 
 
 def clipped_sum(model: nn.Module, batch: Batch, loss: Loss, clip: float) -> tuple[Gradients, float]:
-    """Add up the gradients of a batch's examples in float64, each clipped to the norm `clip`; average their losses.
+    """Return the sum of a batch's per-example clipped gradients in float64, and the mean loss.
 
-    The gradient of an example is that of `loss` on a batch of this example alone, so no example acts on another's.
-    Norms, factors and sums are computed in float64: rounded in float32, a sum of many gradients could move by more than
-    one of them. Stacks of dense layers take a path of their own (`dense_clipping`), other models are batched by
-    `torch.func`, and a model that it cannot batch is run once for every example.
+    The gradient of an example is computed with `loss` on a batch of this example alone, so no
+    example affects another's gradient. Norms, factors and sums use float64: in float32, rounding
+    could change a sum of many gradients by more than one gradient. Stacks of dense layers use
+    `dense_clipping`, other models are batched by `torch.func`, and models that `torch.func` cannot
+    batch run one example at a time.
+
+    Args:
+        model: The network.
+        batch: Examples.
+        loss: Batch loss.
+        clip: Clipping norm of each example's gradient.
+
+    Returns:
+        The sum of the clipped gradients by parameter name, and the mean loss.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> examples = Batch(torch.ones(3, 1), torch.tensor([[1.0], [5.0], [-0.5]]))
@@ -73,7 +87,7 @@ def clipped_sum(model: nn.Module, batch: Batch, loss: Loss, clip: float) -> tupl
 def _sum_of_each(
     model: nn.Module, loss: Loss, start: Gradients, part: tuple[Tree, Tree], clip: float
 ) -> tuple[Gradients, Tensor]:
-    """Compute the gradient of each example by itself; return the sum of the clipped ones, and the losses."""
+    """Compute per-example gradients; return the sum of the clipped gradients, and the losses."""
     try:
         batched = torch.func.vmap(_gradient(model, loss), in_dims=(None, 0), randomness="different")
         with quiet_vmap():
@@ -91,7 +105,15 @@ def _sum_of_each(
 
 
 def clipped_step(model: nn.Module, batches: Sequence[Batch], loss: Loss, rate: float, clip: float) -> float:
-    """Move a model by `rate` times minus the `clipped_sum` of all batches; return the mean loss before it.
+    """Take one SGD step along the `clipped_sum` of all batches; return the mean loss before the
+    step.
+
+    Args:
+        model: The network, changed in place.
+        batches: Batches of the step.
+        loss: Batch loss.
+        rate: Learning rate.
+        clip: Clipping norm of each example's gradient.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> _ = nn.init.zeros_(model.weight)
@@ -110,7 +132,7 @@ def clipped_step(model: nn.Module, batches: Sequence[Batch], loss: Loss, rate: f
 
 
 def clipped_sums(model: nn.Module, batches: Sequence[Batch], loss: Loss, clip: float) -> tuple[Gradients, float]:
-    """Return the `clipped_sum` of several batches together, and the mean loss of their examples."""
+    """Return the `clipped_sum` over several batches, and the mean loss of their examples."""
     found = [clipped_sum(model, batch, loss, clip) for batch in batches]
     sizes = [len(next(tensors(batch.targets))) for batch in batches]
     total = {name: sum(sums[name] for sums, _ in found) for name in found[0][0]}
@@ -118,10 +140,20 @@ def clipped_sums(model: nn.Module, batches: Sequence[Batch], loss: Loss, clip: f
 
 
 def check_alone(model: nn.Module, examples: Examples, loss: Loss) -> None:
-    """Refuse a model in which the gradient of an example depends on the examples before it; the model is not changed.
+    """Raise `ConfigError` if a gradient depends on previously processed examples. The model is
+    unchanged.
 
-    What a module writes into itself is lost with the copy that `clipped_sum` makes. What it keeps elsewhere of its
-    inputs lets an example act on the gradients of others, past its own clip.
+    `clipped_sum` works on a copy of the model, so state written into modules is discarded. State
+    outside the modules would let an example affect other examples' gradients beyond its clipping
+    norm.
+
+    Args:
+        model: The network.
+        examples: Examples to test with.
+        loss: Batch loss.
+
+    Raises:
+        ConfigError: The gradient of an example depends on earlier examples.
 
     >>> from dbcl.data import examples_of
     >>> class Remembers(nn.Linear):
@@ -154,7 +186,9 @@ def check_alone(model: nn.Module, examples: Examples, loss: Loss) -> None:
 
 
 def _gradient(model: nn.Module, loss: Loss) -> Callable[..., tuple[Gradients, Tensor]]:
-    """Return the gradient and the loss of an example, on a copy of the model, whose state reaches no other example."""
+    """Return a function for one example's gradient and loss. It uses a copy of the model, so state
+    changes do not reach other examples.
+    """
     own: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     return torch.func.grad_and_value(partial(_loss_of_one, copied(model, own), loss))
 
