@@ -1,4 +1,4 @@
-"""Small simulated runs for the examples in docstrings, played once and kept until the process ends."""
+"""Small simulated runs for the examples in docstrings, cached until the process ends."""
 
 import tempfile
 from functools import cache
@@ -26,8 +26,8 @@ _folders: list[tempfile.TemporaryDirectory[str]] = []
 def example_batches(
     name: str = "paper", *, rounds: int = 3, batch: int = 1, fixed: bool = False, **settings: Any
 ) -> SimulatedRun:
-    """Play a preset with two clients on batches of the first 100 digits; with `fixed` the victim's
-    never changes.
+    """Simulate a preset with two clients on batches of the first 100 digits. With `fixed` the
+    victim has the same batch in every round.
 
     >>> example_batches("paper", model="dlg-lenet").attacker.rounds
     [0, 1, 2]
@@ -41,7 +41,7 @@ def example_batches(
 
 @cache
 def example_run(name: str = "paper", *, rounds: int = 3, **settings: Any) -> ShardRun:
-    """Play a preset with two clients and fixed shards.
+    """Simulate a preset with two clients and fixed shards.
 
     >>> [len(rows) for rows in example_run("plain").shards.of_clients]
     [40, 40]

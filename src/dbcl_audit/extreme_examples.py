@@ -1,9 +1,10 @@
-"""Contribution of real extreme examples to updates, through the clients' own code.
+"""Contribution of real extreme examples to updates, measured with the clients' own code.
 
-A guarantee for one example rests on clipping that happens on the clients, where no server looks. So
-it is measured: two clients train on the same examples, one of them with one more, as extreme as
-this task allows. Both run on the engine of the run, and by the same path of it. The norm of the
-difference of their updates is what this example contributes.
+A guarantee for one example relies on clipping by the clients, which the server cannot verify. The
+contribution is therefore measured. Two simulated clients train on the same examples, and one of
+them has an additional example, as extreme as the task permits. Both use the engine of the run and
+the same code path. The contribution of the example is the norm of the difference between the two
+updates.
 """
 
 from dataclasses import replace
@@ -22,22 +23,22 @@ from dbcl.protocol import Broadcast, Update, decode_update
 from dbcl.simulation.task import Task
 
 PAIRS = 20
-"""Extreme examples, each with a pair of clients."""
+"""Number of extreme examples, each with one pair of clients."""
 COMPANIONS = 2
-"""Ordinary examples in a client's batch beside the extreme one."""
+"""Number of ordinary examples in a client's batch, in addition to the extreme example."""
 SCALES = (1.0, 30.0)
-"""The inputs are multiplied by these, in turn: large inputs have large gradients, unless they
-saturate a network.
+"""Factors of the inputs, used in turn. Large inputs have large gradients unless they saturate the
+network.
 """
 
 
 def with_extremes(task: Task, *, separation: int, seed: int = 0) -> Task:
-    """Return a task of pairs of clients, the first of which has one extreme example more than the
-    second.
+    """Return a task with pairs of clients, in which the first client has one more example, the
+    extreme one.
 
-    Inputs are those of training examples, scaled where they are floating-point values, and targets
-    are those of other examples. The extreme example is the last one of its client, and its turn is
-    in rounds 0, `separation`, ...
+    The extreme input is a training input, scaled if it is floating-point, with the target of
+    another example. It is the last example of its client and takes part in rounds 0, `separation`,
+    ...
 
     >>> from dbcl.simulation import RunConfig, task_of
     >>> made = with_extremes(task_of(RunConfig()), separation=3)
@@ -71,10 +72,10 @@ def with_extremes(task: Task, *, separation: int, seed: int = 0) -> Task:
 
 
 def contributions(engine: Engine, broadcast: Broadcast) -> list[float]:
-    """Return the norm of what each extreme example adds to its client's update of a round.
+    """Return the norm of each extreme example's contribution to its client's update of a round.
 
-    `engine` holds the clients of `with_extremes`. They train as in a run, and nothing is sent to a
-    server.
+    `engine` holds the clients of `with_extremes`. They train as in a run, but no update is sent to
+    a server.
 
     >>> import dbcl
     >>> from dbcl.engines import LocalEngine, LocalTraining
@@ -100,7 +101,8 @@ def difference(one: Update, other: Update) -> float:
 
 
 def paired_updates(engine: Engine, broadcast: Broadcast) -> list[tuple[Update, Update]]:
-    """Return the updates of each pair of clients, of which the first has the extreme example.
+    """Return the updates of each pair of clients. The first client of a pair has the extreme
+    example.
 
     >>> import dbcl
     >>> from dbcl.engines import LocalEngine, LocalTraining

@@ -1,4 +1,6 @@
-"""Results of an audit: one `Finding` for each attack and measure, and the `Audit` that holds them."""
+"""Results of an audit: a `Finding` for each attack and measure, and the `Audit` that contains all
+findings.
+"""
 
 import json
 import math
@@ -8,21 +10,21 @@ from enum import StrEnum
 from typing import Any
 
 ADVERSARIES = ("client", "colluders", "server", "anyone")
-"""A client alone, clients of all lanes that pool their observations, the server, and anyone with
-the final model.
+"""Possible adversaries: a single client, clients of all lanes that pool their observations, the
+server, and any party with the final model.
 """
 ATTACKERS = ("naive", "adaptive")
 CASES = ("canaries", "images", "tested rounds", "scored rounds", "members", "rounds")
-"""Entries of a finding's budget that count the cases its value rests on; the first one present
-counts.
-"""
+"""Keys of a finding's budget that hold the number of cases. The first key present is used."""
 
 
 class Measure(StrEnum):
     """Measure of a finding.
 
-    Each member has its `family`, which limits name, a `text` for reports and the value `chance`
-    that guessing gives where a finding has no value of its own.
+    Attributes:
+        family: name of the measure in limits, such as --fail-above.
+        text: name of the measure in reports.
+        chance: chance level if the finding has none of its own.
 
     >>> Measure("psnr").chance, Measure.TPR_AT_1_PERCENT.family
     (13.0, 'tpr')
@@ -54,7 +56,7 @@ class Measure(StrEnum):
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a plot; dashed if it follows from a formula instead of measurements.
+    """One line of a plot; dashed if computed from a formula instead of measured.
 
     >>> Curve("rewind", (1.0, 2.0), (0.1, 0.9)).label
     'rewind'
@@ -68,24 +70,25 @@ class Curve:
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one attack by one measure, beside the value that guessing gives.
+    """Result of one attack in one measure, with the chance level.
 
     Attributes:
         attack: Name of the attack.
         adversary: One of `ADVERSARIES`.
-        attacker: "naive" for attacks as published, "adaptive" for those that know the defence.
+        attacker: "naive" for attacks as published, "adaptive" for attacks that use knowledge of the
+            defence.
         target: "update", "image", "label", "property", "membership" or "guarantee".
-        measure: A `Measure`; its name is converted.
-        value: The value; NaN if the attack could not run, and then `failures` has the reasons.
+        measure: A `Measure`, or the name of a measure.
+        value: The value; NaN if the attack could not run (see `failures`).
         low: Lower end of an interval.
         high: Upper end of an interval.
-        chance: Value that guessing gives, if it was measured.
+        chance: Chance level, if measured.
         budget: Effort and number of cases.
-        failures: Reasons of failed attempts.
+        failures: Error messages of failed attempts.
         note: Remark for readers.
         curves: Curves of a plot.
-        axes: Labels of its axes.
-        images: Pairs of a caption and a PNG as base64.
+        axes: Labels of the plot's axes.
+        images: Pairs of a caption and a PNG encoded as base64.
         simulated_run: Simulated run of the finding; empty for the run itself.
 
     >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99, chance=0.0)
@@ -122,7 +125,8 @@ class Audit:
         name: Name of the run.
         settings: Settings of the run.
         run: Accuracy, rounds and bytes of the run.
-        adversaries: For each adversary its name, what it receives, and what it does not receive.
+        adversaries: For each adversary its name, the data it receives, and the data it does not
+            receive.
         findings: The findings.
         seconds: Duration of the audit.
         date: Date of the audit.
@@ -130,7 +134,7 @@ class Audit:
         parties: Clients of the simulated runs.
         property_name: Property that was inferred.
         budget: Effort of the audit.
-        not_attacked: Targets that were left out, and why.
+        not_attacked: Omitted targets, each with the reason.
 
     >>> audit = Audit("paper", {"veil": 0.0}, {"accuracy": 0.9}, (), (), 1.5)
     >>> Audit.from_json(audit.json()) == audit
@@ -156,10 +160,10 @@ class Audit:
 
     @staticmethod
     def from_json(text: str) -> "Audit":
-        """Return the audit that `json` wrote.
+        """Return the audit from the output of `json`.
 
         Raises:
-            ValueError: The text is no JSON, or names an unknown measure.
+            ValueError: The text is not JSON, or names an unknown measure.
         """
         read = json.loads(text)
         findings = tuple(
@@ -179,7 +183,8 @@ class Audit:
 
 
 def cases(finding: Finding) -> tuple[int, str]:
-    """Number of cases that a finding's value rests on, and their name; 0 if its budget has none.
+    """Return the number of cases of a finding's value, and the name of the cases; 0 if the budget
+    has none.
 
     >>> cases(Finding("matching", "server", "naive", "image", "psnr", 9.0, budget={"images": 2, "seconds": 1.5}))
     (2, 'images')
@@ -189,11 +194,11 @@ def cases(finding: Finding) -> tuple[int, str]:
 
 
 def with_interval(finding: Finding) -> Finding:
-    """Return the finding with a 95 % interval from its number of cases, if the attack gave none and
-    a formula exists.
+    """Return the finding with a 95 % interval computed from its number of cases.
 
-    Shares of cases get Wilson's interval, an AUC of members against as many others Hanley and
-    McNeil's standard error.
+    Fractions of cases receive Wilson's interval. An AUC of members against equally many non-members
+    receives Hanley and McNeil's standard error. Findings that have an interval, and other measures,
+    stay unchanged.
 
     >>> found = with_interval(Finding("a", "client", "naive", "label", "accuracy", 0.5, budget={"images": 2}))
     >>> round(found.low, 3), round(found.high, 3)
@@ -219,7 +224,9 @@ def _wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def _auc_error(auc: float, count: int) -> float:
-    """Standard error of an AUC (Hanley and McNeil 1982), with as many cases of either kind."""
+    """Standard error of an AUC (Hanley and McNeil 1982), for `count` positive and `count` negative
+    cases.
+    """
     one, two = auc / (2 - auc), 2 * auc**2 / (1 + auc)
     return math.sqrt((auc * (1 - auc) + (count - 1) * (one + two - 2 * auc**2)) / count**2)
 

@@ -1,9 +1,8 @@
-"""Parts of an audit that simulate a run as it is: fixed shards, local steps, momentum and cohort of
-the run.
+"""Parts of an audit that simulate the run with its fixed shards, local steps, momentum and cohort.
 
-Three simulated runs, from the worst case to the run itself: few parties, one of which attacks and
-observes every round; as many clients as the run has in a round, all in every round; and all clients
-of the run, with its participation.
+There are three simulated runs, ordered from the worst case to the actual settings: a few parties,
+one of which attacks and observes every round; as many clients as the run's cohort, with full
+participation; and all clients of the run, with the run's participation rate.
 """
 
 import math
@@ -34,18 +33,18 @@ from dbcl_audit.guarantee import has_fixed_members
 from dbcl_audit.simulated_run import ServerObservation, ShardRun, Shards, shards_of, simulate_run
 
 SERVER_ROUND = 2
-"""Round of the update that the server attacks: the model has moved, and has not learnt the examples
-yet.
+"""Round of the update that the server attacks. By then the model has changed, but has not yet
+learnt the examples.
 """
 MAX_MEMBERS = 1000
-"""Largest number of members that are tested; more clients give a random selection."""
+"""Maximum number of members to test. With more members, a random subset is tested."""
 MIN_ROUNDS = 3
-"""Rounds that an attacker must observe."""
+"""Minimum number of rounds that an attacker must observe."""
 
 
 def few_parties(context: AuditContext) -> list[Finding]:
-    """Infer members and updates, and attack one update as the server, where few parties take part
-    in every round.
+    """Infer members and updates, and attack one update as the server, with few parties and full
+    participation.
     """
     where = f"{context.clients} parties with fixed shards"
     played = _simulated(context, "few", clients=context.clients, rounds=context.effort.run_rounds, where=where)
@@ -67,10 +66,9 @@ def few_parties(context: AuditContext) -> list[Finding]:
 
 
 def whole_cohort(context: AuditContext) -> list[Finding]:
-    """Infer members and updates, with as many clients as the run has in a round, all in every
-    round.
+    """Infer members and updates with as many clients as the run's cohort and full participation.
 
-    One client attacks; with several lanes, then one client of each lane together.
+    One client attacks. With several lanes, one client of each lane also attack together.
     """
     count = min(context.config.cohort, len(context.task.division or range(context.config.clients)))
     where = f"{count} clients with fixed shards, all in every round"
@@ -88,8 +86,8 @@ def whole_cohort(context: AuditContext) -> list[Finding]:
 
 
 def as_it_is(context: AuditContext) -> list[Finding]:
-    """Infer members with all clients of the run and its participation, as a client that observes
-    only its own rounds.
+    """Infer members with all clients of the run and its participation rate, as a client that
+    observes only its own rounds.
     """
     config = context.config
     count, cohort = len(context.task.division or range(config.clients)), config.cohort
@@ -114,18 +112,18 @@ def as_it_is(context: AuditContext) -> list[Finding]:
 
 
 def few_steps(context: AuditContext) -> int:
-    """Expected steps of `few_parties`."""
+    """Expected progress steps of `few_parties`."""
     return _steps_with_all(context) * (4 if context.effort.known_ends else 1)
 
 
 def whole_cohort_steps(context: AuditContext) -> int:
-    """Expected steps of `whole_cohort`."""
+    """Expected progress steps of `whole_cohort`."""
     wanted = context.effort.whole_cohort and context.config.cohort > 1
     return _steps_with_all(context) * min(context.lanes, 2) if wanted else 0
 
 
 def as_it_is_steps(context: AuditContext) -> int:
-    """Expected steps of `as_it_is`."""
+    """Expected progress steps of `as_it_is`."""
     rounds = context.effort.all_rounds
     if context.guaranteed:
         return rounds + 3 * context.tensors if has_fixed_members(context) else 0
@@ -133,7 +131,7 @@ def as_it_is_steps(context: AuditContext) -> int:
 
 
 def _steps_with_all(context: AuditContext) -> int:
-    """Steps of a simulated run with all parties in every round: rounds, drift and scores."""
+    """Progress steps of a simulated run with full participation: rounds, drift and scores."""
     return 3 * context.effort.run_rounds + 2 * context.tensors if context.follows_updates else 0
 
 
@@ -162,7 +160,9 @@ def _trajectory(context: AuditContext, played: ShardRun) -> Trajectory:
 
 
 def _knowledge(context: AuditContext, played: ShardRun) -> Knowledge:
-    """Return what every attacker knows: its own examples, and the public settings of a guarantee."""
+    """Return the knowledge common to all attackers: their own examples, and the public settings of
+    a guarantee.
+    """
     own = played.shards.examples.subset(played.shards.own)
     known = Knowledge(own, context.task.objective, context.effort.drift_examples)
     plan = privacy_plan(played.config, sum(map(len, played.shards.of_clients)))
@@ -194,13 +194,15 @@ def noise_covariance(plan: PrivacyPlan, rounds: Sequence[int]) -> Array:
 
 
 def _bound(plan: PrivacyPlan) -> float:
-    """Largest AUC of two neighbours under a mu-GDP mechanism: Phi(mu / sqrt 2)."""
+    """Maximum AUC for distinguishing two neighbouring datasets under a mu-GDP mechanism: Phi(mu /
+    sqrt 2).
+    """
     return (1 + math.erf(plan.mu / 2)) / 2
 
 
 def _ends(context: AuditContext, played: ShardRun) -> dict[str, Knowledge]:
-    """Return the knowledge of attackers that have the initial weights, or receive the released
-    model.
+    """Return the knowledge of attackers that know the initial weights, receive the released model,
+    or both.
     """
     truth, rounds = played.recorded.truth, context.effort.run_rounds
     first = truth.weights(0)
@@ -214,8 +216,8 @@ def _ends(context: AuditContext, played: ShardRun) -> dict[str, Knowledge]:
 
 
 def released_shares(config: RunConfig, rounds: int) -> Mapping[int, float]:
-    """Return the share of each round's W in the released model: all of the last one, or those of a
-    running mean.
+    """Return the weight of each round's W in the released model: 1 for the last round, or the
+    weights of a running mean.
 
     >>> {number: round(share, 3) for number, share in released_shares(RunConfig(ema_decay=0.5), 2).items()}
     {1: 0.091, 2: 0.909}
@@ -230,7 +232,7 @@ def released_shares(config: RunConfig, rounds: int) -> Mapping[int, float]:
 
 
 def _server(context: AuditContext, played: ShardRun) -> list[Finding]:
-    """Attack one client's update of several steps as the server."""
+    """Attack one client's update of several local steps as the server."""
     dataset, shards = context.task.pictures, played.shards
     if dataset is None:
         return []
@@ -245,8 +247,8 @@ def _server(context: AuditContext, played: ShardRun) -> list[Finding]:
 
 
 def _exact_updates(context: AuditContext, played: ShardRun) -> list[Finding]:
-    """Infer members by the span of the others' updates, which a client knows exactly without veil
-    and lanes.
+    """Infer members from the span of the other clients' updates, which a client knows exactly
+    without veil and lanes.
     """
     if context.task.pictures is None or context.config.sketch.veil or context.lanes > 1:
         return []
@@ -256,7 +258,7 @@ def _exact_updates(context: AuditContext, played: ShardRun) -> list[Finding]:
 
 
 def _labels_and_few_images(context: AuditContext, played: ShardRun, saw: ServerObservation) -> list[Finding]:
-    """Infer the labels of a client's shard, and the images of clients that have a single one."""
+    """Infer the labels of a client's shard, and the images of clients with a single image."""
     dataset, shards = context.task.pictures, played.shards
     if dataset is None or len(saw.clients) > 1:
         return []

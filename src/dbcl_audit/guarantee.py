@@ -1,4 +1,6 @@
-"""Measurement of a run's guarantee: a simulated run of its settings with canaries, as a finding."""
+"""Measurement of a run's differential-privacy guarantee by a simulated run with canaries, reported
+as a finding.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,19 +27,21 @@ from dbcl_audit.findings import Curve, Finding, Measure
 from dbcl_audit.shared_canaries import SharedCanaries
 
 MAX_BINS = 14
-"""Largest number of bins of a histogram of scores."""
+"""Maximum number of bins in a histogram of scores."""
 BOUNDED = "the guarantee bounds how well every adversary but the server can infer one {unit}"
 BOUNDED_FOR_ALL = "the guarantee bounds how well every adversary, the server{others} included, can infer one {unit}"
-"""Reasons for leaving out other attacks on a run with a guarantee."""
+"""Reasons for omitting other attacks on a run with a guarantee."""
 KNOWING = {
     "client": "the attacker sees every broadcast and knows all updates but the canaries'",
     "server": "the attacker sees every sum, with the noise of all clients, and knows all data but the canaries'",
     "colluders": "the attacker sees every sum, knows all data but the canaries', and subtracts the colluders' noise",
     "anyone": "the attacker has the released model alone, and knows all data but the canaries'",
 }
-"""Knowledge of each adversary."""
+"""Assumed knowledge of each adversary."""
 SHARED_ORDER = ("anyone", "server", "colluders")
-"""Adversaries of a run whose clients add the noise: each knows what the one before it knows."""
+"""Adversaries of a run in which clients add the noise. Each adversary also has the knowledge of the
+previous ones.
+"""
 
 
 def audit_guarantee(context: AuditContext) -> list[Finding]:
@@ -61,14 +65,14 @@ def audit_guarantee(context: AuditContext) -> list[Finding]:
 
 
 def guarantee_steps(context: AuditContext) -> int:
-    """Expected steps of `audit_guarantee`."""
+    """Expected progress steps of `audit_guarantee`."""
     rounds = context.config.rounds
     return min(context.effort.canary_rounds or rounds, rounds) + 2 if context.guaranteed else 0
 
 
 def has_fixed_members(context: AuditContext) -> bool:
-    """Return True if members of a run with a guarantee are attacked: its unit is a client with a
-    fixed shard.
+    """Return True if members of a run with a guarantee are attacked: the privacy unit is a client
+    with a fixed shard.
     """
     privacy = context.config.privacy
     if privacy is None or privacy.noise_by == "clients":  # broadcasts without noise of the server's own
@@ -84,12 +88,20 @@ def measure_guarantee(
     seed: int = 0,
     step: Callable[[], None] = lambda: None,
 ) -> CanaryEstimate:
-    """Play a run's settings with canaries among its clients, and measure the epsilon.
+    """Simulate a run's settings with additional canaries, and measure the epsilon.
 
-    All secrets are fresh, those of a run with a seed as well; `seed` draws the canaries'
-    directions. `rounds` is how many of the run's rounds are played, all where it is None, and
-    `step` is called after each. Where one example is the unit, real extreme examples go through the
-    clients' code on the run's own engine.
+    If the privacy unit is one example, real extreme examples are processed by the clients' code on
+    the run's engine.
+
+    Args:
+        config: settings of the run. All secrets are drawn anew, even if the run has a seed.
+        task: task of the run.
+        rounds: number of rounds to simulate; None for all rounds of the run.
+        seed: seed of the canaries' directions.
+        step: called after each round.
+
+    Returns:
+        The measured mu and epsilon with intervals.
 
     >>> from dbcl.simulation import task_of
     >>> config = RunConfig.from_options(
@@ -129,10 +141,11 @@ def measure_shares(
     seed: int = 0,
     step: Callable[[], None] = lambda: None,
 ) -> dict[str, CanaryEstimate]:
-    """Play a run's settings, whose clients add the noise, with canaries; measure each adversary's epsilon.
+    """Simulate a run in which clients add the noise, with canaries, and measure epsilon for each
+    adversary.
 
-    The arguments are those of `measure_guarantee`. Server, clients and engine are those of the run:
-    data go in, and rounded sums with shares of noise come out.
+    The arguments are those of `measure_guarantee`. Server, clients and engine are those of the run.
+    The measurement uses the aggregated sums: quantized, and with the noise shares of all clients.
 
     >>> from dbcl.data import load
     >>> from dbcl.simulation import task_of
@@ -162,10 +175,11 @@ def measure_shares(
 
 
 def _reached(plan: PrivacyPlan, pairs: Engine) -> Callable[[Broadcast], float]:
-    """Return the function that measures how far an extreme example moves what a client sends.
+    """Return a function that measures the contribution of an extreme example to the vector that a
+    client sends.
 
-    The pair of clients with the largest difference encode their updates with the same noise, so the
-    vectors that they would mask differ by the example alone.
+    The pair of clients with the largest difference encodes both updates with the same noise. Before
+    masking, the two vectors then differ only by the example.
     """
     key = seeds.fresh()
     encodings = NoisySum.of_client(plan, key), NoisySum.of_client(plan, key)
@@ -184,7 +198,8 @@ def _reached(plan: PrivacyPlan, pairs: Engine) -> Callable[[Broadcast], float]:
 
 
 def colluders_of(config: RunConfig, plan: SketchPlan, examples: int) -> int | None:
-    """Return how many colluding clients a run's guarantee tolerates; None if its clients add no noise.
+    """Return the number of colluding clients that a run's guarantee tolerates, or None if clients
+    do not add the noise.
 
     >>> from dbcl.config import UNSKETCHED
     >>> from dbcl.simulation.presets import preset
@@ -200,16 +215,17 @@ def colluders_of(config: RunConfig, plan: SketchPlan, examples: int) -> int | No
 
 
 def _pairs(config: RunConfig, task: Task, server: Server, seed: bytes) -> Engine:
-    """Make the run's engine with pairs of clients that differ by an extreme example."""
+    """Build the run's engine with pairs of clients that differ by one extreme example."""
     made = with_extremes(task, separation=config.privacy.separation if config.privacy is not None else 1)
     return build_engine(made.adapt(config), made, server, seed=seed)
 
 
 def shared_findings(found: Mapping[str, CanaryEstimate], *, colluders: int) -> list[Finding]:
-    """Return a finding for each adversary of a run whose clients add the noise, the worst case first.
+    """Return a finding for each adversary of a run in which clients add the noise, strongest
+    adversary first.
 
-    An adversary is never rated milder than one whose knowledge it has: colluding clients see what
-    the server sees, and the server sees the released model.
+    An adversary is rated at least as severe as any adversary whose knowledge it has. Colluding
+    clients also have the knowledge of the server, and the server has the released model.
 
     >>> from dbcl.privacy import Spent
     >>> sound = CanaryEstimate((0.0, 1.0, 2.0), (-1.0, 0.0, 1.0), Spent(1.0, 4.38, 1e-5), rounds=9, turns=3)
@@ -231,7 +247,8 @@ def shared_findings(found: Mapping[str, CanaryEstimate], *, colluders: int) -> l
 
 
 def guarantee_finding(found: CanaryEstimate, adversary: str = "client") -> Finding:
-    """Return the measured epsilon as a finding with its interval; its budget has the stated values.
+    """Return the measured epsilon as a finding with its interval. The budget contains the stated
+    values.
 
     >>> from dbcl.privacy import Spent
     >>> stated = Spent(mu=1.0, epsilon=4.38, delta=1e-5)
@@ -286,7 +303,7 @@ def guarantee_finding(found: CanaryEstimate, adversary: str = "client") -> Findi
 
 
 def _histogram(label: str, scores: Sequence[float]) -> Curve:
-    """Return the density of scores as the outline of a histogram."""
+    """Return the density of the scores as the outline of a histogram."""
     heights, edges = np.histogram(scores, bins=min(MAX_BINS, max(4, len(scores) // 5)), density=True)
     outline = [0.0, *np.repeat(heights, 2).tolist(), 0.0]
     return Curve(label, tuple(np.repeat(edges, 2).tolist()), tuple(outline))

@@ -1,4 +1,4 @@
-"""Likeness of recovered images to the true ones (PSNR, SSIM), and a grid of both."""
+"""Similarity of recovered and true images (PSNR, SSIM), and a PNG grid of both."""
 
 import base64
 import io
@@ -27,7 +27,7 @@ def span(dataset: Dataset) -> Span:
 
 
 def unit(images: Tensor, span: Span) -> Tensor:
-    """Scale pixels to 0..1, clipped to the data's range.
+    """Scale pixels to [0, 1], clipped to the range of the dataset.
 
     >>> unit(torch.tensor([-3.0, -1.0, 0.0, 1.0]), (-1.0, 1.0))
     tensor([0.0000, 0.0000, 0.5000, 1.0000], dtype=torch.float64)
@@ -37,11 +37,11 @@ def unit(images: Tensor, span: Span) -> Tensor:
 
 
 def pair(recovered: Tensor, truth: Tensor, span: Span = (0.0, 1.0)) -> Tensor:
-    """Put recovered images into the order of the true ones: the permutation with the least squared
-    error in all.
+    """Reorder recovered images to match the true images, by the permutation with the smallest total
+    squared error.
 
-    A batch's gradient does not say which image came first, so an attack may return them in any
-    order.
+    The gradient of a batch does not contain the order of the images, and an attack may return them
+    in any order.
 
     >>> truth = torch.stack([torch.zeros(1, 2, 2), torch.ones(1, 2, 2)])
     >>> pair(truth.flip(0), truth).equal(truth)
@@ -54,12 +54,12 @@ def pair(recovered: Tensor, truth: Tensor, span: Span = (0.0, 1.0)) -> Tensor:
 
 
 def psnr(recovered: Tensor, truth: Tensor, span: Span = (0.0, 1.0), *, ordered: bool = False) -> Tensor:
-    """Peak signal-to-noise ratio in dB of each true image: -10 log10 of the mean squared error of
-    pixels in 0..1.
+    """Peak signal-to-noise ratio of each true image in dB: -10 log10 of the mean squared error of
+    pixels in [0, 1].
 
-    The images are those of one batch and are paired up first, unless they are `ordered`: single
-    attacks stacked together must not be paired, or each would be credited with the luckiest of
-    them. Equal images get 200 dB.
+    The images of one batch are paired first, unless `ordered` is set. Results of separate attacks
+    must not be paired, because each would then count the best of all results. Equal images have 200
+    dB.
 
     >>> psnr(torch.full((1, 1, 4, 4), 0.6), torch.full((1, 1, 4, 4), 0.5)).round(decimals=1)
     tensor([20.], dtype=torch.float64)
@@ -88,7 +88,8 @@ def ssim(recovered: Tensor, truth: Tensor, span: Span = (0.0, 1.0), *, ordered: 
 
 
 def share_above(psnrs: Tensor | Sequence[float], threshold: float = 20.0) -> float:
-    """Return the share of images above a threshold; above about 20 dB they are recognisable.
+    """Return the fraction of images above a PSNR threshold in dB. Images above about 20 dB are
+    recognisable.
 
     >>> share_above([3.0, 25.0, 40.0, 19.0])
     0.5
@@ -97,11 +98,11 @@ def share_above(psnrs: Tensor | Sequence[float], threshold: float = 20.0) -> flo
 
 
 def grid_png(rows: Sequence[tuple[str, Tensor]], span: Span = (0.0, 1.0)) -> str:
-    """Draw the truth above its reconstructions, as a PNG in base64.
+    """Draw the true images above their reconstructions, as a PNG encoded as base64.
 
-    The first row is (caption, true images), every further one (caption, reconstructions in the same
-    order). Each reconstruction has its PSNR below it, and a row's worst case for the victim, the
-    highest PSNR, has a frame.
+    The first row is (caption, true images). Every further row is (caption, reconstructions in the
+    same order). The PSNR is printed below each reconstruction. The reconstruction with the highest
+    PSNR of a row, the worst case for the victim, is framed.
 
     >>> truth = torch.zeros(2, 1, 4, 4)
     >>> grid_png([("truth", truth), ("attack", truth + 0.1)])[:8]

@@ -1,5 +1,5 @@
-"""Safe divisions by computed quantities: a spread that may be rounding alone, and norms that may be
-tiny.
+"""Safe division by computed quantities: standard deviations that may be pure rounding error, and
+very small norms.
 """
 
 import numpy as np
@@ -10,13 +10,13 @@ from torch import Tensor
 Array = NDArray[np.float64]
 
 ROUNDING = 1e-5
-"""A spread below this share of the values' size is taken for rounding errors in float32, which
-depend on the CPU.
+"""Relative spread below which differences are treated as rounding errors of float32, which depend
+on the CPU.
 """
 
 
 def spread_floor(values: Array) -> float:
-    """Return the smallest meaningful spread of values of this size; 1 if all of them are 0.
+    """Return the smallest meaningful spread of values of this magnitude, or 1 if all values are 0.
 
     >>> spread_floor(np.array([3.0, -100.0])), spread_floor(np.zeros(2))
     (0.001, 1.0)
@@ -25,8 +25,8 @@ def spread_floor(values: Array) -> float:
 
 
 def standardized(values: Array, known: Array) -> Array:
-    """Subtract the mean of the `known` values and divide by their standard deviation, or by
-    `spread_floor`.
+    """Subtract the mean of the `known` values and divide by their standard deviation, which is at
+    least `spread_floor`.
 
     >>> standardized(np.array([2.0, 5.0]), np.array([1.0, 3.0]))
     array([0., 3.])
@@ -38,10 +38,10 @@ def standardized(values: Array, known: Array) -> Array:
 
 
 def cosine(one: Tensor, other: Tensor) -> float:
-    """Return the cosine of two tensors of any norm; 0 if one of them is 0.
+    """Return the cosine similarity of two tensors of any norm; 0 if either tensor is 0.
 
-    PyTorch's `cosine_similarity` divides by 1e-8 at least, and understates that of tensors with
-    smaller norms.
+    PyTorch's `cosine_similarity` divides by at least 1e-8 and underestimates the cosine of tensors
+    with smaller norms.
 
     >>> x = torch.tensor([3e-30, 4e-30])
     >>> cosine(x, x), cosine(x, 0 * x)

@@ -1,15 +1,17 @@
-"""Linear Gaussian state-space model of one tensor over all rounds, as an attacker knows it.
+"""Linear Gaussian state-space model of one tensor over all rounds, from the attacker's point of
+view.
 
-Every estimator, detector and reconstruction is a likelihood under it:
+Estimators, detectors and reconstructions all maximise or compare likelihoods under this model:
 
-    W_0 ~ N(start, weight^2)                     unknown, or known where `weight` is 0
-    m_(s+1) = beta m_s + own_s + drift_s + u_s   the server's momentum; u_s ~ N(0, update^2) in the lanes of the others
+    W_0 ~ N(start, weight^2)                     W_0 is known if `weight` is 0
+    m_(s+1) = beta m_s + own_s + drift_s + u_s   server momentum; u_s ~ N(0, update^2) in V's space
     W_(s+1) = W_s + lr m_(s+1)
-    V_t = (W_t + N_t) R_t                        N white or correlated over the rounds, with a known covariance
+    V_t = (W_t + N_t) R_t                        N: white, or with known covariance over rounds
 
-The drift is the others' expected update, computed from the attacker's own examples
-(attacks/trajectory.py); u_s is the remainder. smoother.py solves the case without drift and with a
-white veil by kalman.py, which says why both exist.
+The drift is the expected update of the other clients, computed from the attacker's own examples
+(`attacks/trajectory.py`). u_s is the deviation from the drift, in the lanes of the other clients.
+`smoother.py` handles the case without drift and with a white veil by the Kalman filter of
+`kalman.py`, whose docstring explains why both exist.
 
 Longer than 350 lines, because the model and its posterior share every quantity.
 """
@@ -33,23 +35,28 @@ Array = NDArray[np.float64]
 TOLERANCE = 1e-3
 """Relative residual at which conjugate gradients stop."""
 MAX_STEPS = 200
-"""Largest number of steps of conjugate gradients."""
+"""Maximum number of iterations of conjugate gradients."""
 MIN_NOISE = 0.1
-"""Smallest noise that is assumed for sketches, relative to the others' updates: with less, steps do
-not converge.
+"""Minimum noise assumed for sketches, relative to the other clients' updates. With less noise,
+conjugate gradients do not converge.
 """
 NO_NOISE = 1e-12
-"""Smallest standard deviation, for a tensor that is 0 in every round: 1 / noise^2 must stay finite."""
+"""Minimum standard deviation of noise, for a tensor that is 0 in every round. Keeps 1 / noise^2
+finite.
+"""
 MAX_STACK_VALUES = 40_000_000
-"""Largest number of values of a stack over all rounds; more rows are solved in parts."""
+"""Maximum number of values in a stack over all rounds. Larger problems are solved in blocks of
+rows.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """Additional observation: a mean of W over rounds, known up to `noise`.
+    """Additional observation: a weighted mean of W over rounds, with noise of standard deviation
+    `noise`.
 
-    `shares` are by round: {60: 1.0} is W before round 60, and a running mean has all of its
-    weights.
+    `shares` maps rounds to weights: {60: 1.0} is W before round 60, and a running mean has one
+    weight per round.
 
     >>> Observation({60: 1.0}, torch.zeros(4, 3)).noise
     0.0
@@ -61,22 +68,27 @@ class Observation:
 
 
 class StateSpaceModel:
-    """Joint Gaussian model of a tensor's observations; `solve` returns the posterior of every
+    """Joint Gaussian model of a tensor's observations. `solve` returns the posterior of every
     update.
 
-    `veil` is the standard deviation of the noise, or its covariance over the observed rounds.
-    `update` is that of an entry of the others' summed update beyond `drift`, which has a matrix
-    over W's columns for each observed round. `start` is the expected W before the first seen round,
-    and `weight` its standard deviation. `more` are other observations of W, such as the published
-    model.
+    Args:
+        view: observations of the tensor.
+        veil: standard deviation of the noise, or its covariance over the observed rounds.
+        update: standard deviation of an entry of the other clients' summed update about `drift`.
+        weight: standard deviation of W before the first observed round.
+        drift: expected update of the other clients in each observed round, over the columns of W.
+        start: expected W before the first observed round.
+        more: further observations of W, such as the released model.
 
-    The covariance of what was seen in rounds t and t' is
+    The covariance of the observations in rounds t and t' is
 
-        K_tt' = G_tt' R_t^T R_t' + sum_s C_ts C_t's R_t^T Q_s R_t',      C_ts = lr (1 - beta^(t-s)) / (1 - beta)
+        K_tt' = G_tt' R_t^T R_t' + sum_s C_ts C_t's R_t^T Q_s R_t',   C_ts = lr (1 - beta^(t-s)) /
+            (1 - beta)
 
-    with G of everything that is isotropic over W's columns (W_0, the veil, rounds that were missed)
-    and Q_s of what the lanes of round s carry. K is never formed: K e = y is solved by conjugate
-    gradients, after W_0 is taken out exactly.
+    G is the covariance of all terms that are isotropic over the columns of W (W_0, the veil, missed
+    rounds). Q_s is the covariance of the updates in the lanes of round s. K is never computed
+    explicitly: K e = y is solved by conjugate gradients, preconditioned by exact marginalisation of
+    W_0.
 
     >>> one, zero = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
     >>> seen = tuple(t * one for t in range(4))
@@ -123,7 +135,7 @@ class StateSpaceModel:
         self.dtype = torch.float32 if coarse else torch.float64
 
     def _response(self, shares: dict[int, float]) -> Array:
-        """Return the coefficient of each tick's update in a mean of W over rounds."""
+        """Return the coefficient of each tick's update in a weighted mean of W over rounds."""
         beta, found = self.view.momentum, np.zeros(len(self.ticks))
         for round, share in shares.items():
             age = np.maximum(round - self.ticks, 0)
@@ -132,18 +144,20 @@ class StateSpaceModel:
 
     @cached_property
     def known(self) -> NDArray[np.bool_]:
-        """Flags of the ticks that are observed rounds, whose sketches are known."""
+        """Flags of the ticks that are observed rounds, for which the sketches are known."""
         return np.isin(self.ticks, list(self.index))
 
     @cached_property
     def lanes(self) -> list[list[tuple[Sketch, float]]]:
-        """Sketches of the updates of each observed tick, with the variance of an entry in each."""
+        """Sketches of the updates in each observed tick, each with the variance of an entry."""
         seen = [self.index[int(tick)] for tick in self.ticks[self.known]]
         return [[(sketch, share * self.update[t] ** 2) for sketch, share in self.view.lanes(t)] for t in seen]
 
     @cached_property
     def isotropic(self) -> Array:
-        """G: the covariance over observations of all terms that are isotropic over W's columns."""
+        """G: the covariance over observations of all terms that are isotropic over the columns of
+        W.
+        """
         found = self.noise + self.weight**2
         missed = np.flatnonzero(~self.known)
         if len(missed):
@@ -156,18 +170,22 @@ class StateSpaceModel:
         return found
 
     def before(self, place: int) -> int:
-        """Return the observed round at a tick, or the last one before it."""
+        """Return the index of the observed round at a tick, or of the last observed round before
+        the tick.
+        """
         return int(np.searchsorted(self.view.rounds, self.ticks[place], side="right")) - 1
 
     def missed(self, place: int) -> float:
-        """Return the variance of an entry of a missed round's update, whose norm is that of others."""
+        """Return the variance of an entry of a missed round's update, for an update with the norm
+        of an observed round's update.
+        """
         t = self.before(place)
         return float(self.update[t] ** 2 * self.view.update_width(t) / self.view.dim)
 
     @cached_property
     def flat(self) -> Array | None:
-        """K as a matrix over observations, if nothing is sketched and all columns are alike; None
-        otherwise.
+        """K as a matrix over observations if nothing is sketched and all columns are identically
+        distributed, otherwise None.
         """
         if not all(isinstance(sketch, Identity) for sketch in self.sketches):
             return None
@@ -185,8 +203,8 @@ class StateSpaceModel:
         """Fisher information about an entry of the updates: the covariance of its influences over
         ticks, C^T K^-1 C.
 
-        It is that of a tensor that is not sketched, times the share of the columns that an
-        observation shows.
+        Approximated by the information of an unsketched tensor, times the mean fraction of columns
+        that an observation contains.
         """
         response = self.kernel[:, self.known]
         variances = np.array([sum(variance for _, variance in lanes) for lanes in self.lanes])
@@ -199,8 +217,8 @@ class StateSpaceModel:
 
     @cached_property
     def precision(self) -> Tensor:
-        """Cholesky factor of sum_t R_t R_t^T / noise_t + I / weight^2, by which W_0 is integrated
-        out.
+        """Cholesky factor of sum_t R_t R_t^T / noise_t + I / weight^2, the precision of W_0 in the
+        preconditioner.
         """
         found = torch.zeros(self.view.dim, self.view.dim, dtype=torch.float64)
         for sketch, noise in zip(self.sketches, self.noise.diagonal(), strict=True):
@@ -210,10 +228,10 @@ class StateSpaceModel:
         return cholesky(found).to(self.dtype)
 
     def mean(self, moved: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Return the mean of every observation, from the start, the attacker's own updates, and the
-        drift or `moved`.
+        """Return the mean of every observation, given the start, the attacker's own updates and the
+        drift.
 
-        `moved` takes the drift's place, as an explanation of what the others did.
+        `moved` replaces the drift as a hypothesis about the other clients' updates.
         """
         moved = self.drift if moved is None else moved
         view, shape = self.view, (len(self.view.seen[0]), self.view.dim)
@@ -245,8 +263,8 @@ class StateSpaceModel:
         return Posterior(self, [torch.cat(each) for each in zip(*parts, strict=True)])
 
     def covariance_times(self, e: Sequence[Tensor]) -> list[Tensor]:
-        """Return K e, from right to left: lift, spread over rounds, restrict to the lanes, and
-        back.
+        """Return K e: lift, combine over rounds, restrict to the lanes, combine over rounds and
+        apply the sketches.
         """
         lifted = torch.stack([sketch.lift(each) for sketch, each in zip(self.sketches, e, strict=True)])
         total = _over_rounds(self.isotropic, lifted)
@@ -259,7 +277,7 @@ class StateSpaceModel:
         return [sketch.apply(each) for sketch, each in zip(self.sketches, total, strict=True)]
 
     def _precondition(self, left: Sequence[Tensor]) -> list[Tensor]:
-        """Apply the inverse of K without updates."""
+        """Apply the inverse of K for the case without updates."""
         scaled = [each / float(noise) for each, noise in zip(left, self.noise.diagonal(), strict=True)]
         if not self.weight:
             return scaled
@@ -298,7 +316,7 @@ class StateSpaceModel:
 
 
 class Posterior:
-    """Posterior of one tensor's updates; `errors` is e = K^-1 (V - mean).
+    """Posterior of one tensor's updates. `errors` is e = K^-1 (V - mean).
 
     >>> one, zero = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
     >>> seen = tuple(t * one for t in range(4))
@@ -318,22 +336,22 @@ class Posterior:
 
     @cached_property
     def _influences(self) -> Tensor:
-        """Derivatives of the log-likelihood by the update of every tick, over W's columns."""
+        """Derivatives of the log-likelihood by the update of every tick, over the columns of W."""
         return _over_rounds(self.model.kernel.T, self._lifted)
 
     def influences(self) -> list[Tensor]:
-        """Return the derivatives of the log-likelihood by the others' update of each observed round
-        but the last.
+        """Return the derivatives of the log-likelihood by the other clients' update, for each
+        observed round except the last.
 
-        An update in direction d adds <d, influence> to it, to first order: the matched filter for
-        any d.
+        To first order, an additional update d adds <d, influence> to the log-likelihood. This is
+        the matched filter for d.
         """
         seen = self._influences[torch.from_numpy(np.flatnonzero(self.model.known))]
         return list(seen[: len(self.model.view.rounds) - 1])
 
     def influence(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the influence of an observed round, and the sum of those of the missed rounds
-        after it.
+        """Return the influence of an observed round, and the sum of the influences of the missed
+        rounds after it.
         """
         places = [place for place in range(len(self.model.ticks)) if self.model.before(place) == index]
         missed = [self._influences[place] for place in places if not self.model.known[place]]
@@ -341,8 +359,8 @@ class Posterior:
         return self._influences[here], sum(missed, torch.zeros_like(self._influences[here]))
 
     def changes(self) -> list[Tensor]:
-        """Return the expected change of W by the others' updates between observed rounds: lr (drift
-        + Q influence).
+        """Return the expected change of W by the other clients between observed rounds: lr (drift +
+        Q influence).
         """
         model, found = self.model, list[Tensor]()
         lanes = iter(model.lanes)
@@ -373,19 +391,19 @@ class Posterior:
 
 
 def _unsketched(view: TensorObservations) -> TensorObservations:
-    """Return the observations as if W itself were observed, to compute its expectation."""
+    """Return observations with identity sketches, used to compute the expectation of W."""
     whole = tuple(sketch.lift(own) for sketch, own in zip(view.sketches, view.own, strict=True))
     return replace(view, sketches=(Identity(view.dim),) * len(view.sketches), own=whole)
 
 
 def _over_rounds(matrix: Array, stack: Tensor) -> Tensor:
-    """Multiply a matrix over rounds by a stack with a leading axis of rounds."""
+    """Multiply a matrix over rounds by a stack whose first axis is the rounds."""
     found: Tensor = torch.tensordot(torch.from_numpy(np.ascontiguousarray(matrix)).to(stack), stack, 1)
     return found
 
 
 def _restrict(lanes: Sequence[tuple[Sketch, float]], x: Tensor) -> Tensor:
-    """Return x Q, with Q the sum of variance R R^T over lanes."""
+    """Return x Q, where Q is the sum of variance R R^T over the lanes."""
     found = torch.zeros_like(x)
     for sketch, variance in lanes:
         found += x * variance if isinstance(sketch, Identity) else variance * sketch.lift(sketch.apply(x))

@@ -1,5 +1,5 @@
-"""Findings as a page: values (`measures`), ratings (`rating`), sentences (`wording`), figures and
-HTML (`render`).
+"""Report of findings as an HTML page: values (`measures`), ratings (`rating`), sentences
+(`wording`), figures and HTML (`render`).
 """
 
 from dbcl_audit.report import page, rating

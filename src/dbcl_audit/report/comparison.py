@@ -1,4 +1,4 @@
-"""Several audits side by side: the worst leaks beside accuracy and cost, as rows and as a page."""
+"""Comparison of several audits: worst leaks, accuracy and cost, as table rows and as a page."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,9 @@ from dbcl_audit.report.wording import GLOSSARY, NO_PROOF
 
 
 class Leak(NamedTuple):
-    """One column of a comparison: the adversary, and the measure of which the worst value is shown."""
+    """One column of a comparison: a group of adversaries and the measure whose worst value is
+    reported.
+    """
 
     who: str
     measure: Measure
@@ -25,7 +27,7 @@ class Leak(NamedTuple):
 
 
 WHO = {"client": ("client", "colluders"), "server": ("server",), "anyone": ("anyone",)}
-"""Adversaries of each group of columns; clients count alone or together."""
+"""Adversaries of each group of columns. The client group includes colluding clients."""
 LEAKS = (
     Leak("client", Measure.COSINE, "cosine"),
     Leak("client", Measure.PSNR, "PSNR"),
@@ -34,11 +36,13 @@ LEAKS = (
     Leak("server", Measure.AUC, "AUC"),
     Leak("anyone", Measure.AUC, "AUC"),
 )
-"""Columns with one measure each. The server has the updates, so that no cosine is shown for it."""
+"""Columns with one measure each. There is no cosine for the server, because the server receives the
+updates.
+"""
 
 
 def worst_finding(audit: Audit, who: str) -> Finding | None:
-    """Return the worst finding of a group of adversaries, as `worst_by_adversary` ranks it.
+    """Return the worst finding of a group of adversaries, in the order of `worst_by_adversary`.
 
     >>> found = Finding("LiRA", "anyone", "adaptive", "membership", "tpr at 1 % fpr", 0.3)
     >>> worst_finding(Audit("a", {}, {}, (), (found,), 1.0), "anyone").attack
@@ -52,8 +56,8 @@ def worst_finding(audit: Audit, who: str) -> Finding | None:
 
 
 def worst_findings(audit: Audit) -> list[str]:
-    """Return the worst finding of each group of adversaries as text; a dash if nothing was
-    measured.
+    """Return the worst finding of each group of adversaries as text, or a dash if there is no
+    finding.
 
     >>> found = Finding("LiRA", "anyone", "adaptive", "membership", "tpr at 1 % fpr", 0.3)
     >>> worst_findings(Audit("a", {}, {}, (), (found,), 1.0))[2]
@@ -66,7 +70,7 @@ def worst_findings(audit: Audit) -> list[str]:
 
 
 def worst_text(finding: Finding) -> str:
-    """Return target and measure of a finding in a few words.
+    """Return the target and the measure of a finding as text.
 
     >>> worst_text(Finding("labels of one update", "server", "adaptive", "label", "accuracy", 0.9))
     'label accuracy'
@@ -77,7 +81,7 @@ def worst_text(finding: Finding) -> str:
 
 
 def leaks(audit: Audit) -> list[str]:
-    """Return the worst value of each of `LEAKS` as text; a dash where nothing was measured.
+    """Return the worst value of each of `LEAKS` as text, or a dash if there is no value.
 
     >>> leaks(Audit("a", {}, {}, (), (), 1.0))
     ['—', '—', '—', '—', '—', '—']
@@ -87,7 +91,8 @@ def leaks(audit: Audit) -> list[str]:
 
 
 def guessing(audits: Sequence[Audit]) -> list[str]:
-    """Return the value of guessing for each of `LEAKS`; a range if the audits differ.
+    """Return the chance level for each of `LEAKS`, or the range of chance levels if the audits
+    differ.
 
     >>> from dbcl_audit.findings import Finding
     >>> found = [Finding("a", "client", "naive", "image", "psnr", 9.0, chance=chance) for chance in (13.1, 13.7)]
@@ -104,10 +109,10 @@ def guessing(audits: Sequence[Audit]) -> list[str]:
 
 
 def epsilon(audit: Audit) -> str:
-    """Return the stated epsilon of a run and, in brackets, the measured one; a dash without a
-    guarantee.
+    """Return the stated epsilon of a run, with the measured epsilon in brackets, or a dash without
+    a guarantee.
 
-    A run whose noise follows from `--seed` promises nothing.
+    A run whose noise is derived from `--seed` has no guarantee.
 
     >>> epsilon(Audit("a", {"epsilon": 8.0}, {}, (), (), 1.0)), epsilon(Audit("a", {}, {}, (), (), 1.0))
     ('8', '—')
@@ -123,7 +128,7 @@ def epsilon(audit: Audit) -> str:
 
 
 def comparison(audits: Sequence[Audit]) -> str:
-    """Return a page that sets runs side by side: accuracy and cost beside the worst leaks.
+    """Return a page that compares runs: accuracy, cost and worst leaks.
 
     >>> "paper" in comparison([Audit("paper", {}, {"accuracy": 0.9}, (), (), 1.0)])
     True

@@ -1,9 +1,7 @@
-"""Figures of a page: curves, and the trade-off between several audits, as SVG that is part of the
-page.
+"""Figures of a page as inline SVG: curves, and the trade-off between several audits.
 
-Their colours are variables of the page (`templates/style.css`), so that they follow dark mode and
-print. Legends are HTML: they wrap on a small screen, and foreign text never reaches matplotlib's
-parser.
+The colours are CSS variables of the page (`templates/style.css`), and follow dark mode and print.
+Legends are HTML. They wrap on a small screen, and untrusted text is not parsed by matplotlib.
 """
 
 import io
@@ -29,18 +27,20 @@ from dbcl_audit.report.rating import worst
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#8c564b", "#7a3e9d")
 AXIS = "#b8c2cb"
 VARIABLES = {INK: "ink", MUTED: "muted", GRID: "line", AXIS: "line"} | {c: f"c{n}" for n, c in enumerate(COLOURS)}
-"""Variable of the page's style that replaces each colour."""
+"""CSS variable of the page that replaces each colour."""
 EXACT = 100.0
-"""PSNR in dB at which an exact copy is drawn."""
+"""PSNR in dB at which exact copies are plotted."""
 STEPS_PER_AXIS = 400
-"""Visible steps along an axis; a ROC curve may have a point for each example."""
+"""Resolution of an axis in visible steps. Points that are closer are omitted; a ROC curve may have
+one point per example.
+"""
 MAX_LABEL_LENGTH = 28
-"""Longest label that fits a figure."""
+"""Maximum length of a label in a figure, in characters."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """An SVG element: the text for readers who cannot see it, its view box, and its content with
+    """An SVG element: its alternative text for screen readers, its view box, and its content with
     the closing tag.
     """
 
@@ -51,9 +51,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a legend: its text, the page's variable of its colour, and the style of its
-    line.
-    """
+    """One entry of a legend: its text, the CSS variable of its colour, and its line style."""
 
     text: str
     colour: str
@@ -62,7 +60,8 @@ class Key:
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing with title and legend; with `diagonal` its dotted line shows the value of guessing."""
+    """A drawing with a title and a legend. With `diagonal`, a dotted line marks the chance level.
+    """
 
     title: str
     drawing: Drawing
@@ -71,7 +70,7 @@ class Plot:
 
 
 def figures(findings: Sequence[Finding]) -> list[Plot]:
-    """Return one plot for each target and pair of axes, with a line for each curve.
+    """Return one plot per target and pair of axes, with one line per curve.
 
     >>> figures([Finding("rewind", "client", "adaptive", "update", "cosine", 0.99)])
     []
@@ -122,8 +121,8 @@ def _points(curve: Curve, least: float) -> tuple[list[float], list[float]]:
 
 
 def _thin(points: Sequence[tuple[float, float]], scale: Callable[[float], float]) -> list[tuple[float, float]]:
-    """Leave out points that are too near to the one before to be seen; low rates stay on a log
-    axis.
+    """Remove points that are visually indistinguishable from the previous point. On a log axis,
+    points at low rates are kept.
     """
     spans = [(max(map(scale, axis)) - min(map(scale, axis))) or 1.0 for axis in zip(*points, strict=True)]
     kept = [points[0]]
@@ -135,8 +134,8 @@ def _thin(points: Sequence[tuple[float, float]], scale: Callable[[float], float]
 
 
 def trade_off(audits: Sequence[Audit], who: str, adversaries: Sequence[str]) -> Drawing | None:
-    """Plot the worst leak to some adversaries against accuracy, a panel for each measure; labels
-    never overlap.
+    """Plot the worst leak to some adversaries against accuracy, with one panel per measure and
+    non-overlapping labels.
 
     >>> trade_off([Audit("a", {}, {}, (), (), 1.0)], "clients", ["client", "colluders"]) is None
     True
@@ -185,7 +184,7 @@ def trade_off(audits: Sequence[Audit], who: str, adversaries: Sequence[str]) -> 
 
 
 def _spread(places: Sequence[float], gap: float) -> list[float]:
-    """Move sorted positions in [0, 1] apart until neighbours keep a gap."""
+    """Move sorted positions in [0, 1] apart until neighbours have a minimum distance of `gap`."""
     apart: list[float] = []
     for place in places:
         apart.append(max(place, apart[-1] + gap) if apart else place)
@@ -206,13 +205,15 @@ def _style(axes: Any, across: str, up: str) -> None:
 
 
 def _printable(text: str) -> str:
-    """Return text in the characters of the built-in font, shortened to fit a figure."""
+    """Return text restricted to characters of the built-in font and shortened to fit a figure."""
     kept = "".join(letter if letter.isprintable() and ord(letter) < 0x500 else "?" for letter in text)
     return kept if len(kept) <= MAX_LABEL_LENGTH else kept[: MAX_LABEL_LENGTH - 1] + "…"
 
 
 def _svg(figure: Any, name: str, alternative: str) -> Drawing:
-    """Convert a figure: no background, the page's colours, and ids that begin with `name`."""
+    """Convert a figure to SVG without background, with the page's colours, and with ids that begin
+    with `name`.
+    """
     import matplotlib
 
     buffer = io.BytesIO()

@@ -7,14 +7,14 @@ from typing import Any
 from dbcl_audit.findings import Audit, Finding, Measure, cases
 
 AXES = {"false positive rate": "false alarms (share)", "true positive rate": "found (share)"}
-"""Labels of axes in words."""
+"""Labels of plot axes in plain words."""
 SHARES = ("share", "tpr", "accuracy")
-"""Families whose values are shares, written in per cent."""
+"""Families of measures whose values are fractions, written as percentages."""
 UNITS = {"psnr": "{:.1f} dB", "error": "{:.3g} ×", "epsilon": "{:.2f}"}
 
 
 def cases_text(finding: Finding) -> str:
-    """Number of cases that a finding rests on, in words; empty if its budget has none.
+    """Return the number of cases of a finding as text; empty if the budget has none.
 
     >>> cases_text(Finding("LiRA", "anyone", "adaptive", "membership", "auc", 0.5, budget={"members": 1000}))
     '1,000 members'
@@ -28,8 +28,7 @@ def cases_text(finding: Finding) -> str:
 
 
 def chance_of(finding: Finding) -> float:
-    """Return the value that guessing gives: as the attack measured it, or else the default of the
-    measure.
+    """Return the chance level of a finding: the measured value, or the default of the measure.
 
     >>> chance_of(Finding("LiRA", "anyone", "adaptive", "membership", "tpr at 1 % fpr", 0.03))
     0.01
@@ -38,7 +37,7 @@ def chance_of(finding: Finding) -> float:
 
 
 def number_text(value: float, measure: Measure) -> str:
-    """Return a value in the unit of its measure.
+    """Return a value as text in the unit of its measure.
 
     >>> number_text(0.25, Measure.ACCURACY), number_text(21.0, Measure.PSNR), number_text(0.5, Measure.AUC)
     ('25.0 %', '21.0 dB', '0.500')
@@ -53,7 +52,7 @@ def number_text(value: float, measure: Measure) -> str:
 
 
 def range_text(finding: Finding) -> str:
-    """Return a finding's value and, in brackets, its interval.
+    """Return a finding's value with its interval in brackets.
 
     >>> range_text(Finding("forest", "client", "naive", "property", "auc", 0.52, low=0.4, high=0.64))
     '0.520 (0.400 to 0.640)'
@@ -66,7 +65,7 @@ def range_text(finding: Finding) -> str:
 
 
 def plain_text(value: Any) -> str:
-    """Return a value of the settings or the results as text, without the brackets of Python.
+    """Return a value of the settings or results as text, without Python brackets and quotes.
 
     >>> plain_text({"rounds": 60, "tensors": ["a", "b"]})
     'rounds: 60, tensors: a, b'
@@ -79,7 +78,7 @@ def plain_text(value: Any) -> str:
 
 
 def size_text(value: Any) -> str:
-    """Return a number of bytes as text; a dash for anything else.
+    """Return a number of bytes as text, or a dash for any other value.
 
     >>> size_text(2_500_000), size_text(None)
     ('2.5 MB', '—')
@@ -90,7 +89,7 @@ def size_text(value: Any) -> str:
 
 
 def accuracy_text(audit: Audit) -> str:
-    """Return the accuracy of the audited run as text; a dash if it is unknown.
+    """Return the accuracy of the audited run as text, or a dash if the accuracy is unknown.
 
     >>> accuracy_text(Audit("a", {}, {"accuracy": 0.9}, (), (), 1.0))
     '90.0 %'
