@@ -1,24 +1,27 @@
-"""Privacy cost of correlated noise of fixed parties, some of which are missing in some rounds.
+"""Privacy cost of noise that a fixed set of parties correlates over rounds, with missing parties.
 
-Party i makes the noise nu_i = s C^-1 z_i over all rounds, also over those in which it is missing. The sum that is
-revealed in round t holds the noise of the parties A_t that attended. With G = (C^T C)^-1 and the attendance P_i of
-party i, a diagonal matrix, the noise of the honest parties in the revealed sums has the covariance
+Party i draws the noise nu_i = s C^-1 z_i for all rounds, including rounds in which the party is
+missing. The sum revealed in round t contains the noise of the attending parties A_t. With G = (C^T
+C)^-1 and the diagonal attendance matrix P_i of party i, the noise of the honest parties in the
+revealed sums has the covariance
 
     Cov = s^2 * sum over honest i of P_i G P_i,    Cov[t, t'] = s^2 G[t, t'] * (honest parties in both A_t and A_t'),
 
-over the revealed rounds. An example of party v takes part in the rounds t = r modulo the separation in which v attends,
-and contributes vectors of norm Delta or less. So its mu is at most the root of
+over the revealed rounds. An example of party v takes part in the rounds t = r modulo the separation
+in which v attends, and contributes vectors of norm at most Delta. Its mu is at most the square root
+of
 
     Delta^2 * sum over such t, t' of |Cov^-1[t, t']|,
 
-with the worst r, the worst v and the worst k colluders. Absolute values are needed: an adversary that chooses the
-broadcasts also chooses the directions of the contributions.
+maximised over r, v and the set of k colluders. The absolute values are needed because an adversary
+that chooses the broadcasts can also choose the directions of the contributions.
 
-Attendance may depend on everything that was revealed before: given the earlier sums, row t of the Cholesky factor of
-Cov depends on A_0 .. A_t only, which are functions of these sums. So the run is an adaptive composition of Gaussian
-mechanisms whose budgets add up to mu^2 on every path, as long as no sum is revealed that would exceed it (fully
-adaptive composition: Smith and Thakurta 2022, Koskela, Tobaben and Honkela 2023). It must not depend on unnoised data.
-`docs/nobody-trusted.md` has the proof and the conditions.
+Attendance may depend on all previously revealed sums: row t of the Cholesky factor of Cov depends
+only on A_0 .. A_t, which are functions of the earlier sums. The run is therefore an adaptive
+composition of Gaussian mechanisms whose budgets add up to mu^2 on every path, provided that no sum
+exceeding the budget is revealed (fully adaptive composition: Smith and Thakurta 2022, Koskela,
+Tobaben and Honkela 2023). Attendance must not depend on unnoised data. `docs/nobody-trusted.md` has
+the proof and the conditions.
 """
 
 import itertools
@@ -38,21 +41,28 @@ from dbcl.state import State
 
 Matrix = NDArray[np.float64]
 Rows = tuple[tuple[int, tuple[str, ...]], ...]
-"""Revealed sums in the order of their rounds: the round, and the names of its parties in order."""
+"""Revealed sums in the order of their rounds: the round, and the sorted names of its parties."""
 MAX_SUBSETS = 256
-"""Number of sets of colluders that are tried, enough for ten parties. If more differ, a bound takes their place."""
+"""Maximum number of colluder sets for an exact computation, enough for ten parties. Above this
+number an upper bound is used.
+"""
 MAX_SUMS = 100_000
-"""Largest number of revealed sums that are read."""
+"""Maximum number of revealed sums accepted from a message."""
 SLACK = 1e-9
-"""Relative error of mu that a check tolerates: machines round differently."""
+"""Relative tolerance of mu in checks, for rounding differences between machines."""
 
 
 def attendance_mu(shares: NoiseShares, rows: Rows) -> float:
-    """Return the mu that is spent by revealing these sums, for the worst victim and the worst colluders.
+    """Return the mu spent by revealing these sums, for the worst-case victim and colluders.
 
-    It is exact over the sets of colluders that differ in their attendance if these are `MAX_SUBSETS` or fewer, and else
-    a bound from above. The cost is one inverse of a matrix of the size of `rows` for each set: 800 sums of ten parties
-    with two colluders, all of different attendance, take 1 s of one core, and if all attend in every round 0.1 s.
+    The result is exact if at most `MAX_SUBSETS` sets of colluders differ in their attendance, and
+    otherwise an upper bound. Each set requires the inverse of one matrix with a row per sum. For
+    ten parties, two colluders and 800 sums, this takes 1 s on one core if all attendances differ,
+    and 0.1 s if all parties attend every round.
+
+    Args:
+        shares: Noise shares of the parties.
+        rows: The revealed sums.
 
     >>> from dbcl.privacy.factorization import Mechanism, Workload, banded
     >>> mechanism = Mechanism(Workload(), banded(2), rounds=4, separation=2, participations=2)
@@ -87,7 +97,7 @@ def covariance(strategy: Strategy, sums: Sequence[tuple[int, Collection[str]]], 
 
 
 def _correlation(strategy: Strategy, rounds: Sequence[int]) -> Matrix:
-    """Return G = C^-1 C^-T for some rounds."""
+    """Return G = C^-1 C^-T restricted to some rounds."""
     length = max(rounds) + 1
     column = quotient(strategy.denominator, strategy.numerator, length)
     age = np.array(rounds)[:, None] - np.arange(length)
@@ -98,7 +108,7 @@ def _correlation(strategy: Strategy, rounds: Sequence[int]) -> Matrix:
 
 @lru_cache(maxsize=8)
 def _worst(strategy: Strategy, separation: int, colluders: int, rows: Rows) -> float:
-    """Return the largest sum of |Cov^-1| over one example's rounds, relative to 1 / s^2."""
+    """Return the maximum of the sum of |Cov^-1| over one example's rounds, relative to 1 / s^2."""
     if not rows:
         return 0.0
     rounds = [round for round, _ in rows]
@@ -120,7 +130,7 @@ def _worst(strategy: Strategy, separation: int, colluders: int, rows: Rows) -> f
 
 
 def _count(counts: NDArray[np.int64], colluders: int) -> int:
-    """Return the number of sets of colluders that differ."""
+    """Return the number of colluder sets with different attendance."""
     ways = [1]
     for most in counts:
         ways = np.convolve(ways, np.ones(int(most) + 1, dtype=object)).tolist()[: colluders + 1]
@@ -128,7 +138,7 @@ def _count(counts: NDArray[np.int64], colluders: int) -> int:
 
 
 def _subsets(counts: NDArray[np.int64], colluders: int) -> Iterator[NDArray[np.int64]]:
-    """Yield each way to choose this many colluders, as the number of them of each kind."""
+    """Yield each colluder set as a count of parties per attendance pattern."""
     for chosen in itertools.combinations_with_replacement(range(len(counts)), colluders):
         bad = np.bincount(np.array(chosen, dtype=np.int64), minlength=len(counts))
         if (bad <= counts).all():
@@ -136,13 +146,14 @@ def _subsets(counts: NDArray[np.int64], colluders: int) -> Iterator[NDArray[np.i
 
 
 def _value(correlation: Matrix, together: Matrix, victims: Matrix, turns: NDArray[Any]) -> float:
-    """Return the largest sum of |Cov^-1| over the rounds of one example of a victim.
+    """Return the maximum, over the examples of a victim, of the sum of |Cov^-1| over the example's
+    rounds.
 
     Args:
-        correlation: G.
-        together: Number of honest parties in two sums.
-        victims: Attendance of the honest parties, a row each.
-        turns: Round modulo the separation, of each sum.
+        correlation: The matrix G.
+        together: Number of honest parties common to two sums.
+        victims: Attendance of the honest parties, one row per party.
+        turns: Round modulo the separation, for each sum.
     """
     if together.diagonal().min() < 1:  # a sum without any noise
         return math.inf
@@ -165,11 +176,12 @@ def _bound(
     colluders: int,
     turns: NDArray[Any],
 ) -> float:
-    """Return a bound on `_value` over all sets of colluders.
+    """Return an upper bound on `_value` over all sets of colluders.
 
-    Let Cov be that of all parties and X_i the part of party i. With X_i <= l_i Cov in the order of positive
-    semidefinite matrices, and L the sum of the k largest l_i, Cov without the colluders is at least (1 - L) Cov, and
-    its inverse at most Cov^-1 / (1 - L). If all attend, l_i = 1 / n, and the bound is exact.
+    Let Cov be the covariance of all parties' noise and X_i the contribution of party i. With X_i <=
+    l_i Cov in the order of positive semidefinite matrices, and L the sum of the k largest l_i, the
+    covariance without the colluders is at least (1 - L) Cov, and its inverse at most Cov^-1 / (1 -
+    L). If all parties attend every round, l_i = 1 / n, and the bound is exact.
     """
     factor = torch.linalg.cholesky(torch.from_numpy(correlation * together))
     parts = []
@@ -183,7 +195,7 @@ def _bound(
 
 
 def packed(rows: Rows) -> dict[str, Any]:
-    """Write attendance as plain values: the parties, and spans of rounds with the same ones.
+    """Encode attendance as JSON values: the parties, and spans of rounds with equal attendance.
 
     >>> packed(((0, ("ann", "bob")), (1, ("ann", "bob")), (3, ("bob",))))
     {'parties': ['ann', 'bob'], 'spans': [[0, 2, '3'], [3, 1, '2']]}
@@ -201,7 +213,7 @@ def packed(rows: Rows) -> dict[str, Any]:
 
 
 def unpacked(values: Any) -> Rows:
-    """Read what `packed` wrote; anything else is a `ValueError`.
+    """Decode attendance encoded by `packed`; raise `ValueError` for malformed values.
 
     >>> rows = ((0, ("ann", "bob")), (3, ("bob",)))
     >>> unpacked(packed(rows)) == rows
@@ -228,12 +240,16 @@ def unpacked(values: Any) -> Rows:
 
 
 class AttendanceLog:
-    """Record of the revealed sums, and rejection of a further one with which mu would exceed the plan's.
+    """Log of the revealed sums, which rejects a sum that would raise mu above the plan's mu.
 
-    Server and clients each have one. A sum counts as revealed from the moment at which its list of survivors may be
-    signed. A client that was missing learns the attendance of those rounds from the roster of its next round. The
-    server cannot leave out a revealed sum there, nor change one: all masks are bound to the roster, so all of its
-    members agree on the attendance in it, and at least one honest member has signed the list of that sum.
+    The server and every client keep their own log. A sum counts as revealed as soon as its survivor
+    list may be signed. A missing client learns the attendance of these rounds from the roster of
+    its next round. The server cannot omit or change a revealed sum in the roster: all masks are
+    bound to the roster, so all its members agree on the attendance, and at least one honest member
+    has signed the survivor list of the sum.
+
+    Args:
+        shares: Noise shares of the parties.
 
     >>> from dbcl.privacy.factorization import Mechanism, Workload, banded
     >>> mechanism = Mechanism(Workload(), banded(2), rounds=4, separation=2, participations=2)
@@ -252,7 +268,7 @@ class AttendanceLog:
         self.shares = shares
         self._sums: dict[int, tuple[str, ...]] = {}
         self._own: set[int] = set()
-        """Rounds of sums that were added here, and not learned from a roster."""
+        """Rounds whose sums were added locally instead of learned from a roster."""
 
     @property
     def rows(self) -> Rows:
@@ -260,19 +276,19 @@ class AttendanceLog:
         return tuple(sorted(self._sums.items()))
 
     def before(self, round: int) -> Rows:
-        """Return the sums of earlier rounds."""
+        """Return the revealed sums of earlier rounds."""
         return tuple(row for row in self.rows if row[0] < round)
 
     @property
     def mu(self) -> float:
-        """The mu that is spent."""
+        """The mu spent so far."""
         return attendance_mu(self.shares, self.rows)
 
     def learn(self, round: int, rows: Rows) -> None:
-        """Take over the attendance of earlier rounds, as the roster of a round states it.
+        """Adopt the attendance of earlier rounds from the roster of a round.
 
         Raises:
-            ProtocolError: It differs from what was added here, or cannot be.
+            ProtocolError: The attendance contradicts the local log or is impossible.
         """
         given = dict(rows)
         for own in sorted(self._own):
@@ -289,7 +305,12 @@ class AttendanceLog:
         self._sums = given | {own: self._sums[own] for own in self._own}
 
     def check(self, round: int, names: Collection[str]) -> None:
-        """Raise `ProtocolError` if the sum of a round must not be revealed over these parties."""
+        """Raise `ProtocolError` if revealing this sum would violate the plan.
+
+        Args:
+            round: Number of the round.
+            names: Parties in the sum.
+        """
         group = tuple(sorted(names))
         if round in self._own and self._sums[round] != group:
             raise ProtocolError(f"round {round}: another list of survivors was signed, and a round has one sum")
@@ -301,17 +322,17 @@ class AttendanceLog:
             )
 
     def add(self, round: int, names: Collection[str]) -> None:
-        """Count a sum as revealed, or raise `ProtocolError` as `check`."""
+        """Record a sum as revealed; raise `ProtocolError` as `check` does."""
         self.check(round, names)
         self._sums[round] = tuple(sorted(names))
         self._own.add(round)
 
     def state(self) -> State:
-        """Return what must be on disk before a list of survivors is signed."""
+        """Return the state, which must be on disk before a survivor list is signed."""
         return State({"sums": packed(self.rows), "own": sorted(self._own)}, {})
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned."""
+        """Restore a state returned by `state`."""
         try:
             sums, own = dict(unpacked(state.values["sums"])), set(map(int, state.values["own"]))
         except (KeyError, TypeError, ValueError) as error:
@@ -322,5 +343,5 @@ class AttendanceLog:
 
 
 def attendance_in(values: Mapping[str, Any]) -> Rows:
-    """Return the revealed sums in the values of an `AttendanceLog.state`."""
+    """Return the revealed sums from the values of an `AttendanceLog.state`."""
     return unpacked(values["sums"])

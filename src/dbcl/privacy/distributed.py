@@ -1,23 +1,27 @@
-"""Noise shares of clients that do not trust the server: their scale, and the privacy cost of rounding them.
+"""Distributed noise for an untrusted server: scale of the clients' noise shares, and the privacy
+cost of their rounding.
 
-Each of n clients adds integers to its own update before masking: q_i + rint(nu_i), where q_i is its rounded vector (for
-one example as the privacy unit the sum of its clipped gradients) and nu_i = s C^-1 z_i over the rounds. Secure
-aggregation reveals sum q_i + sum rint(nu_i) and nothing else. If the shares were not rounded, the noise of the
-h = n - k clients that do not collude would be that of the central mechanism, s sqrt(h) C^-1 z, and with Delta grid
-steps of sensitivity
+Each of n clients adds integers to its own update before masking: q_i + rint(nu_i), where q_i is its
+rounded vector (the sum of its clipped gradients if one example is the privacy unit) and nu_i = s
+C^-1 z_i over the rounds. Secure aggregation reveals only sum q_i + sum rint(nu_i). Without
+rounding, the noise of the h = n - k non-colluding clients would equal that of the central
+mechanism, s sqrt(h) C^-1 z, and with a sensitivity of Delta grid steps
 
     mu = Delta * max |C x| / (s sqrt(h)),    Delta = clip / grid + sqrt(d),
 
-where sqrt(d) is for rounding a sum of d values to the nearest integers. If the vector is itself what the privacy unit
-contributes, it is rounded at random until its norm is small enough, and Delta is little more than clip / grid.
+where sqrt(d) accounts for rounding a sum of d values to the nearest integers. If the vector is the
+complete contribution of a privacy unit, stochastic rounding is repeated until the norm is below a
+bound, and Delta is only slightly larger than clip / grid.
 
-Rounded shares are not Gaussian, but almost: given w = sum nu_i, the fractional parts of nu_1, ..., nu_(h-1) are a
-wrapped Gaussian with the covariance (I - J/h) (x) s^2 (C^T C)^-1. It is within `total_variation` of the uniform
-distribution, and if it were uniform, sum rint(nu_i) would be rint(w + sum U_i) with independent uniform U_i: since q is
-an integer, q + rint(w + U) = rint(q + w + U) is a function of the Gaussian mechanism's output. So everybody together
-sees an (epsilon, delta_mu(epsilon) + (1 + e^epsilon) d tau) mechanism. The bound on tau does not depend on C, whose
-inverse has Gram-Schmidt norms of 1. `docs/nobody-trusted.md` has the proof. Where clients may be missing in some rounds
-s / sum |c_j| takes the place of s in it (`NoiseShares.spread`), and `attendance` computes mu.
+Rounded shares are approximately Gaussian. Given w = sum nu_i, the fractional parts of nu_1, ...,
+nu_(h-1) are a wrapped Gaussian with the covariance (I - J/h) (x) s^2 (C^T C)^-1. This distribution
+is within `total_variation` of the uniform distribution. For uniform fractional parts, sum
+rint(nu_i) would be distributed as rint(w + sum U_i) with independent uniform U_i. As q is an
+integer, q + rint(w + U) = rint(q + w + U) is a function of the Gaussian mechanism's output. The
+mechanism is therefore (epsilon, delta_mu(epsilon) + (1 + e^epsilon) d tau)-differentially private.
+The bound on tau does not depend on C, because the Gram-Schmidt norms of C^-1 are 1.
+`docs/nobody-trusted.md` has the proof. If clients may be missing in some rounds, s / sum |c_j|
+replaces s in the bound (`NoiseShares.spread`), and `attendance` computes mu.
 """
 
 import hashlib
@@ -37,20 +41,26 @@ from dbcl.privacy.factorization import Mechanism, Memory, Workload, quotient
 from dbcl.state import State
 
 SCHEME = "silo-noise-v1"
-"""Label of the stream that z comes from."""
+"""Label of the random stream of z."""
 MIN_SCALE = 3.0
-"""Smallest standard deviation of a share in grid steps, over `NoiseShares.spread`: from here on tau is below 1e-25."""
+"""Minimum standard deviation of a share in grid steps, times `NoiseShares.spread`. At this scale
+tau is below 1e-25.
+"""
 
 
 def total_variation(scale: float, honest: int, rounds: int) -> float:
-    """Bound tau, the distance of the fractional parts of noise shares from uniform, of one value over all rounds.
+    """Return a bound on tau, the total variation distance of the shares' fractional parts from
+    uniform.
 
-    tau = 1/2 (prod_{i=1}^{h-1} theta(2 pi^2 s^2 i / (i+1))^T - 1), theta(a) = sum over all integers m of e^(-a m^2).
+    The bound holds for one value over all rounds.
+
+    tau = 1/2 (prod_{i=1}^{h-1} theta(2 pi^2 s^2 i / (i+1))^T - 1), theta(a) = sum over all integers
+    m of e^(-a m^2).
 
     Args:
         scale: s, the standard deviation of a share in grid steps.
-        honest: h, the number of silos that do not collude.
-        rounds: T.
+        honest: h, the number of non-colluding clients.
+        rounds: T, the number of rounds.
 
     >>> total_variation(3.0, honest=8, rounds=1000) < 1e-34
     True
@@ -60,7 +70,7 @@ def total_variation(scale: float, honest: int, rounds: int) -> float:
 
 
 def _log_theta(a: float) -> float:
-    """Return log(sum over all integers m of e^(-a m^2))."""
+    """Return log(theta(a)), theta(a) = sum over all integers m of e^(-a m^2)."""
     if a < 1:  # few terms by Poisson's summation formula
         return 0.5 * math.log(math.pi / a) + math.log1p(2 * sum(math.exp(-((math.pi * m) ** 2) / a) for m in (1, 2, 3)))
     return math.log1p(2 * sum(math.exp(-a * m * m) for m in range(1, 8)))
@@ -68,18 +78,19 @@ def _log_theta(a: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseShares:
-    """The integer noise that each client adds, so that a guarantee holds against the server and k clients together.
+    """Integer noise of each client for a guarantee against a server that colludes with k clients.
 
     Args:
-        epsilon: The target, together with delta.
-        delta: The target, of which the rounding of the shares uses a negligible part.
-        mechanism: Correlation of the noise over rounds, and how often one privacy unit takes part.
-        clients: n, the fewest clients whose sum is revealed.
-        colluders: k, the number of clients whose noise counts for nothing.
+        epsilon: Epsilon of the guarantee.
+        delta: Delta of the guarantee. The rounding of the shares uses a negligible part of it.
+        mechanism: Correlation of the noise over rounds, and participation of a privacy unit.
+        clients: n, the minimum number of clients in a revealed sum.
+        colluders: k, the maximum number of colluding clients, whose noise is not counted.
         values: d, the number of values in an update.
-        steps: Grid steps in the clip.
-        whole: The vector is all that one privacy unit contributes, and not a sum over several of them.
-        largest: The most clients in a sum; 0 for `clients`, all of which are in every sum then.
+        steps: Clipping norm in grid steps.
+        whole: Whether the vector is the complete contribution of one privacy unit, instead of a sum
+            over several privacy units.
+        largest: Maximum number of clients in a sum; 0 if all of `clients` are in every sum.
 
     >>> from dbcl.privacy import Workload, banded
     >>> mechanism = Mechanism(Workload(), banded(10), rounds=200, separation=10, participations=20)
@@ -124,31 +135,34 @@ class NoiseShares:
 
     @property
     def honest(self) -> int:
-        """h, the number of clients whose noise counts."""
+        """h, the minimum number of non-colluding clients in a sum."""
         return self.clients - self.colluders
 
     @cached_property
     def mu(self) -> float:
-        """The mu that the target allows, with a hundredth of delta kept for the rounding of the shares."""
+        """The mu of the target, after reserving 1 % of delta for the rounding of the shares."""
         return mu_of(self.epsilon, self.delta * 0.99)
 
     @property
     def sensitivity(self) -> float:
-        """Delta: how far one privacy unit can move a client's rounded vector, in grid steps."""
+        """Sensitivity Delta: maximum change of a client's rounded vector by one privacy unit, in
+        grid steps.
+        """
         return longest_rounded(self.steps, self.values) if self.whole else self.steps + math.sqrt(self.values)
 
     @cached_property
     def scale(self) -> float:
-        """s: the standard deviation of a client's z, in grid steps."""
+        """s, the standard deviation of a client's z in grid steps."""
         return self.sensitivity * self.mechanism.sensitivity / (self.mu * math.sqrt(self.honest))
 
     @cached_property
     def spread(self) -> float:
         """Sum of |c_j| if clients may be missing, else 1.
 
-        A share of noise is independent noise of standard deviation s / spread in each round, and further noise: the
-        norm of C is at most the sum of |c_j|. That part alone makes the fractional parts of the shares almost uniform
-        for any attendance. If all attend, C does not enter.
+        The norm of C is at most the sum of |c_j|. A noise share therefore contains independent
+        noise of standard deviation s / spread in each round. This component alone makes the
+        fractional parts of the shares almost uniform for any attendance. If all clients attend, the
+        bound does not depend on C.
         """
         if self.largest == self.clients:
             return 1.0
@@ -156,7 +170,7 @@ class NoiseShares:
 
     @cached_property
     def delta_of_rounding(self) -> float:
-        """(1 + e^epsilon) d tau."""
+        """Delta spent by rounding, (1 + e^epsilon) d tau."""
         tau = total_variation(self.scale / self.spread, self.largest - self.colluders, self.mechanism.rounds)
         return (1 + math.exp(self.epsilon)) * self.values * tau
 
@@ -176,25 +190,32 @@ class NoiseShares:
         return self.mu * math.sqrt(self.honest / (self.clients - colluders))
 
     def epsilon_against(self, colluders: int) -> float:
-        """Return the epsilon, at the same delta, that holds if this many clients collude with the server."""
+        """Return the epsilon, at the same delta, that holds if this many clients collude with the
+        server.
+        """
         return epsilon_of(self.mu_against(colluders), self.delta)
 
     @cached_property
     def growth(self) -> float:
-        """Standard deviation of a share in the last round, relative to that of z: the norm of a row of C^-1."""
+        """Standard deviation of a share in the last round relative to z: the norm of a row of C^-1.
+        """
         strategy = self.mechanism.strategy
         return float(np.linalg.norm(quotient(strategy.denominator, strategy.numerator, self.mechanism.rounds)))
 
     def noise(self, clients: int) -> float:
-        """Return the largest standard deviation of the sum of this many shares, in grid steps."""
+        """Return the maximum standard deviation of the sum of this many shares, in grid steps."""
         return self.scale * self.growth * math.sqrt(clients)
 
 
 def longest_rounded(steps: float, values: int) -> float:
-    """Return the norm within which `rounded_at_random` rounds a vector of norm `steps`.
+    """Return the norm bound to which `rounded_at_random` rounds a vector.
 
-    A trial succeeds with a probability of at least 1 - 1/sqrt(e) (Kairouz, Liu and Steinke 2021, proposition 22, with
-    beta = exp(-1/2)).
+    A trial of stochastic rounding satisfies the bound with a probability of at least 1 - 1/sqrt(e)
+    (Kairouz, Liu and Steinke 2021, proposition 22, with beta = exp(-1/2)).
+
+    Args:
+        steps: Norm of the vector in grid steps.
+        values: Number of values in the vector.
 
     >>> longest_rounded(1000, 100) < 1000 + math.sqrt(100)
     True
@@ -203,12 +224,16 @@ def longest_rounded(steps: float, values: int) -> float:
 
 
 class NoiseStream:
-    """A client's own noise, round after round: rint(s C^-1 z) with z from a secret key.
+    """A client's noise shares, round by round: rint(s C^-1 z) with z derived from a secret key.
 
-    z of round t is a function of the key, of t, and of everything that the client was sent up to and including round t.
-    So another broadcast for a round that was answered already gives fresh noise, and never the same noise twice on
-    different data, even if a client's disk is restored from a backup. The z of rounds in which it took no part are
-    drawn all the same: they are part of the correlation.
+    z of round t is a function of the key, of t, and of all broadcasts received up to and including
+    round t. A second broadcast for an answered round therefore gives fresh noise. The same noise is
+    never used on different data, even if a client's disk is restored from a backup. z is also drawn
+    for rounds without participation, because later noise depends on it.
+
+    Args:
+        shares: Noise shares of the plan.
+        key: The client's secret key.
 
     >>> from dbcl.privacy import banded
     >>> mechanism = Mechanism(Workload(), banded(2), rounds=4, separation=2, participations=2)
@@ -229,7 +254,12 @@ class NoiseStream:
         """Round whose noise is drawn next."""
 
     def draw(self, round: int, broadcast: bytes) -> NDArray[np.int64]:
-        """Return the noise of a round, given a digest of its broadcast; rounds before the next one are an error."""
+        """Return the noise of a round. Rounds before `self.round` raise an error.
+
+        Args:
+            round: Number of the round.
+            broadcast: Digest of the round's broadcast.
+        """
         if not self.round <= round < self._mechanism.rounds:
             raise ProtocolError(
                 f"noise is drawn for round {self.round} of {self._mechanism.rounds}, and round {round} was asked for"
@@ -241,7 +271,7 @@ class NoiseStream:
         return noise
 
     def _step(self, broadcast: bytes) -> Tensor:
-        """Take the z of the next round into the memory; return s C^-1 z."""
+        """Update the memory with z of the next round; return s C^-1 z."""
         count = self.shares.values
         self._received = hashlib.sha256(self._received + hashlib.sha256(broadcast).digest()).digest()
         words = seeds.words(self._key, SCHEME, self.round, self._received.hex(), n=count + count % 2)
@@ -252,13 +282,15 @@ class NoiseStream:
         return self._memory.total
 
     def state(self) -> State:
-        """Return the state that must be on disk before the noise of a round leaves, the key included."""
+        """Return the state, including the key. It must be on disk before the noise of a round is
+        used.
+        """
         past = {f"past{age}": each for age, each in enumerate(self._memory.past)}
         values = {"round": self.round, "received": self._received.hex(), "key": self._key.hex()}
         return State(values, past)
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned."""
+        """Restore a state returned by `state`."""
         try:
             round, received = int(state.values["round"]), bytes.fromhex(state.values["received"])
             key = bytes.fromhex(state.values["key"])

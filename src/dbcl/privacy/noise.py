@@ -1,8 +1,8 @@
-"""Veil: secret noise that the server adds to W before anything leaves it.
+"""Veil: secret noise that the server adds to W before sending.
 
-Clients see sketches of W + N_t, and the server keeps W. The noise lives in the space of W and is sketched together with
-W, so that all messages of one round carry the same noise, through any sketch: clients could average independent noise
-away by comparing their sketches.
+Clients receive sketches of W + N_t, and the server keeps W. The noise is drawn in the space of W
+and sketched together with W, so that all messages of a round contain the same noise for every
+sketch. Clients could average out independent noise by comparing their sketches.
 """
 
 import math
@@ -18,15 +18,19 @@ from dbcl.model.tensors import named_tensors, owner, plain_numbers
 from dbcl.state import State
 
 SCHEME = "veil-v2"
-"""Label of the stream of independent noise. veil-v1 (dbcl 0.1) was drawn in the space of V, after the sketch."""
+"""Label of the random stream of independent noise. Version 1 (dbcl 0.1) was drawn in the space of
+V, after sketching.
+"""
 
 
 class NoiseMechanism(ABC):
-    """Noise mechanism of the rounds: the server calls `begin`, `noise` for each tensor it sends, and `end`.
+    """Interface of a noise mechanism. In each round the server calls `begin`, `noise` for each
+    broadcast tensor, and `end`.
 
-    All noise of a round follows from the round's key, which the server keeps in its checkpoint, and from `state()`:
-    restored to them, `begin` gives the same noise again. A kind whose noise is correlated over rounds keeps what it
-    needs of earlier ones in its state, and takes a round into it in `end`, not before.
+    The noise of a round is a function of the round's key, stored in the server's checkpoint, and of
+    `state()`. After restoring both, `begin` reproduces the same noise. A mechanism with noise
+    correlated over rounds stores the required history in its state, and adds a round to the history
+    only in `end`.
 
     >>> veil = IndependentNoise({"weight": 0.2, "bias": 0.0})
     >>> veil.begin(0, bytes(32), nn.Linear(4, 2))
@@ -36,35 +40,52 @@ class NoiseMechanism(ABC):
 
     @abstractmethod
     def begin(self, round: int, key: bytes, model: nn.Module) -> None:
-        """Begin a round, whose noise follows from `key` and may be relative to the model's weights."""
+        """Begin a round.
+
+        Args:
+            round: Number of the round.
+            key: Secret key from which the noise is derived.
+            model: Model with the master weights; the noise may scale with them.
+        """
 
     @abstractmethod
     def noise(self, round: int, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """Return N_t of one tensor in the space of W, in float64, on the tensor's device; None if it has no veil."""
+        """Return N_t of one tensor in the space of W, as float64 on the tensor's device; None
+        without a veil.
+        """
 
     @abstractmethod
     def guarantee(self) -> str:
-        """Describe the guarantee in a sentence; "none" if there is none."""
+        """Return the guarantee as a sentence; "none" without a guarantee."""
 
     def prepare(self, key: bytes, shapes: Mapping[str, tuple[int, ...]]) -> None:  # noqa: B027
-        """Precompute the noise of a later round with this key, as far as it does not depend on the weights."""
+        """Precompute the weight-independent part of a later round's noise.
+
+        Args:
+            key: Secret key of the later round.
+            shapes: Tensor shapes by name.
+        """
 
     def end(self, round: int) -> None:  # noqa: B027  most kinds keep nothing
-        """Close the round, whose noise will not be asked for again."""
+        """Close the round. Its noise is not requested again."""
 
     def state(self) -> State:
-        """Return the state that must be kept from round to round, beside the round's key."""
+        """Return the state that must persist between rounds in addition to the round's key."""
         return State({}, {})
 
     def load_state(self, state: State) -> None:  # noqa: B027
-        """Restore what `state` returned."""
+        """Restore a state returned by `state`."""
 
 
 class IndependentNoise(NoiseMechanism):
-    """Independent normal noise in every round, of a size relative to the weights: tau = rho * rms(W).
+    """Independent Gaussian noise in every round, with a scale relative to the weights: tau = rho *
+    rms(W).
 
-    `sizes` gives rho for each tensor. It makes recovery harder and has no guarantee: over many rounds independent
-    noise averages out (docs/threat-model.md).
+    This noise makes reconstruction harder and provides no guarantee: independent noise averages out
+    over many rounds (docs/threat-model.md).
+
+    Args:
+        sizes: Relative scale rho of each tensor.
 
     >>> IndependentNoise({"weight": 0.2}).guarantee()
     'none'
@@ -113,10 +134,15 @@ class IndependentNoise(NoiseMechanism):
 
 
 def veil_sizes(model: nn.Module, rhos: Mapping[str, float]) -> dict[str, float]:
-    """Return tau for every tensor: its rho times the root mean square of its entries.
+    """Return the noise scale tau of every tensor: rho times the root mean square of its entries.
 
-    A tensor that is (nearly) zero, such as a fresh bias, would get no noise, and its updates would be unprotected. So
-    its size counts as at least that of its module's parameters together, or of the whole model's if those are zero too.
+    A tensor of zeros, such as a new bias, would get no noise, and its updates would be unprotected.
+    Its root mean square is therefore replaced by at least that of its module's parameters together,
+    or of the whole model if these are zero.
+
+    Args:
+        model: Model with the master weights.
+        rhos: Relative scale of each tensor.
 
     >>> layer = nn.Linear(4, 2)
     >>> nn.init.ones_(layer.weight), nn.init.zeros_(layer.bias) # doctest: +ELLIPSIS
@@ -136,7 +162,7 @@ def veil_sizes(model: nn.Module, rhos: Mapping[str, float]) -> dict[str, float]:
 
 
 def _lengths(tensors: Iterable[Tensor]) -> dict[int, float]:
-    """Return the norm of every tensor by its id, with one synchronisation of a GPU for all of them."""
+    """Return the norm of every tensor by its id, with a single GPU synchronisation."""
     own = {id(tensor): tensor.detach() for tensor in tensors if plain_numbers(tensor)}
     if not own:
         return {}

@@ -1,8 +1,9 @@
-"""Participation: the turns that a guarantee counts on, and the tracker that enforces them.
+"""Participation: the schedule that a guarantee assumes, and the tracker that enforces it.
 
-A guarantee holds for clients that come back after `separation` rounds at the earliest and take part `participations`
-times at most. Turns in a fixed order satisfy this by themselves. The tracker rejects any other client. It counts
-updates that were used: a client that did not answer, or whose update was rejected, has spent nothing.
+A guarantee assumes at least `separation` rounds between two participations of a client, and at most
+`participations` of them. A fixed cyclic order satisfies both. The tracker rejects clients that
+would violate them. It counts only used updates: a client whose update is missing or rejected has
+spent no budget.
 """
 
 from collections.abc import Iterable
@@ -12,10 +13,15 @@ from dbcl.state import State
 
 
 def cyclic_cohort(round: int, *, clients: int, cohort: int) -> list[int]:
-    """Return the clients of a round if all take turns in a fixed order.
+    """Return the clients of a round in a fixed cyclic order.
 
-    A client comes back after clients // cohort rounds at the earliest, and takes part in ceil(n cohort / clients) of n
-    rounds at most.
+    A client takes part again after at least clients // cohort rounds, and in at most ceil(n cohort
+    / clients) of n rounds.
+
+    Args:
+        round: Number of the round.
+        clients: Number of clients.
+        cohort: Number of clients in a round.
 
     >>> [cyclic_cohort(round, clients=6, cohort=2) for round in range(4)]
     [[0, 1], [2, 3], [4, 5], [0, 1]]
@@ -26,9 +32,16 @@ def cyclic_cohort(round: int, *, clients: int, cohort: int) -> list[int]:
 
 
 def cyclic_batch(round: int, *, examples: int, separation: int) -> range:
-    """Return the examples that a client takes in a round if one example is the unit: every `separation`-th.
+    """Return a client's examples in a round if one example is the privacy unit: every
+    `separation`-th example.
 
-    The next round takes the examples after these, so an example comes back after exactly `separation` rounds.
+    The next round uses the following examples, so that each example is used every `separation`
+    rounds.
+
+    Args:
+        round: Number of the round.
+        examples: Number of examples of the client.
+        separation: Number of rounds between two uses of an example.
 
     >>> [list(cyclic_batch(round, examples=5, separation=3)) for round in range(4)]
     [[0, 3], [1, 4], [2], [0, 3]]
@@ -43,8 +56,8 @@ def share(weight: float, *, weight_cap: float, per_round: int) -> float:
 
     Args:
         weight: Number of examples of the client.
-        weight_cap: Public weight at which weights are capped; it must not depend on data.
-        per_round: Planned number of clients (or examples) in a round, however many answer.
+        weight_cap: Public maximum weight; must not depend on private data.
+        per_round: Planned number of units in a round, independent of the actual number.
 
     >>> share(30, weight_cap=60, per_round=100), share(90, weight_cap=60, per_round=100)
     (0.005, 0.01)
@@ -58,15 +71,17 @@ def share(weight: float, *, weight_cap: float, per_round: int) -> float:
 
 
 class ParticipationTracker:
-    """Counts how often and when each client's updates were used, and rejects more than a guarantee covers.
+    """Tracker of each client's used updates. Rejects participations that the guarantee does not
+    cover.
 
-    A client under a new name would be counted anew, so no more than `clients` names are accepted in a run.
+    At most `clients` different names are accepted in a run, because a client with a new name would
+    have a new budget.
 
     Args:
         rounds: Number of rounds that the guarantee covers.
-        separation: Rounds after which a client may take part again.
-        participations: Largest number of participations of one client.
-        clients: Largest number of different clients.
+        separation: Minimum number of rounds between two participations of a client.
+        participations: Maximum number of participations of a client.
+        clients: Maximum number of different clients.
 
     >>> tracker = ParticipationTracker(rounds=20, separation=10, participations=2, clients=2)
     >>> tracker.use(0, ["alice", "bob"])
@@ -86,7 +101,13 @@ class ParticipationTracker:
         self._uses: dict[str, tuple[int, int]] = {}  # by client: number of participations, last round
 
     def refusal(self, round: int, client: str | int, beside: Iterable[str | int] = ()) -> str | None:
-        """Return the reason for which a client may not take part in a round together with others, or None."""
+        """Return the reason why a client may not take part in a round, or None.
+
+        Args:
+            round: Number of the round.
+            client: Name of the client.
+            beside: Other clients of the same round.
+        """
         if round >= self.rounds:
             return f"the budget of {self.rounds} rounds is spent"
         if str(client) not in self._uses:
@@ -115,7 +136,7 @@ class ParticipationTracker:
         return may
 
     def check(self, round: int, clients: Iterable[str | int]) -> None:
-        """Raise `ProtocolError` if one of these clients may not take part in a round.
+        """Raise `ProtocolError` if any of the clients may not take part in a round.
 
         >>> ParticipationTracker(rounds=5, separation=2, participations=1, clients=2).check(5, ["alice"])
         Traceback (most recent call last):
@@ -130,7 +151,9 @@ class ParticipationTracker:
                 raise ProtocolError(f"round {round}: {shown(name)}: {reason}")
 
     def use(self, round: int, clients: Iterable[str | int]) -> None:
-        """Count a participation of each of these clients, or raise `ProtocolError` and count none."""
+        """Record a participation of each client. If any client may not take part, raise
+        `ProtocolError` and record none.
+        """
         names = [str(client) for client in clients]
         self.check(round, names)
         for name in names:
@@ -146,17 +169,18 @@ class ParticipationTracker:
 
     @property
     def most_uses(self) -> int:
-        """Largest number of participations of any client."""
+        """Maximum number of participations of any client."""
         return max((count for count, _ in self._uses.values()), default=0)
 
     @property
     def rule(self) -> dict[str, int]:
-        """Limits as `state` keeps them."""
+        """Limits of the guarantee, as stored by `state`."""
         names = ("rounds", "separation", "participations", "clients")
         return {name: getattr(self, name) for name in names}
 
     def state(self) -> State:
-        """Return what a checkpoint keeps; it belongs into the same file as the weights, so nothing is counted twice.
+        """Return the state for a checkpoint. Save it in the same file as the weights, so that no
+        participation is lost or counted twice.
 
         >>> tracker = ParticipationTracker(rounds=5, separation=2, participations=1, clients=2)
         >>> tracker.use(0, ["alice"])
@@ -166,10 +190,10 @@ class ParticipationTracker:
         return State({**self.rule, "uses": {name: list(own) for name, own in self._uses.items()}}, {})
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned.
+        """Restore a state returned by `state`.
 
         Raises:
-            ProtocolError: The state has other limits; a budget cannot be changed in a run.
+            ProtocolError: The state has other limits. A budget cannot change during a run.
         """
         kept = {name: state.values.get(name) for name in self.rule}
         if kept != self.rule:

@@ -1,10 +1,12 @@
-"""Rounds, separation and step size that suit a guarantee for one example, from public facts of a run.
+"""Suggested rounds, separation and step size for an example-level guarantee, computed from public
+values.
 
-All updates together can move the weights by at most rounds * step, and the noise on the last model grows with this
-reach: relative to it, the norm of the noise hardly depends on rounds or step. So the reach is what there is to choose:
-as far as the noise allows. Runs on the digits, MNIST, CIFAR-10 and LFW were best if the noise on the weights had a norm
-of about 14, for heads on normalised features and for small networks (`docs/privacy.md`). Nothing here looks at data or
-at results, so nothing of it has to be accounted.
+All updates together can change the weights by at most rounds * step, the reach. The noise on the
+final model grows with the reach, and their ratio hardly depends on rounds or step. The reach is
+therefore the only free choice, and should be as large as the noise permits. In experiments on
+digits, MNIST, CIFAR-10 and LFW, accuracy was best with a noise norm of about 14 on the weights, for
+heads on normalised features and for small networks (`docs/privacy.md`). The suggestion uses no
+private data or results, so it has no privacy cost.
 """
 
 from dataclasses import dataclass, replace
@@ -13,34 +15,46 @@ from dbcl.config import PrivacyConfig
 from dbcl.privacy.accounting import PrivacyPlan
 
 NOISE_NORM = 14.0
-"""Norm of the noise on the weights after the last round."""
+"""Suggested norm of the noise on the weights after the last round."""
 NOISE_NORM_CLIENTS = 10.0
-"""The same for clients as the unit, whose updates are of several steps."""
+"""Suggested norm of the noise with one client as the privacy unit, whose updates contain several
+local steps.
+"""
 SMALL_STEP, LARGE_STEP = 2.0, 4.0
-"""Bounds on the change of the weights in a round (learning rate times clip): the smaller one is better, and the larger
-one saves rounds."""
+"""Bounds on the change of the weights per round (learning rate times clip). The lower bound gives
+better accuracy, the upper bound fewer rounds.
+"""
 MIN_ROUNDS, ENOUGH_ROUNDS, MAX_ROUNDS = 20, 400, 800
-"""Up to the second number of rounds the step is small, and from there on it grows first."""
+"""Minimum number of rounds, number of rounds above which the step size grows instead, and maximum
+number of rounds.
+"""
 BATCH = 6000
-"""Examples in a round, at least, if there are as many: smaller batches save time, and change the noise little."""
+"""Suggested minimum number of examples in a round. Smaller batches save time and hardly change the
+noise.
+"""
 MAX_SEPARATION = 10
 LOSS_OF_NOISE = 17.0
-"""Points of accuracy that are lost for each unit of noise to signal, on the digits (`results/guaranteed`)."""
+"""Loss of accuracy in percentage points per unit of noise-to-signal ratio, on the digits
+(`results/guaranteed`).
+"""
 WORTH_A_WARNING, RUINED = 0.3, 1.0
-"""Noise to signal from which a plan is warned of, and from which settings that nobody chose are refused."""
+"""Noise-to-signal ratios above which a warning is printed, and above which default settings are
+rejected.
+"""
 TRIALS = 5
-"""Times that the number of rounds is computed from the noise, which depends on it a little."""
+"""Iterations of the fixed point between the number of rounds and the noise."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Settings that suit a guarantee.
+    """Suggested settings of a guarantee.
 
     Args:
         rounds: Number of rounds.
-        separation: Number of rounds after which an example takes part again.
+        separation: Number of rounds between two uses of an example.
         step: Learning rate times clip.
-        noise_to_signal: Norm of the noise on the last model, relative to all that the updates can change.
+        noise_to_signal: Norm of the noise on the final model, relative to the maximum total change
+            by the updates.
     """
 
     rounds: int
@@ -50,9 +64,11 @@ class Suggestion:
 
 
 def expected_loss(noise_to_signal: float) -> float:
-    """Return how many points of accuracy a run loses to noise, as measured for a linear head on the digits.
+    """Return the expected loss of accuracy to noise in percentage points, as measured for a linear
+    head on the digits.
 
-    Tasks that are still learning when the noise ends them lose more: CIFAR-10 4 points at a ratio of 0.015.
+    The loss is larger for tasks that need more training: CIFAR-10 lost 4 points at a ratio of
+    0.015.
 
     >>> [round(expected_loss(ratio), 1) for ratio in (0.1, 0.5, 20)]
     [1.7, 8.5, 90.0]
@@ -61,12 +77,14 @@ def expected_loss(noise_to_signal: float) -> float:
 
 
 def suggest_server_rate(plan: PrivacyPlan, values: int) -> float:
-    """Return the server's learning rate with which the noise on the last model has the norm that suits.
+    """Return the server learning rate that gives the suggested norm of the noise on the final
+    model.
 
-    For one client as the privacy unit, whose clip should be near the median norm of an update.
+    Applies to one client as the privacy unit, with a clipping norm near the median norm of an
+    update.
 
     Args:
-        plan: The plan of the guarantee.
+        plan: Plan of the guarantee.
         values: Number of trained parameters.
 
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.03, rounds=200, clients=1000, cohort=100)
@@ -80,11 +98,11 @@ def suggest(config: PrivacyConfig, *, clients: int, examples: int, values: int, 
     """Suggest settings for one example as the privacy unit, with plain SGD on the server.
 
     Args:
-        config: The target; its clip and separation are not used.
+        config: Target of the guarantee; its clip and separation are ignored.
         clients: Number of clients.
         examples: Number of examples of all clients.
         values: Number of trained parameters.
-        rounds: Number of rounds if it is given; 0 for as many as suit.
+        rounds: Fixed number of rounds; 0 to suggest one.
 
     >>> config = PrivacyConfig(epsilon=2, clip=0.1, unit="example", noise_by="clients")
     >>> found = suggest(config, clients=10, examples=4000, values=39_700)
