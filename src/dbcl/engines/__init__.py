@@ -1,4 +1,4 @@
-"""Engines carry the messages between the holder of the model and its clients."""
+"""Engines: train the clients of a round and exchange messages with the server."""
 
 from dbcl.engines.cohort import cohort_size, draw_cohort
 from dbcl.engines.engine import Engine, RoundObserver, RoundResult

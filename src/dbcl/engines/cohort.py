@@ -1,11 +1,15 @@
-"""Selection of the clients of a round."""
+"""Selection of the clients of each round."""
 
 from dbcl import seeds
 from dbcl.errors import ConfigError
 
 
 def cohort_size(clients: int, fraction: float) -> int:
-    """Return the number of clients in a round: the nearest whole number (halves up), and at least one.
+    """Return the number of clients in a round: clients * fraction, rounded half up, and at least 1.
+
+    Args:
+        clients: Number of clients.
+        fraction: Share of the clients in a round.
 
     >>> cohort_size(100, 0.1), cohort_size(25, 0.1), cohort_size(3, 0.01)
     (10, 3, 1)
@@ -16,7 +20,13 @@ def cohort_size(clients: int, fraction: float) -> int:
 
 
 def fixed_batch(clients: int, fraction: float, *, seed: bytes, round: int) -> list[int]:
-    """Return a round's clients: one of the fixed batches into which all clients are divided, each as often.
+    """Return a round's clients as one of several fixed groups, which take part in turn.
+
+    Args:
+        clients: Number of clients.
+        fraction: Share of the clients in a round.
+        seed: Seed of the division into groups.
+        round: Number of the round.
 
     >>> both = [fixed_batch(6, 0.5, seed=bytes(32), round=round) for round in range(2)]
     >>> sorted(both[0] + both[1]), fixed_batch(6, 0.5, seed=bytes(32), round=2) in both
@@ -29,7 +39,13 @@ def fixed_batch(clients: int, fraction: float, *, seed: bytes, round: int) -> li
 
 
 def draw_cohort(clients: int, fraction: float, *, seed: bytes, round: int) -> list[int]:
-    """Draw a round's clients, uniformly and without replacement.
+    """Draw a round's clients uniformly without replacement.
+
+    Args:
+        clients: Number of clients.
+        fraction: Share of the clients in a round.
+        seed: Seed of the draws.
+        round: Number of the round.
 
     >>> len(draw_cohort(100, 0.1, seed=bytes(32), round=0))
     10

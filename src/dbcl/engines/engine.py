@@ -1,4 +1,4 @@
-"""Base class of the engines: plays the rounds of simulated clients in one process."""
+"""Base class of the engines, which run rounds with simulated clients in one process."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -22,12 +22,14 @@ from dbcl.protocol import Broadcast, RoundReport, Update, UpdateStack, encoded_s
 from dbcl.user_code import out_of_memory
 
 RoundObserver = Callable[[Mapping[int, Broadcast], Mapping[int, Update | bytes]], None]
-"""Callback after every closed round, with the broadcast and the update of each client of the cohort."""
+"""Callback with the broadcast and the update of each client of the cohort, called after every
+closed round.
+"""
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """Report of a round, and the bytes of its messages down and up."""
+    """Round report of the server, and the bytes of the round's messages down and up."""
 
     report: RoundReport
     bytes_down: int
@@ -35,19 +37,20 @@ class RoundResult:
 
 
 class Engine(ABC):
-    """Plays rounds with simulated clients in one process. A subclass decides how a cohort is trained.
+    """Base class that runs rounds with simulated clients in one process. Subclasses implement
+    `train_cohort`.
 
     Args:
         server: The server, such as `dbcl.Server`.
-        template: A client's copy of the network; the server's broadcast replaces its weights.
-        clients: Examples of each client, as `dbcl.data.examples_of` takes them.
-        training: Local training of a client.
-        objective: Loss and metric.
+        template: A client's copy of the network. The broadcast replaces its weights.
+        clients: Examples of each client, in any form that `dbcl.data.examples_of` accepts.
+        training: Configuration of local training.
+        objective: Training loss and metric.
         fraction: Share of the clients in a round.
         seed: Seed of the cohorts and batches.
-        noise: Clipping and noise that clients apply to their updates.
-        in_turns: Let clients take part in a fixed order, as a guarantee for a client counts on it.
-        in_batches: Let clients take part in fixed groups, as secure aggregation needs it.
+        noise: Clipping and noise applied by each client to its update.
+        in_turns: Select clients in a fixed cyclic order, which a client-level guarantee assumes.
+        in_batches: Select clients in fixed groups, which secure aggregation requires.
 
     Attributes:
         observer: Callback after every round, such as `dbcl.transcripts.Recorder`.
@@ -80,7 +83,7 @@ class Engine(ABC):
                 check_alone(template, self.clients[0], objective.loss)
 
     def play_round(self) -> RoundResult:
-        """Play one round: broadcast, train the cohort, collect, step."""
+        """Run one round: broadcast, train the cohort, collect the updates, and step on them."""
         cohort = self.cohort(self.server.round)
         sent = {client: self.server.open_round(client_name(client)) for client in cohort}
         updates = self.train_cohort(sent)
@@ -98,8 +101,8 @@ class Engine(ABC):
 
     @staticmethod
     def _largest_up(sent: Mapping[int, Broadcast], most: int) -> int:
-        """Return the bytes of a round's updates if all counted for `most` examples: true sizes would reveal true
-        counts.
+        """Return the bytes of a round's updates if each client had `most` examples. True sizes
+        would leak example counts.
         """
         size = 0
         for broadcast, clients in by_broadcast(sent):
@@ -108,7 +111,8 @@ class Engine(ABC):
         return size
 
     def cohort(self, round: int) -> list[int]:
-        """Return the clients of a round: drawn anew, or the next ones in a fixed order if `in_turns` is set."""
+        """Return the clients of a round: drawn at random, or in a fixed order if `in_turns` is set.
+        """
         count = len(self.clients)
         if self.in_turns:
             return sorted(cyclic_cohort(round, clients=count, cohort=cohort_size(count, self.fraction)))
@@ -118,26 +122,35 @@ class Engine(ABC):
 
     @abstractmethod
     def train_cohort(self, sent: Mapping[int, Broadcast]) -> Mapping[str, Update | bytes]:
-        """Train the clients of a cohort on their broadcasts and return their updates by `client_name`.
+        """Train the clients of a cohort on their broadcasts; return their updates by `client_name`.
 
-        Clients of one lane were sent one and the same broadcast. Updates are noised where `noise` is set.
+        Clients of one lane receive the same broadcast. Noise is added to the updates if `noise` is
+        set.
         """
 
     def noise_of(self, client: int) -> UpdateNoise | None:
-        """Return the noise of one client: fresh in every round, or its own stream if an experiment fixes it."""
+        """Return the update noise of one client. With an insecure seed, each client has a separate
+        noise stream.
+        """
         return None if self.noise is None else replace(self.noise, client=client)
 
     def close(self) -> None:  # noqa: B027
-        """Release other processes and memory; most engines have none."""
+        """Release worker processes and memory. Most engines hold none."""
 
 
 def reported(
     counted: int, metrics: Mapping[str, float], privacy: PrivacyPlan | None
 ) -> tuple[int, Mapping[str, float]]:
-    """Return the number of examples and the metrics that a client sends with its update.
+    """Return the number of examples and the metrics that a client reports with its update.
 
-    Under a guarantee nothing leaves a client that follows from its data and is not covered: no metrics, and no number
-    of examples that does not count. So all messages of a round have the same size.
+    Under a guarantee, a client must not report any data-dependent value that the guarantee does not
+    cover. It therefore reports no metrics and no example count that has no effect, and all messages
+    of a round have the same size.
+
+    Args:
+        counted: Number of examples that count for the update.
+        metrics: Metrics of local training.
+        privacy: Plan of the guarantee, or None.
 
     >>> reported(600, {"loss": 0.3}, None)
     (600, {'loss': 0.3})
@@ -150,7 +163,12 @@ def reported(
 
 
 def check_training(training: LocalTraining, privacy: PrivacyPlan) -> None:
-    """Raise `ConfigError`, with all reasons, if clients would not keep their part of a guarantee for one example.
+    """Raise `ConfigError` with all reasons if local training violates the plan of an example-level
+    guarantee.
+
+    Args:
+        training: Configuration of local training.
+        privacy: Plan of the guarantee.
 
     >>> plan = PrivacyPlan(
     ...     epsilon=8, delta=1e-5, clip=0.1, rounds=4, clients=2, cohort=2, unit="example", examples=50, batch=5,
@@ -188,7 +206,7 @@ def check_training(training: LocalTraining, privacy: PrivacyPlan) -> None:
 
 
 def client_name(client: int) -> str:
-    """Return the name under which the server knows a client.
+    """Return the server's name for a client.
 
     >>> client_name(3)
     'client 3'
@@ -197,7 +215,7 @@ def client_name(client: int) -> str:
 
 
 def by_broadcast(sent: Mapping[int, Broadcast]) -> list[tuple[Broadcast, list[int]]]:
-    """Group clients by the broadcast that they received, one group for each lane.
+    """Group clients by their broadcast, one group per lane.
 
     >>> import dbcl
     >>> server = dbcl.Server(nn.Linear(6, 2), dbcl.SketchConfig(coverage="all"))
@@ -212,7 +230,12 @@ def by_broadcast(sent: Mapping[int, Broadcast]) -> list[tuple[Broadcast, list[in
 
 @torch.no_grad()
 def check_fit(template: nn.Module, examples: Examples, objective: Objective) -> None:
-    """Raise `ConfigError` if a network, examples and a loss do not fit together, before the first round.
+    """Raise `ConfigError` before the first round if network, examples and loss are incompatible.
+
+    Args:
+        template: The network.
+        examples: Examples of a client.
+        objective: Loss and metric.
 
     >>> from dbcl.data import examples_of
     >>> check_fit(nn.Linear(3, 1), examples_of((torch.zeros(5, 3), torch.zeros(5, 1))), CLASSIFICATION)
@@ -251,7 +274,9 @@ def check_fit(template: nn.Module, examples: Examples, objective: Objective) -> 
 
 
 def _check_broadcasting(objective: Objective, outputs: Any, targets: Any, value: Any) -> None:
-    """Raise `ConfigError` for outputs (n, 1) and targets (n,), which an elementwise loss broadcasts to n x n."""
+    """Raise `ConfigError` for outputs (n, 1) and targets (n,), which an elementwise loss would
+    broadcast to (n, n).
+    """
     if objective.classifies or not all(isinstance(each, Tensor) for each in (outputs, targets, value)):
         return
     if tuple(outputs.shape) == (*targets.shape, 1):
@@ -268,7 +293,7 @@ def _check_broadcasting(objective: Objective, outputs: Any, targets: Any, value:
 
 
 def _value_of(objective: Objective, outputs: Tensor, targets: Tensor) -> Tensor | None:
-    """Return the loss, or None where it does not take these shapes."""
+    """Return the loss, or None if the loss does not accept these shapes."""
     try:
         return objective.loss(outputs, targets)
     except (RuntimeError, ValueError, IndexError):
@@ -276,7 +301,9 @@ def _value_of(objective: Objective, outputs: Tensor, targets: Tensor) -> Tensor 
 
 
 def _remedy(template: nn.Module, inputs: Any, outputs: Any) -> str:
-    """Return a remedy if a model, its inputs and a loss fail together, for the commonest reasons; or an empty text."""
+    """Return a hint for the most common reasons why a model, its inputs and a loss are
+    incompatible, or an empty string.
+    """
     if outputs is not None and isinstance(getattr(outputs, "logits", None), Tensor):
         return (
             f"; the network's output is a {type(outputs).__name__}, so give a loss and a metric that take it, such as "

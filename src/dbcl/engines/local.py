@@ -1,4 +1,4 @@
-"""The reference engine: one client after another, in one process, over real bytes."""
+"""Reference engine: trains clients sequentially in one process, with encoded messages."""
 
 import copy
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from dbcl.protocol import Broadcast, blinded, decode_broadcast, encode, make_upd
 
 
 class LocalEngine(Engine):
-    """Trains one client after another; every message is encoded and decoded on its way.
+    """Engine that trains clients sequentially. Every message is encoded and decoded.
 
     >>> import dbcl, torch
     >>> from dbcl.engines import LocalTraining
@@ -24,7 +24,7 @@ class LocalEngine(Engine):
 
 
 def train_in_turn(engine: Engine, sent: Mapping[int, Broadcast]) -> dict[str, bytes]:
-    """Train one client after another; return the bytes of their updates by `client_name`."""
+    """Train clients sequentially; return their encoded updates by `client_name`."""
     updates: dict[int, bytes] = {}
     privacy = engine.server.privacy
     sums_alone = privacy is not None and privacy.shared and privacy.unit == "example"

@@ -1,4 +1,4 @@
-"""A server that sees only sums, with all its clients in this process."""
+"""Server under secure aggregation, with all clients simulated in the same process."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -33,17 +33,19 @@ log = logging.getLogger(__name__)
 
 
 class SecureServer(Server):
-    """A server under secure aggregation, together with the clients' side of it, over real bytes.
+    """Server under secure aggregation, together with its simulated clients and encoded messages.
 
     Args:
         model: The network.
-        sketch: What a client sees of each tensor.
-        secagg: Conditions of the aggregation; with shares of noise those of the plan.
-        privacy: Plan of a guarantee. With `noise_by="clients"` each client adds its share of the noise.
-        masked: Play the whole protocol. Otherwise the updates are encoded and added as they would be, without masks,
-            which gives the same sums: for simulations in which only the server's view matters.
-        rounding_seed: Fixes the stochastic rounding and the noise of an experiment; nothing is guaranteed then.
-        settings: Further arguments of `Server`.
+        sketch: Configuration or plan of the sketches and the veil.
+        secagg: Conditions of secure aggregation. With noise shares, the plan defines them.
+        privacy: Plan of the guarantee. With `noise_by="clients"`, each client adds a share of the
+            noise.
+        masked: Run the complete protocol. Otherwise the updates are encoded and added without
+            masks, which gives the same sums and is sufficient for simulations of the server's view.
+        rounding_seed: Seed of the stochastic rounding and the noise, for reproducible experiments
+            without a guarantee.
+        settings: Further keyword arguments of `Server`.
 
     >>> import torch, dbcl
     >>> sketch = dbcl.SketchConfig(lanes=1)
@@ -78,11 +80,13 @@ class SecureServer(Server):
 
     @property
     def traffic(self) -> tuple[int, int] | None:
-        """Bytes of the last round down and up, without the broadcasts."""
+        """Bytes of the last round down and up, excluding the broadcasts."""
         return self.rounds.sent_down, self.rounds.sent_up
 
     def sums(self) -> dict[str, Update]:
-        """Return the server's view of the last round: the mean of each group, as an update of its lane."""
+        """Return the server's view of the last round: the mean of each group, as an update of the
+        group's lane.
+        """
         found = {}
         for number, (plan, total) in enumerate(self.rounds.totals):
             mean = {name: tensor.float() for name, tensor in shaped(plan, total.values / total.weight).items()}
@@ -91,7 +95,7 @@ class SecureServer(Server):
         return {"sum": found["sum 0"]} if len(found) == 1 else found
 
     def close_round(self, updates: Iterable[Update | bytes] | Mapping[str, Update | bytes]) -> RoundReport:
-        """Add the updates up securely, and step on their sum."""
+        """Aggregate the updates securely and step on their sum."""
         if not isinstance(updates, Mapping):
             raise ProtocolError("secure aggregation is among clients with names: give the updates by their senders")
         if self.masked:
@@ -117,7 +121,7 @@ class SecureServer(Server):
         return answers
 
     def client(self, name: str) -> SecureClient:
-        """Return the simulated client of this name, made at its first use."""
+        """Return the simulated client of this name, created on first use."""
         if name not in self._clients:
             key = SigningKey()
             self._known[name] = key.public
@@ -126,7 +130,7 @@ class SecureServer(Server):
         return self._clients[name]
 
     def _encoding(self, name: str) -> Encoding:
-        """Return a client's own encoding, with its own noise."""
+        """Return a client's encoding, including its noise shares."""
         if not self.rounds.encoding.noisy:
             return WeightedMean(self.rounds.config)
         assert self.privacy is not None
@@ -139,7 +143,7 @@ class SecureServer(Server):
         return np.random.default_rng(seeds.words(self._seed, "rounding", self.round, name, n=4))
 
     def _simulated(self, updates: Mapping[str, Update | bytes]) -> RoundReport:
-        """Make the sums without masks: updates are validated and encoded as clients would."""
+        """Compute the sums without masks. Updates are validated and encoded as on the clients."""
         config, rounds = self.rounds.config, self.rounds
         rounds.sent_down = rounds.sent_up = 0
         totals: list[tuple[RoundPlan, Total]] = []
@@ -169,7 +173,9 @@ class SecureServer(Server):
         return rounds.close(totals, refused)
 
     def state(self) -> State:
-        """Return the server's state, with the groups that have added up and, with shares of noise, all clients' own."""
+        """Return the server's state, including the groups that have been aggregated. With noise
+        shares, it includes the state of all clients.
+        """
         own, sums = super().state(), self.rounds.state()
         clients = State({}, {})
         if self.rounds.encoding.noisy:
@@ -178,7 +184,8 @@ class SecureServer(Server):
         return State({**own.values, **more.values}, {**own.tensors, **more.tensors})
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned; without shares of noise clients begin with new keys."""
+        """Restore a state returned by `state`. Without noise shares, clients start with new keys.
+        """
         if not isinstance(state.values, Mapping) or not {"sums", "members"} <= state.values.keys():
             raise ProtocolError("the checkpoint is of a run without secure aggregation")
         own = {name: part for name, part in state.values.items() if name not in ("sums", "members")}

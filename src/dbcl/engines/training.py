@@ -1,4 +1,4 @@
-"""Local training of a client: distributed SGD, FedAvg and FedProx in one loop."""
+"""Local training of a client: distributed SGD, FedAvg and FedProx in one training loop."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -21,28 +21,29 @@ from dbcl.protocol import Broadcast, Update, clipped_update
 from dbcl.user_code import out_of_memory
 
 OptimizerFactory = Callable[..., Optimizer]
-"""Function `(parameters, lr=...)` that makes an optimiser, like every class of torch.optim."""
+"""Function `(parameters, lr=...)` that makes an optimiser, such as a class of `torch.optim`."""
 Schedule = Callable[[int], float]
-"""Function of the round, from 0, that returns a factor of the learning rate."""
+"""Function of the round, starting at 0, that returns a factor of the learning rate."""
 
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Local training: SGD, or another optimiser, on a client's own examples.
+    """Configuration of a client's local training with SGD or another optimiser.
 
     Args:
-        lr: Learning rate; that of round r is lr * lr_decay^r * schedule(r). An optimiser that normalises the gradient,
-            such as Adam, takes sqrt(ratio) times the learning rate of the plain model.
-        lr_decay: Factor of the learning rate after every round.
-        batch_size: Examples of a local step.
-        epochs: Passes over the examples in a round, as in FedAvg.
-        steps: Largest number of local steps; one step is distributed SGD.
-        momentum: Local momentum of SGD.
-        proximal: Weight of FedProx's penalty, (proximal / 2) |V - V_sent|^2.
-        optimizer: Class or function that makes the optimiser, anew in every round.
-        schedule: Further factor of the learning rate.
-        example_clip: See below.
-        separation: Rounds between two turns of an example, with `example_clip`.
+        lr: Learning rate. Round r uses lr * lr_decay^r * schedule(r). An optimiser that normalises
+            the gradient, such as Adam, needs sqrt(ratio) times the learning rate of the unsketched
+            model.
+        lr_decay: Decay factor of the learning rate per round.
+        batch_size: Number of examples in a local step.
+        epochs: Number of passes over the examples in a round, as in FedAvg.
+        steps: Maximum number of local steps; one step gives distributed SGD.
+        momentum: Momentum of local SGD.
+        proximal: Weight of the proximal term of FedProx, (proximal / 2) |V - V_sent|^2.
+        optimizer: Class or function that makes a new optimiser in every round; None selects SGD.
+        schedule: Function of the round that returns a further factor of the learning rate.
+        example_clip: Clipping norm of per-example gradients; see the attribute.
+        separation: Number of rounds between two uses of an example, with `example_clip`.
 
     >>> fedavg, fedprox = LocalTraining(lr=0.05, epochs=5), LocalTraining(lr=0.05, proximal=0.1)
     >>> sgd = LocalTraining(lr=0.01, batch_size=32, steps=1)
@@ -60,8 +61,10 @@ class LocalTraining:
     optimizer: OptimizerFactory = torch.optim.SGD
     schedule: Schedule | None = None
     example_clip: float | None = None
-    """Clipping norm of a guarantee for single examples: a client then takes one step a round along the *sum* of its
-    examples' clipped gradients, over every `separation`-th example in turn. The server divides by the number of all.
+    """Clipping norm of per-example gradients for an example-level guarantee.
+
+    A client then takes one step per round along the *sum* of the clipped gradients, using every
+    `separation`-th example in turn. The server divides the sum by the planned number of examples.
     """
     separation: int = 1
 
@@ -94,7 +97,7 @@ class LocalTraining:
 
     @property
     def is_sgd(self) -> bool:
-        """Return whether clients take steps of SGD, which engines can take for many clients at once."""
+        """Return whether the optimiser is SGD, which engines can run for many clients at once."""
         return self.optimizer is torch.optim.SGD
 
     def rate(self, round: int) -> float:
@@ -105,7 +108,7 @@ class LocalTraining:
         return rate
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings as plain values; functions are given by their names.
+        """Return the settings as plain values, with functions represented by their names.
 
         >>> LocalTraining(optimizer=torch.optim.Adam).settings()["optimizer"]
         'Adam'
@@ -114,7 +117,9 @@ class LocalTraining:
         return {**asdict(self), **named}
 
     def batches(self, examples: int, *, seed: bytes, round: int, client: int) -> Iterator[NDArray[np.int64]]:
-        """Iterate over the examples of each local step: a function of the seed, the round and the client, on every
+        """Iterate over the example indices of each local step.
+
+        The result depends only on the seed, the round and the client, and is the same on every
         engine.
         """
         if self.example_clip is not None:
@@ -130,11 +135,15 @@ class LocalTraining:
                 left = None if left is None else left - 1
 
     def keys(self, examples: int, *, seed: bytes, round: int, client: int, epoch: int) -> NDArray[np.uint64]:
-        """Return a random word for each example; a client takes its examples in the order of these words."""
+        """Return a random word for each example. Sorting by these words gives a client's example
+        order.
+        """
         return seeds.words(seed, "batches", round, client, epoch, n=examples)
 
     def counted(self, examples: int) -> int:
-        """Return the number of examples that an update counts for: those of its batches, each once."""
+        """Return the number of different examples in a client's batches, which is the weight of its
+        update.
+        """
         if self.example_clip is not None:
             return -(-examples // self.separation)
         return examples if self.steps is None else min(examples, self.steps * self.batch_size)
@@ -142,9 +151,18 @@ class LocalTraining:
     def train(
         self, model: nn.Module, examples: Any, *, seed: bytes, round: int, client: int, loss: Loss = cross_entropy
     ) -> dict[str, float]:
-        """Train a client's model in place and return its metrics: the mean of the losses before each step.
+        """Train a client's model in place.
 
-        `examples` are the client's own, as `dbcl.data.examples_of` takes them.
+        Args:
+            model: The client's model.
+            examples: The client's examples, in any form that `dbcl.data.examples_of` accepts.
+            seed: Seed of the batches.
+            round: Number of the round.
+            client: Number of the client.
+            loss: Training loss.
+
+        Returns:
+            Metrics: the mean of the losses before each step.
         """
         examples = examples_of(examples)
         model.train()
@@ -177,7 +195,11 @@ class LocalTraining:
     def clipped_update(
         self, model: nn.Module, broadcast: Broadcast, examples: Any, *, seed: bytes, client: int, loss: Loss
     ) -> Update:
-        """Return the sum of the clipped gradients of the examples whose turn it is, as a client's answer in float64."""
+        """Return a client's update for per-example clipping: the float64 sum of its clipped
+        gradients.
+
+        The sum covers the examples whose turn it is in this round.
+        """
         assert self.example_clip is not None
         round = broadcast.round
         batches = self._turn(examples_of(examples), round)
@@ -191,7 +213,7 @@ class LocalTraining:
             return clipped_update(model, broadcast, batches, loss, clip=self.example_clip, rate=self.rate(round))
 
     def _turn(self, examples: Examples, round: int) -> list[Batch]:
-        """Return the examples whose turn it is, each read without the others."""
+        """Return the examples whose turn it is, each loaded independently of the others."""
         rows = np.asarray(cyclic_batch(round, examples=len(examples), separation=self.separation), dtype=np.int64)
         return examples.take_alone(rows) if len(rows) else []
 
@@ -203,7 +225,7 @@ class LocalTraining:
 
 
 def dropout_seed(seed: bytes, round: int, client: int) -> int:
-    """Return the seed of a client's dropout masks in a round, the same on every engine.
+    """Return the seed of a client's dropout masks in a round, which is the same on every engine.
 
     >>> dropout_seed(bytes(32), 0, 0) == dropout_seed(bytes(32), 0, 1)
     False
@@ -213,7 +235,7 @@ def dropout_seed(seed: bytes, round: int, client: int) -> int:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of an evaluation on held-out examples: the objective's metric, and its loss."""
+    """Metric and loss of a model on held-out examples."""
 
     score: float
     loss: float
@@ -223,13 +245,13 @@ class Evaluation:
 def evaluate(
     model: nn.Module, examples: Any, objective: Objective = CLASSIFICATION, *, batch_size: int = 1000
 ) -> Evaluation:
-    """Evaluate a model as it is; for the server's model this is W itself, without sketch or veil.
+    """Evaluate a model on examples. The server's model is evaluated without sketch and veil.
 
     Args:
-        model: The model; its mode is restored.
-        examples: Examples as `dbcl.data.examples_of` takes them.
+        model: The model; its training mode is restored.
+        examples: Examples in any form that `dbcl.data.examples_of` accepts.
         objective: Loss and metric.
-        batch_size: Examples of a forward pass.
+        batch_size: Examples per forward pass.
 
     >>> evaluate(nn.Flatten(), (torch.eye(3), torch.tensor([0, 1, 1]))).score
     0.6666...
@@ -264,7 +286,9 @@ def evaluate(
 
 
 def _joined(batches: list[Batch]) -> tuple[Tree, Tree]:
-    """Return all outputs and all targets: a metric such as R2 or AUC is not the mean over batches."""
+    """Concatenate all outputs and all targets. Metrics such as R2 and AUC are not means over
+    batches.
+    """
     try:
         return join([batch.inputs for batch in batches]), join([batch.targets for batch in batches])
     except (RuntimeError, ValueError) as error:

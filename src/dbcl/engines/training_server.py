@@ -1,4 +1,4 @@
-"""The interface of a server towards engines."""
+"""Server interface for engines."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -10,11 +10,11 @@ from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import Broadcast, RoundReport, Update
 
 Updates = Sequence[Update | bytes] | Mapping[str, Update | bytes]
-"""Updates of a round: by sender, where senders are known."""
+"""Updates of a round, keyed by sender if senders are known."""
 
 
 class TrainingServer(Protocol):
-    """Server as engines use it; `dbcl.Server` implements it."""
+    """Interface of a server for engines, implemented by `dbcl.Server`."""
 
     @property
     def round(self) -> int:
@@ -22,28 +22,30 @@ class TrainingServer(Protocol):
 
     @property
     def plan(self) -> SketchPlan:
-        """Plan of the sketch and the veil of each tensor."""
+        """Plan of each tensor's sketch and veil."""
 
     @property
     def model(self) -> nn.Module:
-        """The network with the true weights."""
+        """Network with the master weights."""
 
     @property
     def privacy(self) -> PrivacyPlan | None:
-        """Plan of the guarantee."""
+        """Plan of the guarantee, or None."""
 
     @property
     def traffic(self) -> tuple[int, int] | None:
-        """Bytes of the last round down and up, besides broadcasts and updates."""
+        """Bytes of the last round down and up, excluding broadcasts and updates; None if there are
+        none.
+        """
 
     def open_round(self, client: str | int | None = None) -> Broadcast:
-        """Return a client's broadcast of the round."""
+        """Open the round if necessary and return a client's broadcast."""
 
     def prepare(self) -> None:
-        """Precompute randomness of the next round; may overlap with client training."""
+        """Precompute the randomness of the next round; may overlap with client training."""
 
     def close_round(self, updates: Updates) -> RoundReport:
-        """Step on the updates."""
+        """Validate and aggregate the updates, and step on their average."""
 
     def sums(self) -> Mapping[str, Update]:
-        """Return what a server that sees only sums has seen of the last round."""
+        """Return the aggregates of the last round, for a server that sees only sums."""

@@ -1,4 +1,4 @@
-"""All clients of a round at once: the fast engine."""
+"""Fast engine that trains all clients of a round at once."""
 
 from dbcl.engines.stacked.engine import StackedEngine
 

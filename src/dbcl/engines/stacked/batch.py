@@ -1,4 +1,4 @@
-"""State of one step of all clients that the layers need beside parameters and examples."""
+"""Per-step state of all clients that layers need in addition to parameters and inputs."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,20 @@ from torch import Tensor
 from dbcl.engines.stacked.dropout import DropoutMasks
 
 Params = dict[str, Tensor]
-"""Parameters by name, each with a leading client axis."""
+"""Parameters by name, with a leading client axis."""
 
 
 @dataclass
 class Batch:
-    """One step's number of clients, weights of the examples, dropout masks and learning rate.
+    """State of one step: number of clients, example weights, dropout masks and learning rate.
 
-    `weight` is (clients, batch): 1 / n for the n examples of a client's batch and 0 for padding. `rate` is a tensor,
-    and all gradients come multiplied by it, so that a captured CUDA graph serves every learning rate.
+    `weight` has shape (clients, batch), with 1 / n for the n examples of a client's batch and 0 for
+    padding. `rate` is a tensor, and all gradients are multiplied by it, so that a captured CUDA
+    graph works for every learning rate.
 
-    Plain SGD can happen inside the backward pass, where a weight's gradient is never written to memory. It does so if
-    `dummy_leaf` is given: a leaf that requires grad, so that autograd calls the backward pass of a layer whose input
-    and weights do not require grad.
+    Plain SGD can update weights inside the backward pass without writing their gradients to memory.
+    This mode is active if `dummy_leaf` is given. The dummy leaf requires grad, so that autograd
+    calls the backward pass of a layer whose input and weights do not.
     """
 
     clients: int
@@ -28,7 +29,9 @@ class Batch:
     rate: Tensor
     dummy_leaf: Tensor | None = None
     example_clip: float | None = None
-    """Norm to which every example's gradient is clipped; a step then follows their sum, not their mean."""
+    """Clipping norm of every example's gradient. If set, a step follows the sum of the clipped
+    gradients instead of the mean.
+    """
 
     @property
     def step_in_backward(self) -> bool:

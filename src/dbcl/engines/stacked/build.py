@@ -1,4 +1,4 @@
-"""Conversion of a network that is a plain sequence of known layers into stages, or the reason why it is not one."""
+"""Conversion of a sequential network of supported layers into stages."""
 
 from torch import nn
 
@@ -40,7 +40,13 @@ ROW_LAYERS = (nn.Linear, nn.Flatten, nn.LayerNorm, nn.BatchNorm1d)
 
 
 def build_stages(model: nn.Module, plan: RoundPlan, ndim: int) -> list[Stage]:
-    """Turn a network into stages, or raise `NotStackable` with the reason; `ndim` is that of one example."""
+    """Convert a network into stages, or raise `NotStackable` with the reason.
+
+    Args:
+        model: The network.
+        plan: Public plan of the round.
+        ndim: Number of axes of one example.
+    """
     hooked = where_hooked(model)
     if hooked is not None:
         raise NotStackable(f"{hooked}: has hooks")
@@ -76,7 +82,8 @@ def build_stages(model: nn.Module, plan: RoundPlan, ndim: int) -> list[Stage]:
 
 
 def where_hooked(model: nn.Module) -> str | None:
-    """Return the first module with a forward or backward hook, which stages would not call, or None."""
+    """Return the first module with a forward or backward hook, or None. Stages do not call hooks.
+    """
     if has_global_hooks():
         return "every module"
     return next((path or "the model" for path, module in model.named_modules() if has_hooks(module)), None)
@@ -116,8 +123,9 @@ def _stage(layer: nn.Module, prefix: str, images: bool) -> Stage:
 
 
 def _reorder(stages: list[Stage], plan: RoundPlan) -> None:
-    """Make each `Linear` whose outputs reach a sketched one over elementwise layers compute them in that sketch's
-    order.
+    """Reorder the outputs of `Linear` stages to match the sketch of the next `Linear`.
+
+    Applies where only elementwise layers lie between the two stages.
     """
     # A sample leaves inputs out, so its order is not one of all of them.
     covered = {part.name for part in plan.tensors if part.sketched and part.scheme != "sampling-v1"}

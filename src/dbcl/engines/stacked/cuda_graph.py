@@ -1,4 +1,4 @@
-"""Training loop on a GPU: its step is captured in a CUDA graph once, and replayed."""
+"""Training loop on a GPU that captures its step in a CUDA graph once and replays it."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from dbcl.engines.training import LocalTraining
 
 
 class CudaGraphLoop:
-    """A `TrainingLoop` whose step is a CUDA graph, used from round to round while no shape and no setting changes."""
+    """`TrainingLoop` whose step is a CUDA graph. The graph is reused in later rounds with the same
+    shapes and settings.
+    """
 
     def __init__(self, stack: StageStack, training: LocalTraining, x: Tensor, y: Tensor, schedule: Schedule) -> None:
         self.key = self._key(stack, training, x, schedule)
@@ -37,7 +39,7 @@ class CudaGraphLoop:
         return stack.addresses(), training, x.data_ptr(), x.shape, schedule.index.shape, schedule.padded
 
     def fits(self, stack: StageStack, training: LocalTraining, x: Tensor, schedule: Schedule) -> bool:
-        """Return whether the captured graph can run this schedule."""
+        """Return whether the captured graph supports this schedule."""
         return stack is self.stack and self._key(stack, training, x, schedule) == self.key
 
     def _step(self) -> None:
@@ -50,7 +52,9 @@ class CudaGraphLoop:
         self.step_number.add_(1)
 
     def run(self, rate: float, y: Tensor, schedule: Schedule, dropout_seeds: list[int]) -> tuple[Params, Tensor]:
-        """Take all steps from the broadcast weights; return the parameters and the losses, (steps, clients)."""
+        """Run all steps from the broadcast weights; return the parameters and the losses, (steps,
+        clients).
+        """
         loop = self.loop
         loop.rate.fill_(rate)
         for name, tensor in self.stack.sent.items():

@@ -1,4 +1,6 @@
-"""Dropout masks for all clients: on a CPU those that `LocalEngine` draws, on a GPU its own."""
+"""Dropout masks for all clients: on a CPU equal to those of `LocalEngine`, on a GPU from the GPU's
+generator.
+"""
 
 from collections.abc import Callable
 
@@ -7,13 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 DropoutMasks = Callable[[tuple[int, ...], float], Tensor]
-"""Draws a dropout mask, (clients, batch, *shape), from the shape of one example and the probability."""
+"""Function that draws a dropout mask, (clients, batch, *shape), from an example's shape and the
+dropout probability.
+"""
 
 
 def client_masks(counts: Tensor, width: int, dropout_seeds: list[int], like: Tensor) -> Callable[[int], DropoutMasks]:
-    """Return the masks of each step, for `counts` (steps, clients) examples in batches of up to `width`.
+    """Return a function that gives the masks of each step.
 
-    Every client has a generator of its own, with the seed that `LocalTraining.train` gives it.
+    Every client has a separate generator with the same seed as in `LocalTraining.train`.
+
+    Args:
+        counts: Number of examples of each batch, (steps, clients).
+        width: Size of the largest batch.
+        dropout_seeds: Seed of each client.
+        like: Tensor with the dtype and device of the masks.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in dropout_seeds]
 
@@ -35,9 +45,11 @@ def client_masks(counts: Tensor, width: int, dropout_seeds: list[int], like: Ten
 
 
 def device_masks(weight: Tensor) -> DropoutMasks:
-    """Return masks from the GPU's own generator: not those of the CPU, but repeatable on the same kind of GPU.
+    """Return masks from the GPU's generator. They differ from the CPU's and are reproducible on the
+    same GPU model.
 
-    `weight` is that of a `Batch`, (clients, batch).
+    Args:
+        weight: Weights of a `Batch`, (clients, batch).
     """
 
     def mask(shape: tuple[int, ...], p: float) -> Tensor:
@@ -47,7 +59,7 @@ def device_masks(weight: Tensor) -> DropoutMasks:
 
 
 def all_kept(weight: Tensor) -> DropoutMasks:
-    """Return masks that drop nothing, for a step that is only tried or measured."""
+    """Return all-ones masks, for test steps and timing."""
 
     def mask(shape: tuple[int, ...], p: float) -> Tensor:
         return weight.new_ones(*weight.shape, *shape)

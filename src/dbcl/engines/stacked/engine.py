@@ -1,7 +1,8 @@
-"""Engine that trains all clients of a round at once, by one set of batched operations instead of a loop over clients.
+"""Engine that trains all clients of a round at once with batched operations.
 
-Give every parameter a leading client axis, add up the clients' losses, and one backward pass gives each client its own
-gradient. The updates are those of `LocalEngine`, up to the order of additions.
+Every parameter gets a leading client axis. One backward pass through the sum of the clients' losses
+gives each client's gradient. The updates equal those of `LocalEngine` up to the order of
+floating-point additions.
 """
 
 import logging
@@ -36,18 +37,20 @@ log = logging.getLogger(__name__)
 
 
 class StackedEngine(Engine):
-    """Trains the cohort together, in chunks that fit the cache on a CPU and all at once on a GPU.
+    """Engine that trains the cohort in batches: in chunks that fit the cache on a CPU, or all at
+    once on a GPU.
 
-    It takes every model that `LocalEngine` takes, by the fastest way that is exact for it, and `path` says which:
-    "stages" for a plain sequence of known layers, "vmap" for anything that `torch.func` can batch, and "loop", one
-    client after another, for the rest. `why` says what ruled out the faster ones.
+    Supports every model that `LocalEngine` supports, and selects the fastest path with exact
+    results. The attribute `path` is "stages" for a sequential network of supported layers, "vmap"
+    for other models that `torch.func` can batch, or "loop" for sequential training of the clients.
+    The attribute `why` gives the reasons against faster paths.
 
     Args:
-        arguments: Those of `Engine`.
-        precision: Arithmetic of float32 products on a GPU: "float32", "tf32" (inputs rounded to 10 bits) or "bf16" (to
-            7 bits).
-        chunk: Number of clients that are trained together; chosen from the sizes of the model and its activations
-            where it is None.
+        arguments: Positional arguments of `Engine`.
+        precision: Precision of float32 products on a GPU: "float32", "tf32" (inputs rounded to 10
+            bits) or "bf16" (inputs rounded to 7 bits).
+        chunk: Number of clients trained together. None selects a number based on the sizes of the
+            model and its activations.
         settings: Keyword arguments of `Engine`.
 
     >>> import copy, dbcl
@@ -62,7 +65,9 @@ class StackedEngine(Engine):
     path: str = "not chosen yet"
     why: str = "the first round decides"
     shards: Sequence[NDArray[np.int64]] = ()
-    """Rows of `x` and `y`, the examples of all clients, that each client holds; set in the first round."""
+    """Row indices of each client's examples in the pooled tensors `x` and `y`, set in the first
+    round.
+    """
     x: Tensor
     y: Tensor
     _stack: Stack | None = None
@@ -88,14 +93,14 @@ class StackedEngine(Engine):
             return self._updates(sent, trained)
 
     def _chunks(self, stack: Stack, sent: Mapping[int, Broadcast], size: int) -> list[list[int]]:
-        """Return the clients that are trained together: of similar size, so that little of a chunk is padding."""
+        """Divide the clients into chunks of similar dataset size, which minimises padding."""
         together: dict[object, list[int]] = {}
         for client in self._by_size(sent):
             together.setdefault(stack.shares(sent[client]), []).append(client)
         return [queue[start : start + size] for queue in together.values() for start in range(0, len(queue), size)]
 
     def _stack_for(self, broadcast: Broadcast) -> Stack | None:
-        """Return the stack of the fastest path that takes the model; None for a loop over clients."""
+        """Return the stack of the fastest supported path; None for the sequential loop."""
         if self.path == "loop" or (self._stack is not None and self._stack.fits(broadcast)):
             return self._stack
         self._stack, self.path, self.why = self._choose(broadcast)
@@ -103,7 +108,9 @@ class StackedEngine(Engine):
         return self._stack
 
     def _choose(self, broadcast: Broadcast) -> tuple[Stack | None, str, str]:
-        """Return the stack of the fastest exact path, the path's name, and what ruled out the faster ones."""
+        """Return the stack of the fastest exact path, the path's name, and the reasons against
+        faster paths.
+        """
         reason = self._pool_examples()
         if reason:
             return None, "loop", reason
@@ -126,8 +133,8 @@ class StackedEngine(Engine):
         return general, "vmap", reason
 
     def _pool_examples(self) -> str:
-        """Lay the clients' examples out as two tensors and the rows of each client, or return why only a loop can train
-        them.
+        """Pool the clients' examples in two tensors, or return the reason why only the loop can
+        train them.
         """
         if not self.training.is_sgd:
             return f"{name_of(self.training.optimizer)} is stepped for one client at a time"
@@ -169,7 +176,7 @@ class StackedEngine(Engine):
         return _Trained(clients, changes, (losses.sum(dim=0) / steps.clamp(min=1)).tolist())
 
     def _lay_out(self, round: int, clients: list[int]) -> "_Layout":
-        """Return the examples that the clients of a chunk take, in order."""
+        """Return the examples of a chunk's clients in the order of their use."""
         shards = [self.shards[client] for client in clients]
         sizes = list(map(len, shards))
         usual = type(self.training).batches is LocalTraining.batches and self.training.example_clip is None
@@ -187,7 +194,7 @@ class StackedEngine(Engine):
         return _Layout(schedule.made_sequential(), rows[order], whose[order])
 
     def _look_ahead(self, round: int) -> None:
-        """Lay out the next round and draw its secrets, for which a GPU would wait longest."""
+        """Lay out the next round's examples and draw its secret noise while the GPU is busy."""
         if any(laid_out[0] == round for laid_out in self._ahead):
             return
         self.server.prepare()
@@ -210,7 +217,9 @@ class StackedEngine(Engine):
         return loop.params, loop.run(schedule, dropout_seeds)
 
     def _updates(self, sent: Mapping[int, Broadcast], trained: "list[_Trained]") -> Mapping[str, Update]:
-        """Return the updates of all chunks as one stack, or one by one if clients add noise to them."""
+        """Return the updates of all chunks as one stack, or as separate updates if clients add
+        noise.
+        """
         shapes = {tuple(tensor.shape[1:] for tensor in chunk.changes.values()) for chunk in trained}
         if len(shapes) > 1:  # groups of clients whose sketches differ in width
             return {sender: update for chunk in trained for sender, update in self._updates(sent, [chunk]).items()}
@@ -239,7 +248,7 @@ class StackedEngine(Engine):
 
 
 class _Layout(NamedTuple):
-    """Layout of a chunk's examples: the schedule, the rows of the data, and the client of each row."""
+    """Layout of a chunk's examples: the schedule, the data rows, and the client of each row."""
 
     schedule: Schedule
     rows: Tensor
@@ -255,7 +264,7 @@ class _Trained(NamedTuple):
 
 
 def clipped(stack: UpdateStack, clip: float, broadcast: Broadcast) -> UpdateStack:
-    """Return a stack with each update clipped to a norm and without statistics, as `UpdateNoise` does it."""
+    """Clip each update of a stack and remove its statistics, as `UpdateNoise` does."""
     names = [tensor.name for tensor in broadcast.plan.tensors if not tensor.measured]
     factor = (clip / stack.norms(names)).clamp(max=1.0)  # NaN stays: the validator refuses it
     shortened = {
@@ -266,21 +275,22 @@ def clipped(stack: UpdateStack, clip: float, broadcast: Broadcast) -> UpdateStac
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """Concatenate tensors along their client axis; a single one is returned as it is."""
+    """Concatenate tensors along their client axis; return a single tensor uncopied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _base(examples: TensorExamples) -> tuple[int, int]:
-    """Return a key that is the same for all subsets of the same tensors."""
+    """Return a key that is equal for all subsets of the same tensors."""
     return id(examples.inputs), id(examples.targets)
 
 
 @contextmanager
 def one_thread(wanted: bool) -> Iterator[None]:
-    """Limit PyTorch to one thread until the context ends.
+    """Limit PyTorch to one thread inside the context.
 
-    For kernels of some microseconds a second thread gains next to nothing, and where another program keeps a core busy,
-    all wait for it at every kernel's end: a round then takes three times as long (`benchmarks/busy.py`).
+    For kernels of a few microseconds, a second thread has almost no benefit. If another process
+    occupies a core, all threads wait for the slowest at the end of every kernel, and a round takes
+    three times as long (`benchmarks/busy.py`).
     """
     before = torch.get_num_threads()
     if not wanted or before == 1:
@@ -295,7 +305,7 @@ def one_thread(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def allow_tf32(allowed: bool) -> Iterator[None]:
-    """Allow or forbid TF32 in matrix products and convolutions on a GPU, until the context ends."""
+    """Allow or forbid TF32 in GPU matrix products and convolutions inside the context."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
     try:

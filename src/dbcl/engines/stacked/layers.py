@@ -1,8 +1,8 @@
 """Layers for all clients at once: every parameter has a leading client axis.
 
-Activations are either rows, (clients, batch, ...), or images, (batch, clients * channels, height, width), which is the
-layout of a grouped convolution. `linear.py` has the dense layer, and `build.py` turns a network into a list of these
-stages.
+Activations have one of two layouts: rows, (clients, batch, ...), or images, (batch, clients *
+channels, height, width), as grouped convolutions require. `linear.py` implements the dense layer,
+and `build.py` converts a network to a list of stages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,53 +21,62 @@ from dbcl.sketch.operator import linear_map
 
 @dataclass(frozen=True)
 class Lanes:
-    """Sketches of the lanes of a chunk's clients, and the lane of each client."""
+    """Sketches of a chunk's lanes, and the lane of each client."""
 
     sketches: Sequence[Mapping[str, Sketch]]
     lane_of: Tensor  # (clients,)
 
 
 class NotStackable(Exception):  # noqa: N818  Control flow: selects the next path.
-    """A network is not a plain sequence of layers that can be trained for all clients at once."""
+    """Raised for a network that is not a sequence of supported layers."""
 
 
 class Stage:
-    """One layer of the sequence, for all clients."""
+    """One layer of the sequence, applied to all clients."""
 
     names: tuple[str, ...] = ()
-    """Names, in the plan, of the parameters and buffers that the stage uses."""
+    """Plan names of the stage's parameters and buffers."""
     steps_in_backward = False
-    """True if the backward pass takes the SGD step of the stage's parameters when `Batch.step_in_backward` is set."""
+    """True if the backward pass performs the SGD step of the stage's parameters when
+    `Batch.step_in_backward` is set.
+    """
 
     def forward(self, h: Tensor, params: Params, batch: Batch) -> Tensor:
-        """Return the layer's output, with this round's sketches and every client's parameters."""
+        """Return the layer's output with the current sketches and every client's parameters."""
         raise NotImplementedError
 
     def manual_backward(self, grad: Tensor, saved: Tensor, out: Tensor, params: Params) -> Tensor | None:
-        """Take the SGD step of the stage's parameters and return the gradient of its input, without autograd.
+        """Perform the SGD step of the stage's parameters without autograd; return the input
+        gradient.
 
-        `saved` is the stage's (sketched) input, `out` its output and `grad` the gradient of that.
+        Args:
+            grad: Gradient of the output.
+            saved: The stage's input, sketched if the stage has a sketch.
+            out: The stage's output.
+            params: Parameters by name, updated in place.
         """
         raise NotImplementedError
 
     def input_gradient(self, grad: Tensor, out: Tensor, params: Params) -> Tensor:
-        """Return the gradient of the stage's input from that of its output, without autograd; nothing changes."""
+        """Return the input gradient from the output gradient without autograd and without any
+        update.
+        """
         raise NotImplementedError
 
     def load(self, lanes: Lanes, like: Tensor) -> None:
-        """Load the sketches of a chunk's clients, into the same memory if the shapes allow it."""
+        """Load the sketches of a chunk's clients, in place if the shapes are unchanged."""
 
     def pack(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a parameter in the stage's own layout, from that of the plan; without the client axis."""
+        """Convert a parameter without client axis from the plan's layout to the stage's layout."""
         return tensor
 
     def unpack(self, name: str, stacked: Tensor) -> Tensor:
-        """The inverse of `pack`, with the client axis."""
+        """Convert a parameter with client axis back to the plan's layout: the inverse of `pack`."""
         return stacked
 
 
 class Apply(Stage):
-    """Calls a layer without parameters, which works on either layout."""
+    """Stage of a parameter-free layer that accepts either layout."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -113,7 +122,7 @@ class Dropout(Stage):
 
 
 class Conv2d(Stage):
-    """A grouped convolution with the clients' effective weights, V D R^T, one group of channels a client."""
+    """Grouped convolution with the clients' effective weights, V D R^T, one group per client."""
 
     def __init__(self, layer: nn.Conv2d, prefix: str) -> None:
         if layer.padding_mode != "zeros":
@@ -138,7 +147,9 @@ class Conv2d(Stage):
 
 
 class BatchNorm(Stage):
-    """Batch statistics for each client over the examples that count, and its running averages."""
+    """Batch normalisation with each client's batch statistics, excluding padding, and running
+    averages.
+    """
 
     def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d, prefix: str, images: bool) -> None:
         if layer.momentum is None:
@@ -203,9 +214,11 @@ def clients_first(h: Tensor, clients: int) -> Tensor:  # (b, c * ch, ...) -> (c,
 
 
 def own_tables(current: Tables | None, lanes: Lanes, name: str, like: Tensor) -> Tables | None:
-    """Return a stage's own copy of the tables of its clients' sketches, in the memory of the current ones if they fit.
+    """Return a stage's own copy of its clients' index tables, in the current memory if the shapes
+    match.
 
-    A copy, since a captured CUDA graph reads the tables of every round from the same addresses.
+    A captured CUDA graph reads the tables of every round from the same addresses, so they must be
+    copied.
     """
     drawn = []
     for sketches in lanes.sketches:

@@ -1,8 +1,11 @@
-"""Dense layer for all clients at once, with the input sketched, z = (x R) D V^T, and its optimisations.
+"""Dense layer for all clients at once with a sketched input, z = (x R) D V^T.
 
-- Its parameters can take their SGD step inside the backward pass.
-- The order of its outputs can be that of the next layer's sketch, which then adds slices where it would gather.
-- On a CPU it can run without autograd, with NumPy's products where those are faster.
+Optimisations:
+
+- The backward pass can perform the SGD step of the parameters.
+- The outputs can be computed in the order of the next layer's sketch, which then adds slices
+  instead of gathering.
+- On a CPU the layer can run without autograd, with NumPy's matrix products where they are faster.
 """
 
 from typing import Any
@@ -17,21 +20,22 @@ from dbcl.sketch.buckets import Tables
 from dbcl.sketch.operator import linear_map
 
 NUMPY_DTYPES = (torch.float32, torch.float64)
-"""Dtypes of products that NumPy computes on a CPU: a product of a few rows with a matrix takes it 0.6 of PyTorch's
-time, forward and backward, and the gradient of a layer with few outputs 0.4 of it (`benchmarks/small.py` measures all
-three).
+"""Dtypes whose products NumPy computes on a CPU. A product of a few rows with a matrix takes 0.6 of
+PyTorch's time in the forward and backward pass, and the gradient of a layer with few outputs 0.4
+(`benchmarks/small.py`).
 """
 MAX_OUTPUTS_IN_NUMPY = 16
-"""Outputs of the widest layer whose gradient NumPy computes."""
+"""Maximum number of outputs of a layer whose gradient NumPy computes."""
 
 
 class Linear(Stage):
-    """z = (x R) D V^T for every client: one batched product.
+    """Dense layer z = (x R) D V^T for every client, as one batched product.
 
-    V is held transposed, (clients, width, dout), so that its gradient comes out in the order of memory. Where the stage
-    before is another `Linear` with only elementwise layers between, that one computes its outputs in the order in which
-    this layer's sketch takes them (`reorder_outputs`), so that sketching needs no gather, only a signed addition of
-    slices. The very first layer may get its input sketched already, once for the round (`presketched`).
+    V is stored transposed, (clients, width, dout), so that its gradient is contiguous. If the
+    preceding `Linear` is separated only by elementwise layers, it computes its outputs in the order
+    of this layer's sketch (`reorder_outputs`). Sketching then needs only signed additions of
+    slices, without a gather. The first layer can receive an input that was sketched once for the
+    whole round (`presketched`).
     """
 
     steps_in_backward = True
@@ -48,7 +52,7 @@ class Linear(Stage):
         self.inverse_order: Tensor | None = None
 
     def reorder_outputs(self, following: "Linear") -> None:
-        """Compute the outputs in the order of the following layer's sketch from now on."""
+        """Compute all further outputs in the order of the next layer's sketch."""
         self.next, following.reordered = following, True
 
     def load(self, lanes: Lanes, like: Tensor) -> None:
@@ -70,7 +74,7 @@ class Linear(Stage):
         return z.view(*shape[:-1], z.shape[-1])
 
     def manual_forward(self, sketched: Tensor, params: Params) -> Tensor:
-        """`forward` from the sketched input on, without autograd."""
+        """Compute `forward` from the sketched input, without autograd."""
         weight, bias = params[self.weight], params[self.bias] if self.has_bias else None
         if not _numpy_takes(sketched):
             return _product(sketched, weight, bias)
@@ -98,7 +102,7 @@ class Linear(Stage):
         return self.sketch_input_adjoint(torch.bmm(grad, params[self.weight].transpose(1, 2)))
 
     def sketch_input(self, h: Tensor) -> Tensor:
-        """Sketch the input, x R D; without a gather if it comes in the order of the sketch."""
+        """Sketch the input, x R D, without a gather if the input has the order of the sketch."""
         if self.tables is None or self.presketched:
             return h
         return project_reordered(h, self.tables) if self.reordered else self.tables.project(h)
@@ -122,7 +126,9 @@ class Linear(Stage):
 
 
 class _LinearWithStep(torch.autograd.Function):
-    """h W + b, whose backward pass takes the SGD step of W and b: W - h^T G in one batched product."""
+    """Dense layer h W + b whose backward pass performs the SGD step of W and b: W - h^T G in one
+    batched product.
+    """
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, dummy_leaf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -152,7 +158,9 @@ def _numpy_product(one: Tensor, other: Tensor) -> Tensor:
 
 
 def project_reordered(h: Tensor, tables: Tables) -> Tensor:
-    """Apply `tables.project` to an input whose entries are in the order of the layers: slices instead of gathers."""
+    """Apply `tables.project` to an input in the order of the sketch, with slices instead of
+    gathers.
+    """
     width = len(tables.layers[0])
     out = h[..., :width] * tables.project_weights[0]
     start = width
@@ -164,7 +172,7 @@ def project_reordered(h: Tensor, tables: Tables) -> Tensor:
 
 
 def expand_reordered(y: Tensor, tables: Tables) -> Tensor:
-    """The adjoint of `project_reordered`."""
+    """Adjoint of `project_reordered`."""
     if tables.even.numel():
         return (y.unsqueeze(-2) * tables.even).flatten(-2)
     out = y.new_empty(*y.shape[:-1], len(tables.bucket))

@@ -1,4 +1,4 @@
-"""Training loop: local SGD for all clients of a chunk at once."""
+"""Training loop: local SGD for all clients of a chunk."""
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from dbcl.errors import ConfigError
 
 
 class TrainingLoop:
-    """Local SGD for all clients of a chunk: the tensors of all steps, and the step itself.
+    """Local SGD for all clients of a chunk, with the tensors of all steps.
 
-    Everything that changes from step to step or from round to round is a tensor that can be filled anew, so that
-    `CudaGraphLoop` can capture the step once and replay it.
+    All values that change between steps or rounds are stored in tensors that can be overwritten, so
+    that `CudaGraphLoop` can capture the step once and replay it.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TrainingLoop:
         return self.x.index_select(0, rows).view(self.clients, -1, *self.x.shape[1:])
 
     def step(self, inputs: Tensor, labels: Tensor, weight: Tensor, dropout_masks: DropoutMasks) -> Tensor:
-        """Take one step of every client; return their losses before it."""
+        """Perform one step for every client; return the losses before the step."""
         training = self.training
         batch = Batch(self.clients, weight, dropout_masks, self.rate, self.dummy_leaf, training.example_clip)
         losses, grads = self.stack.gradients(self.params, inputs, labels, batch)
@@ -67,7 +67,7 @@ class TrainingLoop:
         return losses
 
     def run(self, schedule: Schedule, dropout_seeds: list[int]) -> Tensor:
-        """Take all steps; return the losses, (steps, clients)."""
+        """Perform all steps; return the losses, (steps, clients)."""
         masks = client_masks(schedule.counts, schedule.width, dropout_seeds, self.weight)
         inputs = (
             self.x.view(*schedule.index.shape, *self.x.shape[1:])

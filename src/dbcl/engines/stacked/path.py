@@ -1,4 +1,4 @@
-"""Interface of a path: a client's network with a client axis, for the training loop."""
+"""Interface of a training path: a network with a client axis."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,69 +10,89 @@ from dbcl.objective import cross_entropies
 from dbcl.protocol import Broadcast
 
 MAX_CHUNK = 10
-"""Number of clients of a chunk on a CPU above which nothing is gained."""
+"""Maximum number of clients in a chunk on a CPU. Larger chunks are not faster."""
 
 
 class Stack:
-    """Network with a client axis: `StageStack` for a plain sequence of layers, else `VmapStack`."""
+    """Network with a client axis: `StageStack` for a sequence of supported layers, otherwise
+    `VmapStack`.
+    """
 
     def clips_examples(self, training: LocalTraining) -> bool:
-        """Return whether `gradients` clips every example's gradient; a path that does not say so is not used for it."""
+        """Return whether `gradients` clips per-example gradients. Paths that return False are not
+        used for it.
+        """
         return False
 
     def fits(self, broadcast: Broadcast) -> bool:
-        """Return whether the stack can be used for this broadcast, or must be built again."""
+        """Return whether the stack supports this broadcast. Otherwise it must be rebuilt."""
         raise NotImplementedError
 
     def shares(self, broadcast: Broadcast) -> object:
-        """Return a key of a broadcast; clients whose broadcasts have the same key can be in one chunk."""
+        """Return a key of a broadcast. Clients whose broadcasts have equal keys can share a chunk.
+        """
         raise NotImplementedError
 
     def load(self, sent: Sequence[Broadcast]) -> None:
-        """Load the sketches and tensors that the clients of a chunk were sent."""
+        """Load the sketches and tensors of the broadcasts to a chunk's clients."""
         raise NotImplementedError
 
     def start(self) -> Params:
-        """Return a copy of the tensors that each client of the chunk was sent, with a client axis."""
+        """Return a copy of the broadcast tensors of the chunk's clients, with a client axis."""
         raise NotImplementedError
 
     def trained_names(self, *, step_in_backward: bool) -> list[str]:
-        """Names of the tensors that the loop updates: not buffers, nor parameters that take their step in the backward
-        pass.
+        """Return the names of the tensors that the loop updates.
+
+        Excludes buffers, and parameters that are updated in the backward pass.
         """
         raise NotImplementedError
 
     def can_step_in_backward(self, training: LocalTraining) -> bool:
-        """Return whether SGD steps happen inside the backward pass: for plain SGD, on paths that can do it."""
+        """Return whether SGD steps run inside the backward pass: for plain SGD, on paths with
+        support for it.
+        """
         return False
 
     def examples(self, x: Tensor, rows: Tensor, clients: Tensor) -> Tensor:
-        """Return these rows of the data as the first layer expects them; `clients` has the client of each row, by its
-        place.
+        """Return data rows in the format of the first layer's input.
+
+        Args:
+            x: The data.
+            rows: Row indices.
+            clients: Index, within the chunk, of each row's client.
         """
         return x.index_select(0, rows)
 
     def gradients(self, params: Params, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss of every client, and `batch.rate` times the gradients of the `trained_names`, in order."""
+        """Return the loss of every client, and the gradients of the `trained_names` multiplied by
+        `batch.rate`.
+        """
         raise NotImplementedError
 
     def check(self, counts: Tensor) -> None:
-        """Raise the errors of plain PyTorch for these steps; `counts`, (steps, clients), are the batch sizes."""
+        """Raise the errors that plain PyTorch would raise for these steps.
+
+        Args:
+            counts: Batch sizes, (steps, clients).
+        """
 
     def changes(self, params: Params, steps: Tensor) -> Params:
-        """Return the change of every tensor of the plan, in the dtype in which it was sent; for statistics their
-        values.
+        """Return the change of every tensor of the plan in its broadcast dtype; for statistics,
+        their values.
 
-        `steps` is how many steps each client took.
+        Args:
+            params: Parameters after training.
+            steps: Number of steps of each client.
         """
         raise NotImplementedError
 
     def chunk_size(self, training: LocalTraining, sent: Mapping[int, Broadcast]) -> int:
-        """Return the number of clients with this broadcast that are best trained together."""
+        """Return the optimal number of clients to train together."""
         raise NotImplementedError
 
 
 def weighted_losses(logits: Tensor, y: Tensor, weight: Tensor) -> Tensor:  # (c, b, k), (c, b), (c, b) -> (c,)
-    """Return the `cross_entropy` of every client: the mean over the examples of its batch that count."""
+    """Return the `cross_entropy` of every client: the mean over its batch, excluding padding."""
     each = cross_entropies(logits.flatten(0, 1), y.flatten())
     return (each.view(weight.shape) * weight).sum(dim=1)

@@ -1,4 +1,4 @@
-"""Schedule of the examples that every client of a chunk takes in every step."""
+"""Schedule of the examples that each client of a chunk uses in each step."""
 
 from dataclasses import dataclass, replace
 
@@ -12,26 +12,34 @@ from dbcl.engines.training import LocalTraining
 
 @dataclass(frozen=True)
 class Schedule:
-    """Batches of all clients of a chunk, side by side.
+    """Batches of all clients of a chunk.
 
-    A client that has fewer steps than the others has weight 0 in the rest.
+    A client with fewer steps than the others has weight 0 in the remaining steps.
     """
 
     index: Tensor  # (steps, clients, batch): which of the chunk's examples; any, where the batch is padded
     weight: Tensor  # (steps, clients, batch): 1 / n for the n examples of a client's batch, and 0 for padding
     counts: Tensor  # (steps, clients): how many examples each batch has
     padded: bool
-    """True if any batch has padding."""
+    """True if any batch contains padding."""
     sequential: bool = False
-    """True if `index` counts from 0 up, so that the examples can be read without a gather."""
+    """True if `index` is 0, 1, 2, ..., so that examples can be read without a gather."""
 
     @classmethod
     def for_clients(
         cls, clients: list[int], sizes: list[int], training: LocalTraining, *, seed: bytes, round: int
     ) -> "Schedule":
-        """Lay out the batches that `LocalTraining.batches` gives each client.
+        """Lay out the batches of `LocalTraining.batches` for each client.
 
-        `index` counts through the examples of the first client, then those of the second, and so on.
+        `index` numbers the examples of the first client, then those of the second client, and so
+        on.
+
+        Args:
+            clients: Numbers of the clients.
+            sizes: Number of examples of each client.
+            training: Configuration of local training.
+            seed: Seed of the batches.
+            round: Number of the round.
 
         >>> Schedule.for_clients([0, 1], [3, 2], LocalTraining(batch_size=2), seed=bytes(32), round=0).index
         tensor([[[1, 2],
@@ -64,8 +72,8 @@ class Schedule:
         round: int,
         device: torch.device,
     ) -> "Schedule":
-        """Lay out the batches as `for_clients` does, for all clients at once on a device, which for many clients is
-        much faster.
+        """Lay out the batches as `for_clients` does, with batched operations on a device. Much
+        faster for many clients.
 
         >>> Schedule.together(
         ...     [0, 1], [3, 2], LocalTraining(batch_size=2), seed=bytes(32), round=0, device=torch.device("cpu")
@@ -101,14 +109,16 @@ class Schedule:
 
     @classmethod
     def _of(cls, index: Tensor, counts: Tensor, sizes: Tensor, padded: bool) -> "Schedule":
-        """Make a schedule from the rows of each client's own examples, (steps, clients, batch), and the batch sizes."""
+        """Make a schedule from per-client example indices, (steps, clients, batch), and the batch
+        sizes.
+        """
         offsets = sizes.cumsum(0) - sizes
         taken = torch.arange(index.shape[2], device=index.device) < counts.unsqueeze(2)
         weight = taken.double() / counts.clamp(min=1).unsqueeze(2)
         return cls(index + offsets[None, :, None], weight, counts, padded)
 
     def made_sequential(self) -> "Schedule":
-        """Return the same steps for examples that were laid out in the order of `index`."""
+        """Return the same schedule for examples that are stored in the order of `index`."""
         return replace(self, index=torch.arange(self.index.numel()).view_as(self.index), sequential=True)
 
     @property

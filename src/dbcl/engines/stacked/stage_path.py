@@ -1,4 +1,4 @@
-"""The fast path, for a network that is a plain sequence of known layers: a list of stages."""
+"""Fast path for a sequence of supported layers, converted to a list of stages."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,13 +22,15 @@ from dbcl.privacy import clip_factors
 from dbcl.protocol import Broadcast
 
 CACHE_BYTES = 16 << 20
-"""Bytes that a chunk of clients may touch in a step on a CPU; above that, memory is the bottleneck."""
+"""Maximum number of bytes that a chunk accesses in a step on a CPU. Larger chunks are limited by
+memory bandwidth.
+"""
 SKETCH_BLOCK = 500
-"""Number of examples that are sketched together on a CPU, so that they stay in the cache."""
+"""Number of examples sketched together on a CPU, chosen to fit the cache."""
 
 
 class StageStack(Stack):
-    """Network as a list of stages; with `bf16` the products run under autocast to bfloat16."""
+    """Network as a list of stages. With `bf16`, products run under autocast to bfloat16."""
 
     def __init__(self, template: nn.Module, broadcast: Broadcast, example: Tensor, *, bf16: bool = False) -> None:
         self.template, self.example, self.bf16 = template, example, bf16
@@ -60,7 +62,9 @@ class StageStack(Stack):
         return self._key(broadcast) == self.key and where_hooked(self.template) is None
 
     def _presketch(self) -> Linear | None:
-        """Return the first layer if its input is the data, which are then sketched once for the whole round."""
+        """Return the first layer if its input is the data, which can be sketched once for the whole
+        round.
+        """
         for place, stage in enumerate(self.stages):
             if isinstance(stage, Linear) and (place > 0 or self.example.ndim == 2):
                 self.stages = self.stages[place:]
@@ -71,7 +75,7 @@ class StageStack(Stack):
         return None
 
     def addresses(self) -> list[int]:
-        """Return the memory addresses of the sketches' tables, from which a captured graph reads."""
+        """Return the memory addresses of the index tables, which a captured graph reads."""
         tables = [stage.tables for stage in self.stages if isinstance(stage, Linear | Conv2d)]
         return [tensor.data_ptr() for own in tables if own is not None for tensor in own.tensors()]
 
@@ -81,7 +85,9 @@ class StageStack(Stack):
 
     @property
     def small(self) -> bool:
-        """Return whether a step is made of kernels too short to share among cores: on a CPU, those of dense layers."""
+        """Return whether the kernels of a step are too short for multithreading: on a CPU, if all
+        layers are dense.
+        """
         return self.manual and not self.like.is_cuda
 
     def shares(self, broadcast: Broadcast) -> object:
@@ -151,8 +157,8 @@ class StageStack(Stack):
 
     @torch.no_grad()
     def _manual_step(self, params: Params, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
-        """Take an SGD step of dense layers and ReLUs without autograd, whose bookkeeping would cost a third of the
-        time.
+        """Perform an SGD step of dense layers and ReLUs without autograd, whose overhead is a third
+        of the time.
         """
         tape = []
         h = x
@@ -179,10 +185,10 @@ class StageStack(Stack):
 
     @staticmethod
     def _clipped(grad: Tensor, tape: Sequence[tuple[Stage, Tensor, Tensor]], params: Params, batch: Batch) -> Tensor:
-        """Return the factor that clips each example's gradient; 0 for padding.
+        """Return the clipping factor of each example's gradient; 0 for padding.
 
-        A dense layer's gradient for one example is the outer product of its input and its output's gradient, so its
-        norm follows from theirs and no gradient of an example is ever written out.
+        For a dense layer, the gradient of one example is the outer product of its input and its
+        output gradient. Its norm follows from their norms without materialising the gradient.
         """
         squares = torch.zeros_like(batch.weight)
         for stage, saved, out in reversed(tape):
@@ -224,7 +230,9 @@ class StageStack(Stack):
         return max(1, min(len(sent), MAX_CHUNK, CACHE_BYTES // max(1, self.step_bytes)))
 
     def _bytes_touched(self, batch_size: int) -> int:
-        """Return the bytes that one client's step touches: parameters, stage outputs, and the gradients of both."""
+        """Return the bytes that one client's step accesses: parameters, stage outputs, and the
+        gradients of both.
+        """
         params = self.start()  # of the one client that is loaded
         total = 2 * sum(tensor.numel() for tensor in params.values())
         first = torch.zeros(batch_size, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The general path: `torch.func` batches the client's own model over the client axis."""
+"""General path: `torch.func` batches the client's model over the client axis."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,11 +19,11 @@ from dbcl.objective import cross_entropies, cross_entropy
 from dbcl.protocol import Broadcast, blinded
 
 UNEQUAL = 0.01
-"""Relative difference of two gradients above which rounding cannot be the cause."""
+"""Relative difference of two gradients above which rounding is excluded as the cause."""
 
 
 class VmapStack(Stack):
-    """Client's model as it is, run for all clients by `torch.func.vmap`."""
+    """Client's unmodified model, run for all clients by `torch.func.vmap`."""
 
     def __init__(self, template: nn.Module, broadcast: Broadcast) -> None:
         self.template, self.key = template, self._key(broadcast)
@@ -60,9 +60,11 @@ class VmapStack(Stack):
         return [name for name, inner in self.inner.items() if inner in trained]
 
     def gradients(self, params: Params, x: Tensor, y: Tensor, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """Return the losses and gradients of all clients, computed together for batches of the same size.
+        """Return the losses and gradients of all clients. Clients with equal batch sizes are
+        computed together.
 
-        So no batch is padded: in a model whose examples act on one another, padding would act on them, too.
+        Batches are not padded: padding would affect the results of a model with interactions
+        between examples.
         """
         counts = (batch.weight > 0).sum(dim=1)
         sizes = sorted(set(counts.tolist()) - {0})
@@ -80,7 +82,7 @@ class VmapStack(Stack):
         return losses, list(total.values())
 
     def _of_one_size(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Params]:
-        """Return the loss of every client, and its gradients by the `trained_names`, in their order."""
+        """Return the loss of every client, and the gradients of the `trained_names` in order."""
         names = self.trained_names(step_in_backward=False)
         trained = {self.inner[name]: params[name] for name in names}
         fixed = {self.inner[name]: tensor for name, tensor in params.items() if name not in names}
@@ -101,9 +103,9 @@ class VmapStack(Stack):
         return len(sent) if next(iter(self.template.parameters())).is_cuda else min(len(sent), MAX_CHUNK)
 
     def problem(self, broadcast: Broadcast, x: Tensor, y: Tensor) -> str | None:
-        """Return the reason why `torch.func` cannot run this model, found by a step of two clients, or None.
+        """Return the reason why `torch.func` cannot run this model, or None.
 
-        What `torch.func` makes of the step is compared with plain PyTorch, which alone says what a model computes.
+        The check compares a `torch.func` step of two clients with plain PyTorch as the reference.
         """
         for name, module in self.template.named_modules():
             if isinstance(module, (*DROPOUTS, *BATCH_NORMS)):
@@ -139,7 +141,9 @@ class VmapStack(Stack):
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the state that a forward pass may change: copies of parameters and buffers, and plain attributes."""
+    """Return the state that a forward pass may change: copies of parameters and buffers, and plain
+    attributes.
+    """
     state: dict[str, Any] = {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
     state |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     for path, module in model.named_modules():
@@ -149,7 +153,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the names of the differences between two results of `state_of`.
+    """Return the names that differ between two results of `state_of`.
 
     >>> model = nn.BatchNorm1d(2)
     >>> before = state_of(model)
