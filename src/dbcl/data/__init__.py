@@ -1,4 +1,4 @@
-"""Datasets, their download on request, their division among clients, and examples of the user's own."""
+"""Datasets, downloads, partitions among clients, and custom examples."""
 
 from dbcl.data.datasets import EMBEDDED, LOADERS, Dataset, data_root, load
 from dbcl.data.examples import Batch, DatasetExamples, Examples, TensorExamples, examples_of

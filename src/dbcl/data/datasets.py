@@ -1,4 +1,4 @@
-"""Public datasets in their usual file formats, and the digits that come with the package."""
+"""Public datasets in their original file formats, and an embedded digits dataset."""
 
 import gzip
 import math
@@ -21,16 +21,16 @@ from dbcl.files import user_path
 
 Bytes = NDArray[np.uint8]
 EMBEDDED = "digits"
-"""Dataset that comes with the package; the others are read from files."""
+"""Dataset embedded in the package. All other datasets are read from files."""
 DAMAGED = (ValueError, TypeError, LookupError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
-"""Errors that NumPy raises on a damaged file."""
+"""Exceptions that reading a damaged file can raise."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Training and held-out examples of a dataset.
+    """Training and held-out images of a dataset.
 
-    Pixels from 0 to 1 have had `mean` taken off and are divided by `std`, both those of the training pixels.
+    Pixels are scaled to [0, 1] and standardised by `mean` and `std` of the training pixels.
 
     >>> digits = load("digits")
     >>> tuple(digits.x_train.shape), tuple(digits.x_test.shape), digits.outputs
@@ -54,9 +54,15 @@ class Dataset:
 
 
 def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
-    """Load a dataset; nothing is ever downloaded here.
+    """Load a dataset from local files, without any download.
 
-    Files are looked for under `data_dir`, else under the environment variable DBCL_DATA, else under ~/.cache/dbcl.
+    Args:
+        name: Name of the dataset.
+        data_dir: Folder of the datasets; by default the environment variable DBCL_DATA, or
+            ~/.cache/dbcl.
+
+    Raises:
+        DataError: The dataset is unknown, missing or damaged.
     """
     if name not in LOADERS:
         raise DataError(f"no dataset {name!r}; choose {', '.join(LOADERS)}")
@@ -64,7 +70,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
 
 
 def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Return the folder that holds the datasets.
+    """Return the root folder of the datasets.
 
     >>> data_root("/data").as_posix()
     '/data'

@@ -1,4 +1,4 @@
-"""Examples of any kind: tensors in memory, datasets and loaders of PyTorch, and one name for them all."""
+"""Uniform access to examples in tensors, PyTorch datasets and loaders."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -16,13 +16,13 @@ from dbcl.errors import DataError
 
 Rows = NDArray[np.int64]
 TARGETS = ("labels", "label", "targets", "target")
-"""Keys under which an example that is a dictionary may hold its target."""
+"""Dictionary keys that may hold an example's target."""
 DIGEST_BATCH = CHECK_BATCH = 1000
-"""Number of examples that are read at a time to compute a digest, and to look for NaN."""
+"""Number of examples per batch for digests and for the NaN check."""
 
 
 class Batch(NamedTuple):
-    """Batch of examples: inputs of the model, and targets.
+    """Batch of examples: model inputs and targets.
 
     >>> Batch(torch.zeros(2, 8), torch.zeros(2)).targets.shape
     torch.Size([2])
@@ -33,19 +33,23 @@ class Batch(NamedTuple):
 
 
 class Examples(ABC):
-    """Set of examples, of one client or of all. `examples_of` makes one from tensors, datasets and loaders."""
+    """Set of examples, of one client or of all clients. Use `examples_of` to make a set from
+    tensors, datasets or loaders.
+    """
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def take(self, rows: Rows) -> Batch:
-        """Return these examples as a batch."""
+        """Return the examples with these indices as one batch."""
 
     def take_alone(self, rows: Rows) -> list[Batch]:
-        """Return these examples, each read and collated without the others, in as few batches as their shapes allow.
+        """Return the examples with these indices, each loaded and collated independently of the
+        others.
 
-        A collate function may pad an example to the longest of its batch, or mix it with others.
+        A collate function may pad examples to the longest of the batch, or mix examples. Examples
+        of equal shape are combined to one batch.
 
         >>> def padded(pairs):
         ...     return torch.nn.utils.rnn.pad_sequence([x for x, _ in pairs], batch_first=True), torch.zeros(len(pairs))
@@ -63,14 +67,14 @@ class Examples(ABC):
 
     @abstractmethod
     def subset(self, rows: Rows) -> "Examples":
-        """Return these examples as a set of their own; nothing is copied."""
+        """Return the examples with these indices as a separate set, without copying."""
 
     @abstractmethod
     def to(self, device: torch.device | str) -> "Examples":
         """Return the same examples with their batches on a device."""
 
     def divide(self, parts: Iterable[Rows]) -> "list[Examples]":
-        """Return a subset for each part, such as `dbcl.data.iid` returns.
+        """Return one subset per part, such as the parts returned by `dbcl.data.iid`.
 
         >>> [len(part) for part in examples_of((torch.zeros(5, 2), torch.zeros(5))).divide(np.split(np.arange(5), [2]))]
         [2, 3]
@@ -78,9 +82,12 @@ class Examples(ABC):
         return [self.subset(rows) for rows in parts]
 
     def digest(self, most: int | None = None) -> bytes:
-        """Return a SHA-256 digest of the examples in their order, whatever kind of set holds them.
+        """Return a SHA-256 digest of the examples and their order, independent of the type of the
+        set.
 
-        With `most` only as many of them are read, at even distances, and how many there are counts as well.
+        Args:
+            most: Number of examples to read at equal distances; None for all. The digest always
+                includes the total number of examples.
 
         >>> x, y = torch.eye(3), torch.arange(3)
         >>> one, same, turned = (examples_of(each) for each in ((x, y), list(zip(x, y)), (x.flip(0), y.flip(0))))
@@ -97,12 +104,17 @@ class Examples(ABC):
         return digest.digest()
 
     def first(self, count: int) -> Batch:
-        """Return a batch of the first `count` examples, or of all if there are fewer."""
+        """Return a batch of the first `count` examples, or of all examples if there are fewer."""
         return self.take(np.arange(min(count, len(self))))
 
 
 class TensorExamples(Examples):
-    """Inputs and targets in memory: tensors with an example in each row, or tuples and dictionaries of such tensors.
+    """Examples in memory: tensors with one example per row, or tuples and dictionaries of tensors.
+
+    Args:
+        inputs: Model inputs.
+        targets: Targets.
+        rows: Row indices of the examples; None for all rows.
 
     >>> examples = TensorExamples({"ids": torch.arange(12).view(6, 2)}, torch.arange(6))
     >>> len(examples), examples.subset(np.array([4, 2])).take(np.array([0])).inputs
@@ -136,10 +148,16 @@ class TensorExamples(Examples):
 
 
 class DatasetExamples(Examples):
-    """Examples of a map-style dataset, read on demand and collated by a loader's collate function.
+    """Examples of a map-style dataset, read on demand and combined by a collate function.
 
-    An example is a pair (input, target), or a dictionary with the target under "labels", "label", "targets" or
-    "target".
+    An example is a pair (input, target), or a dictionary with the target under "labels", "label",
+    "targets" or "target".
+
+    Args:
+        dataset: The dataset.
+        collate: Function that combines a list of examples to a batch.
+        rows: Indices of the examples; None for all.
+        device: Device of the batches.
 
     >>> squares = [(torch.tensor([float(n)]), torch.tensor([float(n * n)])) for n in range(5)]
     >>> DatasetExamples(squares).take(np.array([3])).targets
@@ -171,10 +189,13 @@ class DatasetExamples(Examples):
 
 
 def examples_of(source: Any) -> Examples:
-    """Make examples from a pair (inputs, targets), a dataset or a loader of PyTorch; examples are returned as they are.
+    """Make a set of examples from a pair (inputs, targets), a PyTorch dataset, or a loader.
 
-    Inputs and targets are tensors or NumPy arrays, or tuples and dictionaries of them. Of a loader the dataset and the
-    collate function are taken, not the batches: how large those are and in which order is the training's business.
+    Inputs and targets are tensors, NumPy arrays, or tuples and dictionaries of them. From a loader,
+    only the dataset and the collate function are used: the training defines batch size and order.
+
+    Args:
+        source: The examples. An `Examples` object is returned unchanged.
 
     >>> len(examples_of((np.zeros((7, 3), dtype=np.float32), np.zeros(7)))), type(examples_of([(1.0, 2.0)])).__name__
     (7, 'DatasetExamples')
@@ -202,12 +223,16 @@ def examples_of(source: Any) -> Examples:
 
 
 def _shapes(batch: Batch) -> list[torch.Size]:
-    """Return the shapes of one example's tensors."""
+    """Return the tensor shapes of one example."""
     return [tensor.shape[1:] for tensor in tensors(tuple(batch))]
 
 
 def check_finite(who: str, examples: Examples) -> None:
-    """Raise `DataError` if examples hold NaN or infinity, which would make a loss meaningless.
+    """Raise `DataError` if examples contain NaN or infinity, which would make the loss non-finite.
+
+    Args:
+        who: Owner of the examples, for the error message.
+        examples: The examples.
 
     >>> check_finite("client 3", examples_of((torch.tensor([[1.0], [torch.nan]]), torch.zeros(2))))
     Traceback (most recent call last):

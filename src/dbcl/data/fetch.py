@@ -1,4 +1,4 @@
-"""Downloads on request, each checked before it is kept."""
+"""Explicit downloads of datasets, verified by digest."""
 
 import hashlib
 import http.client
@@ -14,12 +14,14 @@ from dbcl.errors import DataError
 from dbcl.files import file_in_the_way, write_atomic
 
 Progress = Callable[[str, int, int], None]
-"""Callback with a file's name, the bytes so far and the bytes in all (0 if unknown)."""
+"""Callback with a file name, the number of downloaded bytes, and the total number of bytes (0 if
+unknown).
+"""
 
 
 @dataclass(frozen=True)
 class Remote:
-    """File to download: its address, its digest, and its place under the data folder."""
+    """File to download: URL, SHA-256 digest, and path under the data folder."""
 
     url: str
     digest: str  # algorithm:hex
@@ -53,7 +55,18 @@ _LFW = (
 
 
 def fetch(name: str, root: Path, *, progress: Progress = lambda *_: None) -> list[Path]:
-    """Download a dataset from its official address into `root`; a file that is there already is left alone.
+    """Download a dataset from its official URL. Existing files are kept.
+
+    Args:
+        name: Name of the dataset.
+        root: Root folder of the datasets.
+        progress: Callback for the progress of each file.
+
+    Returns:
+        Paths of the files.
+
+    Raises:
+        DataError: The dataset has no download, or a download failed.
 
     >>> fetch("digits", Path("data"))
     Traceback (most recent call last):
@@ -83,7 +96,7 @@ def fetch(name: str, root: Path, *, progress: Progress = lambda *_: None) -> lis
 
 
 def download(remote: Remote, progress: Progress) -> bytes:
-    """Download one file and check its digest; nothing is written."""
+    """Download one file into memory and verify its digest."""
     name = remote.url.rsplit("/", 1)[-1]
     try:
         with urllib.request.urlopen(remote.url, timeout=30) as answer:
@@ -106,7 +119,9 @@ def download(remote: Remote, progress: Progress) -> bytes:
 
 
 def _unpack(data: bytes, folder: Path) -> None:
-    """Write the .bin and .txt members of an archive into a folder, by their last names only; all of them or none."""
+    """Extract the .bin and .txt members of an archive to a folder under their base names. Extracts
+    all members or none.
+    """
     scratch = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)

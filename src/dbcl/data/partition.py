@@ -1,4 +1,4 @@
-"""Division of the examples among the clients."""
+"""Partition of examples among clients."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,15 @@ Indices = NDArray[np.int64]
 
 
 def iid(labels: Indices, clients: int, *, seed: bytes) -> list[Indices]:
-    """Deal the examples at random into parts whose sizes differ by at most one.
+    """Partition the examples at random into parts whose sizes differ by at most one.
+
+    Args:
+        labels: Label of each example.
+        clients: Number of clients.
+        seed: Seed of the partition.
+
+    Returns:
+        Example indices of each client.
 
     >>> [len(part) for part in iid(np.zeros(7, dtype=int), 3, seed=bytes(32))]
     [3, 2, 2]
@@ -20,9 +28,19 @@ def iid(labels: Indices, clients: int, *, seed: bytes) -> list[Indices]:
 
 
 def dirichlet(labels: Indices, clients: int, *, alpha: float, seed: bytes) -> list[Indices]:
-    """Draw each client's share of each class from Dirichlet(alpha): the smaller alpha, the more uneven.
+    """Partition the examples with class proportions from Dirichlet(alpha). A smaller alpha gives
+    more skewed classes.
 
-    A client that drew nothing gets one example of the client that drew most.
+    A client without examples receives one example from the largest client.
+
+    Args:
+        labels: Label of each example.
+        clients: Number of clients.
+        alpha: Concentration parameter.
+        seed: Seed of the partition.
+
+    Returns:
+        Example indices of each client.
 
     >>> sum(len(part) for part in dirichlet(np.arange(100) % 10, 5, alpha=0.5, seed=bytes(32)))
     100
@@ -44,7 +62,17 @@ def dirichlet(labels: Indices, clients: int, *, alpha: float, seed: bytes) -> li
 
 
 def shards(labels: Indices, clients: int, *, per_client: int = 2, seed: bytes) -> list[Indices]:
-    """Sort the examples by label, cut them into equal shards and deal `per_client` of them to each client.
+    """Sort the examples by label, split them into equal shards, and assign shards to clients at
+    random.
+
+    Args:
+        labels: Label of each example.
+        clients: Number of clients.
+        per_client: Number of shards of each client.
+        seed: Seed of the partition.
+
+    Returns:
+        Example indices of each client.
 
     >>> parts = shards(np.arange(100) // 10, 5, seed=bytes(32))
     >>> [len(set((part // 10).tolist())) for part in parts]

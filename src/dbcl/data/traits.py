@@ -1,4 +1,4 @@
-"""Property of examples that is independent of their labels, as the target of a property inference attack."""
+"""Label-independent properties of examples, as targets of property inference attacks."""
 
 from os import PathLike
 from typing import Any
@@ -12,9 +12,10 @@ from dbcl.errors import DataError
 
 
 def thickness(images: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-    """Estimate the width of the strokes in pixels: 2 * ink / length of the ink's edge = 2 sum(I) / sum(|grad I|).
+    """Estimate the stroke width in pixels: 2 * ink area / contour length = 2 sum(I) / sum(|grad
+    I|).
 
-    The darkest value of each image counts as no ink and its brightest as full ink, whatever the scale of the pixels.
+    Each image is rescaled such that its darkest value is 0 and its brightest value is 1.
 
     >>> bars = np.zeros((2, 20, 20))
     >>> bars[0, :, 8:11], bars[1, :, 8:14] = 1, 1
@@ -30,9 +31,9 @@ def thickness(images: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
 
 
 def stroke_width(images: NDArray[np.floating[Any]], labels: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-    """Return which digits are written with a thick pen: above the median thickness *of their class*.
+    """Return whether each digit has a stroke width above the median *of its class*.
 
-    So half of every class has the property, and it says nothing about the class.
+    Half of every class has the property, so that the property is independent of the class.
 
     >>> bars = np.zeros((4, 20, 20))
     >>> for number, width in enumerate([2, 3, 6, 7]):
@@ -53,13 +54,19 @@ PROPERTY_NAMES = {
     "mnist": "thick strokes",
     "lfw": "Black (mostly machine-guessed labels)",
 }
-"""Name of the property that `properties_of` finds, by dataset."""
+"""Name of the property returned by `properties_of`, by dataset."""
 
 
 def properties_of(name: str, data_dir: str | PathLike[str] | None = None) -> NDArray[np.bool_]:
-    """Return which training examples have the attacked property, in the order of `data.load(name).x_train`.
+    """Return the target property of the training examples, in the order of
+    `data.load(name).x_train`.
 
-    Thick strokes for digits and mnist; for lfw the column `black`, mostly guessed by machines.
+    The property is a thick stroke for digits and mnist. For lfw it is the column `black`, whose
+    labels are mostly machine-generated.
+
+    Args:
+        name: Name of the dataset.
+        data_dir: Folder of the datasets.
 
     >>> float(properties_of("digits").mean())
     0.5

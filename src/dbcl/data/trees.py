@@ -1,4 +1,4 @@
-"""Trees: tensors in tuples, lists and dictionaries in any nesting, as inputs, outputs and targets of models."""
+"""Trees: nested tuples, lists and dictionaries of tensors, as model inputs, outputs and targets."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 
 Tree = Any
-"""Tensor, or tuple, list or dictionary of trees. The type is loose, since each library has outputs of its own."""
+"""A tensor, or a tuple, list or dictionary of trees. The type is `Any` because libraries define
+their own output types.
+"""
 
 
 def call(model: nn.Module, inputs: Tree) -> Tree:
-    """Call a model: a dictionary goes in by keywords, a tuple or list by position.
+    """Call a model with a dictionary as keyword arguments, or a tuple or list as positional
+    arguments.
 
     >>> call(nn.Bilinear(2, 3, 4), (torch.zeros(5, 2), torch.zeros(5, 3))).shape
     torch.Size([5, 4])
@@ -23,10 +26,10 @@ def call(model: nn.Module, inputs: Tree) -> Tree:
 
 
 def call_with(model: nn.Module, values: Mapping[str, Tensor], inputs: Tree) -> Tree:
-    """Call a model with these values in place of its parameters and buffers of the same names.
+    """Call a model with the given values in place of its parameters and buffers.
 
-    Unlike `torch.func.functional_call` by itself, it takes models that call one module under two names: there PyTorch
-    puts the value in twice and takes it out once.
+    Unlike `torch.func.functional_call`, it supports models that register one module under two
+    names. For these models PyTorch replaces the value twice and restores it once.
 
     >>> layer = nn.Linear(2, 2, bias=False)
     >>> call_with(nn.Sequential(layer, layer), {"0.weight": 2 * torch.eye(2)}, torch.ones(1, 2))
@@ -51,7 +54,7 @@ def _all_named(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, T
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
-    """Return a tree with a function applied to its tensors; other values are unchanged.
+    """Apply a function to the tensors of a tree; other values are unchanged.
 
     >>> map_tensors(len, {"ids": torch.zeros(3, 8), "mask": (torch.zeros(3), None)})
     {'ids': 3, 'mask': (3, None)}
@@ -71,7 +74,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
 
 
 def tensors(tree: Tree) -> Iterator[Tensor]:
-    """Return the tensors of a tree, in its order.
+    """Iterate over the tensors of a tree in order.
 
     >>> [len(tensor) for tensor in tensors({"ids": torch.zeros(3), "more": [torch.zeros(4)]})]
     [3, 4]
@@ -87,8 +90,8 @@ def tensors(tree: Tree) -> Iterator[Tensor]:
 
 
 def join(trees: Sequence[Tree]) -> Tree:
-    """Concatenate trees of the same structure along the first axis of each tensor; numbers, such as a loss, are
-    averaged.
+    """Concatenate trees of equal structure along the first axis of each tensor. Numbers, such as a
+    loss, are averaged.
 
     >>> join([{"out": torch.zeros(2, 3)}, {"out": torch.ones(1, 3)}])["out"].shape
     torch.Size([3, 3])

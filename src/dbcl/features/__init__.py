@@ -1,4 +1,4 @@
-"""Public features: fixed maps from inputs to features, on which only a small head is trained."""
+"""Public features: fixed feature extractors, on which only a small head is trained."""
 
 from dbcl.features.extract import extract
 from dbcl.features.images import ImageFeatures

@@ -1,4 +1,4 @@
-"""Features of a set of examples, computed once."""
+"""One-time extraction of the features of a set of examples."""
 
 import hashlib
 import logging
@@ -19,7 +19,7 @@ from dbcl.files import make_folder, user_path, write_atomic
 log = logging.getLogger(__name__)
 
 BATCH = 50
-"""Examples whose features are computed at a time: few, so that intermediate values stay in the cache."""
+"""Number of examples per feature batch, chosen such that intermediate values fit the cache."""
 Features = Callable[..., Any]
 
 
@@ -31,14 +31,18 @@ def extract(
     cache: str | Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TensorExamples:
-    """Return examples with features in place of inputs, in memory.
+    """Replace the inputs of examples by their features, in memory.
 
     Args:
-        features: A frozen network, or any function from inputs to features; it is called as a model is.
+        features: A frozen network or any function from inputs to features, called like a model.
         examples: The examples.
-        cache: Folder in which features are kept, by a digest of the examples and the features, and read again. Only
-            for features whose `version` says what they compute, such as `ImageFeatures`.
-        progress: Called with the number of examples that are done, and of all.
+        cache: Folder in which features are cached, keyed by a digest of the examples and the
+            features. Requires a `version` attribute that identifies the computation, as
+            `ImageFeatures` has.
+        progress: Callback with the number of processed examples and their total number.
+
+    Returns:
+        Examples with features as inputs.
 
     >>> from dbcl.data import examples_of
     >>> made = extract(nn.Flatten(), examples_of((torch.ones(5, 2, 3), torch.zeros(5))))

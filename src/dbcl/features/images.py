@@ -1,4 +1,4 @@
-"""Scattering features of images, normalised without looking at any data."""
+"""Scattering features of images, normalised per image without dataset statistics."""
 
 import torch
 from torch import Tensor, nn
@@ -6,18 +6,24 @@ from torch import Tensor, nn
 from dbcl.features.scattering import Scattering
 
 YUV = ((0.299, 0.587, 0.114), (-0.14713, -0.28886, 0.436), (0.615, -0.51499, -0.10001))
-"""Brightness and two colour differences (ITU-R BT.601). On CIFAR-10 a linear head gains 3 points from it."""
+"""Conversion from RGB to luminance and two chrominance channels (ITU-R BT.601). Improves a linear
+head on CIFAR-10 by 3 percentage points.
+"""
 MIN_GROUP_CHANNELS = 3
-"""Channels that are normalised together, at least."""
+"""Minimum number of channels that are normalised together."""
 FAINTEST = 1e-5
-"""Variance below which a group is not amplified to 1: what is fainter than that in an image is mostly noise."""
+"""Minimum variance for normalisation to 1. Signals with a smaller variance are mostly noise and are
+not amplified.
+"""
 
 
 class ImageFeatures(nn.Module):
-    """Features of images for a linear or a small convolutional head: (n, channels, height, width) to (n, ...).
+    """Feature extractor from images (n, channels, height, width) to (n, ...), for a linear or small
+    convolutional head.
 
-    Colour images become brightness and colour differences, each channel is scattered, and groups of channels are
-    normalised in each image by itself. There are no parameters and no statistics of a data set.
+    Converts colour images to luminance and chrominance, applies the scattering transform to each
+    channel, and normalises groups of channels per image. Uses no parameters and no dataset
+    statistics.
 
     Args:
         shape: Channels, height and width of an image.
@@ -35,7 +41,7 @@ class ImageFeatures(nn.Module):
         self.scattering = Scattering(height, width, scales=scales, angles=angles)
         self.shape = (channels * self.scattering.channels, *self.scattering.size)
         self.version = f"scattering-v1 {shape} {scales} {angles}"
-        """Identifier of the computation; other features have another version."""
+        """Identifier of the computation. Different features have different versions."""
         group = next(size for size in range(MIN_GROUP_CHANNELS, self.shape[0] + 1) if self.shape[0] % size == 0)
         self.normalise = nn.GroupNorm(self.shape[0] // group, self.shape[0], eps=FAINTEST, affine=False)
         self.register_buffer("colours", torch.tensor(YUV) if channels == 3 else None, persistent=False)

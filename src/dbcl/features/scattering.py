@@ -1,12 +1,14 @@
-"""The 2-D wavelet scattering transform (Bruna and Mallat 2013): image features that no data have shaped.
+"""2-D wavelet scattering transform (Bruna and Mallat 2013): image features without learned filters.
 
-An image is convolved with oriented wavelets, the modulus is taken, and the result is averaged over blocks of 2^scales
-pixels; the second order does the same to the moduli of the first. All filters are fixed, so features tell nothing about
-anybody's data and may be computed by each client on its own. Only a small head is trained on them, which needs far less
-noise for a guarantee than a network that learns its features.
+The transform convolves an image with oriented wavelets, takes the modulus, and averages over blocks
+of 2^scales pixels. The second order repeats this for the moduli of the first order. All filters are
+fixed, so the features reveal nothing about training data, and each client can compute them locally.
+Training only a small head on these features needs far less noise for a guarantee than training a
+complete network.
 
-Filters are Morlet wavelets, written down in the frequency domain, where they are real. A signal of lower resolution is
-made by folding its spectrum, so all steps after a wavelet of scale j work on 2^j times fewer rows and columns.
+Filters are Morlet wavelets in the frequency domain, where they are real. A signal is downsampled by
+folding its spectrum, so all operations after a wavelet of scale j work on 2^j times fewer rows and
+columns.
 """
 
 import math
@@ -17,23 +19,28 @@ from torch import Tensor, nn
 from dbcl.errors import ConfigError
 
 SIGMA = 0.8
-"""Width of the envelope of the finest wavelet, in pixels."""
+"""Width of the finest wavelet's envelope, in pixels."""
 CENTRE = 0.75 * math.pi
 """Centre frequency of the finest wavelet, in radians per pixel."""
 ALIASES = 2
-"""Periods of the spectrum on each side that are folded into a filter; further ones are below float32's resolution."""
+"""Number of spectral periods on each side that are folded into a filter. Further periods are below
+float32 precision.
+"""
 
 
 class Scattering(nn.Module):
-    """Scattering coefficients of orders 0 to 2: (..., height, width) to (..., channels, height', width').
+    """Module that maps images (..., height, width) to scattering coefficients of orders 0 to 2,
+    (..., channels, height', width').
 
-    `channels` is 1 + scales * angles + angles^2 * scales * (scales - 1) / 2, and the size is divided by 2^scales.
+    `channels` is 1 + scales * angles + angles^2 * scales * (scales - 1) / 2. Height and width are
+    divided by 2^scales.
 
     Args:
         height: Height of the images.
         width: Width of the images.
-        scales: Number of wavelet scales; the features do not change under shifts much smaller than 2^scales pixels.
-        angles: Number of wavelet orientations, over half a turn.
+        scales: Number of wavelet scales. The features are invariant to shifts much smaller than
+            2^scales pixels.
+        angles: Number of wavelet orientations in [0, pi).
 
     >>> Scattering(28, 28)(torch.zeros(5, 1, 28, 28)).shape
     torch.Size([5, 1, 81, 7, 7])
@@ -66,7 +73,7 @@ class Scattering(nn.Module):
         self.register_buffer("phi", low.float(), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the coefficients; channels are sorted by order, then by scale, then by angle."""
+        """Return the coefficients, with channels sorted by order, scale and angle."""
         leading = images.shape[:-2]
         padded = nn.functional.pad(images.flatten(0, -3)[None], self._padding, mode="reflect")[0]
         spectrum = torch.fft.fft2(padded)
@@ -82,7 +89,9 @@ class Scattering(nn.Module):
         return coefficients.view(*leading, *coefficients.shape[1:])
 
     def _averaged(self, spectrum: Tensor, scale: int) -> Tensor:
-        """Average a signal of resolution 2^-scale over blocks of 2^scales pixels, and cut the padding off."""
+        """Average a signal of resolution 2^-scale over blocks of 2^scales pixels, and remove the
+        padding.
+        """
         factor = 2 ** (self.scales - scale)
         smooth = spectrum * _folded(self.phi, 2**scale)
         values: Tensor = torch.fft.ifft2(_folded(smooth, factor)).real / factor**2
@@ -90,13 +99,13 @@ class Scattering(nn.Module):
 
 
 def _modulus(spectrum: Tensor, factor: int) -> Tensor:
-    """Return the modulus of every `factor`-th value of a signal, from its spectrum."""
+    """Return the modulus of every `factor`-th value of a signal, given its spectrum."""
     signal: Tensor = torch.fft.ifft2(_folded(spectrum, factor))
     return signal.abs() / factor**2
 
 
 def _folded(spectrum: Tensor, factor: int) -> Tensor:
-    """Fold a spectrum: that of every `factor`-th value in each direction, times factor^2."""
+    """Return the spectrum of a signal subsampled by `factor` in each direction, times factor^2."""
     if factor == 1:
         return spectrum
     height, width = (length // factor for length in spectrum.shape[-2:])
@@ -111,14 +120,16 @@ def _folded(spectrum: Tensor, factor: int) -> Tensor:
 
 
 def _morlet(size: list[int], scale: int, angle: float, slant: float) -> Tensor:
-    """Return the spectrum of a Morlet wavelet; its mean is 0."""
+    """Return the spectrum of a zero-mean Morlet wavelet."""
     sigma, centre = SIGMA * 2**scale, CENTRE / 2**scale
     wave, envelope = (_gaussian(size, sigma, slant, angle, at) for at in (centre, 0.0))
     return wave - envelope * (wave[0, 0] / envelope[0, 0])
 
 
 def _gaussian(size: list[int], sigma: float, slant: float, angle: float, centre: float) -> Tensor:
-    """Return the spectrum of a Gaussian, sigma wide along `angle` and sigma / slant across it, moved to a frequency."""
+    """Return the spectrum of a frequency-shifted Gaussian, with width sigma along `angle` and sigma
+    / slant across it.
+    """
     periods = 2 * math.pi * torch.arange(-ALIASES, ALIASES + 1, dtype=torch.float64)
     rows, columns = (2 * math.pi * torch.fft.fftfreq(length, dtype=torch.float64) for length in size)
     y = (rows[:, None] + periods).view(len(rows), 1, -1, 1)

@@ -1,4 +1,4 @@
-"""Hashed n-grams of texts: features that no data have shaped."""
+"""Hashed n-grams of texts: features without a learned vocabulary."""
 
 import hashlib
 import re
@@ -15,14 +15,14 @@ SCHEME = "hashed-text-v1"
 
 
 class HashedText:
-    """Counts of words and of pairs of words, hashed into a fixed number of features with signs, of norm 1.
+    """Bag of n-grams with signed feature hashing, L2-normalised.
 
-    There is no vocabulary, which would be a statistic of private texts. Words are hashed by SHA-256, so every
-    machine computes the same features.
+    No vocabulary is used, because it would be a statistic of private texts. Words are hashed by
+    SHA-256, so every machine computes the same features.
 
     Args:
         size: Number of features.
-        words: Number of adjacent words in an n-gram, at most.
+        words: Maximum number of words in an n-gram.
 
     >>> features = HashedText(64)(["The cat sat.", "the CAT sat", "a dog"])
     >>> features.shape, torch.equal(features[0], features[1]), round(float(features[2].norm()), 5)

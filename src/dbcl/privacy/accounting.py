@@ -1,6 +1,7 @@
-"""The plan of a run with a guarantee: its noise, and the part of its budget that is spent.
+"""Privacy plan of a run: its noise, and the spent part of its privacy budget.
 
-All noise of a run is one Gaussian mechanism with sensitivity / sigma = mu (`factorization`, `distributed`).
+All noise of a run is one Gaussian mechanism with sensitivity / sigma = mu (`factorization`,
+`distributed`).
 
 Longer than 350 lines: all quantities of a guarantee are properties of one plan.
 """
@@ -18,18 +19,21 @@ from dbcl.privacy.distributed import NoiseShares
 from dbcl.privacy.factorization import Mechanism, Strategy, Workload, banded, independent, white
 
 MAX_NOISE_TO_WEIGHTS, MAX_NOISE_TO_SIGNAL = 10.0, 3.0
-"""A plan is rejected if its noise is above both: this multiple of the initial weights, and this multiple of the largest
-change that all updates together can make. On MNIST, with one of 1,000 clients as the unit at epsilon 1, they are about
-10 and 2, and a network still reached 88 %."""
+"""Limits of a useful plan: noise relative to the initial weights, and relative to the maximum total
+change by all updates. A plan above both limits is rejected. On MNIST, with one of 1,000 clients as
+the unit at epsilon 1, the ratios are about 10 and 2, and a network still reached 88 %.
+"""
 
 
 STEPS_SUM, STEPS_WHOLE = 100, 10
-"""Grid steps in the clip, times the root of the number of values, at least: rounding a sum to them increases the
-sensitivity by 1 %, and rounding a client's whole update by 0.13 %."""
+"""Minimum number of grid steps in the clip, divided by the square root of the number of values. At
+these minima, rounding increases the sensitivity of a sum by 1 % and of a client's complete update
+by 0.13 %.
+"""
 
 
 class Spent(NamedTuple):
-    """The part of a privacy budget that is spent.
+    """Spent part of a privacy budget.
 
     >>> Spent(mu=1.0, epsilon=4.38, delta=1e-5).epsilon
     4.38
@@ -42,24 +46,26 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan(PrivacyConfig):
-    """The noise of a run with a guarantee: a `PrivacyConfig` and the facts of the run.
+    """Plan of the noise in a run with a guarantee: a `PrivacyConfig` and the parameters of the run.
 
-    With clients as the unit each update is clipped, and their sum is divided by `cohort`. With examples as the unit
-    each gradient is clipped, and their sum over all clients is divided by `batch`. Both denominators are public and do
-    not depend on who answers.
+    With one client as the privacy unit, each update is clipped, and the sum of the updates is
+    divided by `cohort`. With one example as the unit, each gradient is clipped, and the sum of the
+    gradients of all clients is divided by `batch`. Both denominators are public and independent of
+    dropouts.
 
     Args:
         rounds: Number of rounds.
         clients: Number of clients.
         cohort: Number of clients in a round.
-        examples: Number of examples of all clients; needed if the unit is one example.
+        examples: Number of examples of all clients; required if the unit is one example.
         batch: Number of examples in a round.
-        participations: Largest number of rounds in which one unit takes part; 0 for that of turns in a fixed order.
+        participations: Maximum number of rounds in which one unit takes part; 0 selects the number
+            in a fixed cyclic order.
         momentum: Momentum of the server's optimiser.
         lr: Learning rate of the server's optimiser.
-        noise_on_updates: Add the noise to each average update, before an optimiser that need not be linear, such as
-            Adam. Otherwise it is added to the weights.
-        values: Number of values in an update; needed if clients add the noise.
+        noise_on_updates: Add the noise to each average update, which permits nonlinear optimisers
+            such as Adam. Otherwise the noise is added to the weights.
+        values: Number of values in an update; required if clients add the noise.
 
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
     >>> plan.separation, plan.participations, round(plan.mu, 3), round(plan.sigma, 4), round(plan.noise, 4)
@@ -96,7 +102,7 @@ class PrivacyPlan(PrivacyConfig):
             _ = self.shares
 
     def _set_shared(self) -> None:
-        """Fill in what follows from the other facts if clients add the noise."""
+        """Set the fields that depend on other parameters if clients add the noise."""
         if self.colluders is None:
             object.__setattr__(self, "colluders", min(max(1, self.cohort // 5), max(0, self.cohort - 1)))
         if self.unit == "client":  # shares of changing clients cannot be correlated over rounds
@@ -104,7 +110,11 @@ class PrivacyPlan(PrivacyConfig):
 
     @classmethod
     def from_config(cls, config: PrivacyConfig, **facts: Any) -> "PrivacyPlan":
-        """Plan a configuration for a run; `facts` are the arguments of `PrivacyPlan` that it does not have.
+        """Make the plan of a configuration for a run.
+
+        Args:
+            config: Target of the guarantee.
+            facts: Arguments of `PrivacyPlan` that are not in the configuration.
 
         >>> config = PrivacyConfig(epsilon=8, clip=0.2)
         >>> PrivacyPlan.from_config(config, rounds=400, clients=1000, cohort=100).participations
@@ -135,7 +145,7 @@ class PrivacyPlan(PrivacyConfig):
         return [problem for problem, fine in checks.items() if not fine]
 
     def _misfits(self) -> list[str]:
-        """Return the demands of the participation rule that the clients cannot keep."""
+        """Return the requirements of the participation rule that the clients cannot satisfy."""
         problems = []
         if self.counts_attendance and self.least < self._least_overlapping:
             problems.append(
@@ -165,32 +175,36 @@ class PrivacyPlan(PrivacyConfig):
 
     @property
     def shared(self) -> bool:
-        """Return whether clients add the noise, each a share, so that the server need not be trusted."""
+        """Return whether clients add noise shares, so that the server is untrusted."""
         return self.noise_by == "clients"
 
     @property
     def least(self) -> int:
-        """Fewest clients whose sum is revealed if clients add the noise."""
+        """Minimum number of clients in a revealed sum if clients add the noise."""
         return self.fewest or self.cohort
 
     @property
     def counts_attendance(self) -> bool:
-        """Return whether clients may be missing though noise is correlated over rounds: mu depends on who attends."""
+        """Return whether mu depends on attendance: clients may be missing, and the noise is
+        correlated over rounds.
+        """
         return self.shared and self.least < self.cohort and self.strategy.memory > 0
 
     @property
     def _least_overlapping(self) -> int:
-        """Smallest `fewest` with which the signers of one sum and the members of another share an honest client.
+        """Smallest `fewest` for which the signers of one sum and the members of another share an
+        honest client.
 
-        More than half of m members and k colluders sign, at least (m + k) // 2 + 1; of n clients n - k are honest. It
-        also rules out two sums in one round, which need 2 (m - k) <= n - k.
+        At least (m + k) // 2 + 1 members of a sum sign, more than half of its m members and k
+        colluders; of n clients n - k are honest. The condition also excludes two sums in one round,
+        which would require 2 (m - k) <= n - k.
         """
         bad = self.colluders or 0
         return next(m for m in range(bad + 1, self.clients + 1) if m + (m + bad) // 2 + 1 > self.clients + bad)
 
     @cached_property
     def shares(self) -> NoiseShares:
-        """The shares of noise that clients add; only if `shared`."""
+        """Noise shares of the clients; only if `shared`."""
         assert self.colluders is not None
         whole = self.unit == "client"
         least = (STEPS_WHOLE if whole else STEPS_SUM) * math.sqrt(self.values)
@@ -208,46 +222,49 @@ class PrivacyPlan(PrivacyConfig):
 
     @property
     def units(self) -> int:
-        """Number of clients, or of examples if one example is the unit."""
+        """Number of privacy units in the run: clients or examples."""
         return self.examples if self.unit == "example" else self.clients
 
     @property
     def per_round(self) -> int:
-        """Number of units planned for a round: the fixed, public denominator of their sum."""
+        """Planned number of privacy units in a round: the fixed, public denominator of their sum.
+        """
         return self.batch if self.unit == "example" else self.cohort
 
     @cached_property
     def workload(self) -> Workload:
-        """The linear map from average updates to weights."""
+        """Linear map from average updates to weights."""
         return Workload(self.momentum, self.lr, after=not self.noise_on_updates)
 
     @cached_property
     def strategy(self) -> Strategy:
-        """The correlation of the noise over rounds."""
+        """Correlation of the noise over rounds."""
         if self.correlation == "white":
             return white(self.workload)
         return banded(self.separation, self.momentum) if self.correlation == "banded" else independent()
 
     @cached_property
     def mechanism(self) -> Mechanism:
-        """Workload and strategy with the participation rule."""
+        """Noise mechanism: workload, strategy and participation rule."""
         return Mechanism(self.workload, self.strategy, self.rounds, self.separation, self.participations)
 
     @cached_property
     def mu(self) -> float:
-        """Largest mu that keeps the target."""
+        """Largest mu that satisfies the target."""
         return self.shares.mu if self.shared else mu_of(self.epsilon, self.delta)
 
     @cached_property
     def sigma(self) -> float:
-        """Standard deviation of z: sensitivity * clip / (per_round * mu); of shares that of the sum of all."""
+        """Standard deviation of z: sensitivity * clip / (per_round * mu). For noise shares, that of
+        their sum.
+        """
         if self.shared:
             return self.shares.scale * math.sqrt(self.cohort) * self.clip / (self.shares.steps * self.per_round)
         return self.mechanism.mu(sigma=self.mu, clip=self.clip, per_round=self.per_round)
 
     @property
     def grid(self) -> float:
-        """Grid to which noisy values are rounded: a power of two, at most an eighth of sigma.
+        """Grid to which noisy values are rounded: a power of two, at most sigma / 8.
 
         >>> PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100).grid
         0.0009765625
@@ -256,16 +273,21 @@ class PrivacyPlan(PrivacyConfig):
 
     @property
     def noise(self) -> float:
-        """RMS of the noise on the weights over all rounds; with `noise_on_updates` on one average update."""
+        """RMS of the noise on the weights over all rounds; with `noise_on_updates`, on one average
+        update.
+        """
         return self.sigma * self.mechanism.growth
 
     @cached_property
     def _added(self) -> Mechanism:
-        """Mechanism of the noise on the weights; with `noise_on_updates` that of plain addition."""
+        """Mechanism of the noise on the weights. With `noise_on_updates`, the mechanism of plain
+        averaging.
+        """
         return replace(self.mechanism, workload=Workload()) if self.noise_on_updates else self.mechanism
 
     def relative(self, rms: float) -> float:
-        """Return the noise relative to weights of this RMS; with `noise_on_updates` that of plain addition.
+        """Return the noise relative to weights of this RMS. With `noise_on_updates`, plain
+        averaging is assumed.
 
         >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
         >>> round(plan.relative(rms=0.026), 2)
@@ -275,11 +297,16 @@ class PrivacyPlan(PrivacyConfig):
 
     @cached_property
     def reach(self) -> float:
-        """Norm of the largest change of W, by updates that all have the norm `clip` and the same direction."""
+        """Maximum norm of the total change of W: all updates have the norm `clip` and the same
+        direction.
+        """
         return self.clip * float(self._added.workload.coefficients(self.rounds).sum())
 
     def noise_to_signal(self, parameters: int) -> float:
-        """Return the norm of the noise on the last model, relative to `reach`.
+        """Return the norm of the noise on the final model, relative to `reach`.
+
+        Args:
+            parameters: Number of trained parameters.
 
         >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
         >>> round(plan.noise_to_signal(parameters=199_210), 2)
@@ -288,14 +315,26 @@ class PrivacyPlan(PrivacyConfig):
         return self.sigma * float(self._added.growths[-1]) * math.sqrt(parameters) / self.reach
 
     def useful(self, rms: float, parameters: int) -> bool:
-        """Return whether a model with this RMS and number of weights can learn under this noise.
+        """Return whether a model can learn under this noise.
 
-        Noise far above the initial weights wipes them out, which matters only if the updates cannot rise above it.
+        Noise far above the initial weights destroys them, which is harmful only if the updates
+        cannot exceed the noise.
+
+        Args:
+            rms: Root mean square of the initial weights.
+            parameters: Number of trained parameters.
         """
         return self.relative(rms) <= MAX_NOISE_TO_WEIGHTS or self.noise_to_signal(parameters) <= MAX_NOISE_TO_SIGNAL
 
     def require_useful(self, rms: float, parameters: int) -> None:
-        """Raise `GuaranteeError`, with the remedy, if the noise of the target is far above what can be learned.
+        """Raise `GuaranteeError` with remedies if the noise prevents learning.
+
+        Args:
+            rms: Root mean square of the initial weights.
+            parameters: Number of trained parameters.
+
+        Raises:
+            GuaranteeError: The plan is not `useful`.
 
         >>> few = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=10, cohort=10)
         >>> few.require_useful(rms=0.026, parameters=199_210)
@@ -316,7 +355,11 @@ class PrivacyPlan(PrivacyConfig):
         )
 
     def spent(self, *, rounds: int, participations: int) -> Spent:
-        """Return the budget that is spent after these rounds, if no unit took part more often than that.
+        """Return the budget spent after some rounds.
+
+        Args:
+            rounds: Number of rounds.
+            participations: Maximum number of participations of any unit in these rounds.
 
         >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
         >>> round(plan.spent(rounds=100, participations=10).epsilon, 2)
@@ -334,7 +377,10 @@ class PrivacyPlan(PrivacyConfig):
         return Spent(mu, epsilon_of(mu, self.delta), self.delta)
 
     def spent_by(self, attendance: Rows) -> Spent:
-        """Return the budget that is spent by revealing these sums; only if `counts_attendance`.
+        """Return the budget spent by revealing these sums; only if `counts_attendance`.
+
+        Args:
+            attendance: The revealed sums.
 
         >>> plan = PrivacyPlan(
         ...     epsilon=8, delta=1e-5, clip=1.0, unit="example", noise_by="clients", colluders=1, fewest=4,
@@ -376,7 +422,7 @@ class PrivacyPlan(PrivacyConfig):
 
     @property
     def against(self) -> str:
-        """Adversaries against whom the guarantee holds.
+        """Adversaries covered by the guarantee.
 
         >>> PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100).against
         'against clients and the public, with a trusted server'
@@ -395,7 +441,7 @@ class PrivacyPlan(PrivacyConfig):
         return f"{self.least} clients or more{within}"
 
     def _promise_of_shares(self) -> str:
-        """Return `promise` if clients add the noise."""
+        """Return the sentence of `promise` if clients add the noise."""
         against = self.against
         whom = f"(epsilon {self.epsilon:g}, delta {self.delta:g}) differential privacy (mu {self.mu:.4g}) for every"
         if self.unit == "example":
