@@ -1,4 +1,4 @@
-"""Comparison of estimates with the ground truth; no other module reads `truth/`."""
+"""Comparison of estimates with the ground truth. No other module reads the folder `truth/`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,8 +18,13 @@ from dbcl_audit.theory import veil_cosine
 class Scores:
     """Cosines and errors of the estimated changes of one tensor, by round.
 
-    `cosines` are with the true change, `errors` are |estimate - truth| / |truth|. `lags` counts the
-    observed rounds after each one: an attacker that goes backward estimates old rounds best.
+    Args:
+        name: name of the tensor.
+        rounds: scored rounds.
+        lags: number of rounds observed after each scored round. Backward estimators are most
+            accurate for early rounds.
+        cosines: cosine similarities of the estimated and the true changes.
+        errors: relative errors |estimate - truth| / |truth|.
 
     >>> Scores("w", (0, 1), (2, 1), (1.0, 0.0), (0.0, 1.0)).median_cosine(min_lag=2)
     1.0
@@ -32,13 +37,14 @@ class Scores:
     errors: tuple[float, ...]
 
     def median_cosine(self, min_lag: int = 0) -> float:
-        """Return the median cosine of the rounds with at least `min_lag` observed rounds after
-        them.
+        """Return the median cosine over the rounds with at least `min_lag` later observed rounds.
         """
         return self._median(self.cosines, min_lag)
 
     def median_error(self, min_lag: int = 0) -> float:
-        """Return the median relative error of the same rounds."""
+        """Return the median relative error over the rounds with at least `min_lag` later observed
+        rounds.
+        """
         return self._median(self.errors, min_lag)
 
     def _median(self, values: Sequence[float], min_lag: int) -> float:
@@ -47,10 +53,10 @@ class Scores:
 
 
 def true_change(truth: Truth, view: TensorObservations, index: int) -> Tensor:
-    """Return the true change of a tensor from an observed round to the next, as a matrix, less the
-    client's own part.
+    """Return the true change of a tensor between successive observed rounds as a matrix, without
+    the client's own part.
 
-    `index` counts the observed rounds. With momentum on the server it is the contribution of the
+    `index` counts the observed rounds. With server momentum, the result is the contribution of this
     round's updates alone.
 
     >>> from dbcl_audit.examples import example_batches
@@ -67,7 +73,7 @@ def true_change(truth: Truth, view: TensorObservations, index: int) -> Tensor:
 
 
 def score(truth: Truth, view: TensorObservations, changes: Iterable[Tensor]) -> Scores:
-    """Compare an estimator's changes of one tensor with the true ones.
+    """Compare an estimator's changes of one tensor with the true changes.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.estimators.observations import tensor_observations
@@ -88,8 +94,8 @@ def score(truth: Truth, view: TensorObservations, changes: Iterable[Tensor]) -> 
 
 
 def predicted_cosine(truth: Truth, view: TensorObservations, veil: float) -> float:
-    """Return the isotropic formula 1 / (1 + 4 kappa^2)^(1/4), with the true size of the others'
-    updates.
+    """Return the predicted cosine of the isotropic formula, (1 + 4 kappa^2)^(-1/4), computed with
+    the true size of the other clients' updates.
 
     >>> from dbcl_audit.examples import example_batches
     >>> from dbcl_audit.estimators.observations import tensor_observations

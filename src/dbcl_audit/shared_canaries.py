@@ -1,12 +1,14 @@
-"""Canaries in a run whose clients add the noise: what the server, colluding clients and the public can tell.
+"""Canaries in a run in which clients add the noise: measured epsilon for the server, colluding
+clients and the public.
 
-Secure aggregation shows the server S_t = sum_i (q_i + eta_i)_t with eta_i = rint(s C^-1 z_i)
-(`dbcl.privacy.distributed`). An adversary knows all examples but the canaries, so it computes
-C (S - known) = C x + s sum z_i. The server alone has the noise of all n clients against it. With k
-colluding clients it subtracts their noise, too, and h = n - k shares are left: the theorem is for
-this adversary. Anyone with the finished model sees one linear combination of all sums.
+With secure aggregation the server receives S_t = sum_i (q_i + eta_i)_t, where eta_i = rint(s C^-1
+z_i) (`dbcl.privacy.distributed`). An adversary is assumed to know all examples except the canaries,
+and can compute C (S - known) = C x + s sum z_i. The server alone faces the noise of all n clients.
+The server and k colluding clients can subtract the colluders' noise, which leaves h = n - k noise
+shares; the guarantee is stated for this adversary. An adversary that has only the released model
+observes one linear combination of all sums.
 
-The score of a canary is that of `canaries`: a matched filter in a direction of its own.
+The score of a canary is computed as in `canaries`: a matched filter in the canary's direction.
 """
 
 import copy
@@ -41,13 +43,17 @@ from dbcl_audit.canaries import (
 Vector = NDArray[np.float64]
 
 QUIET_ERRORS = 5.0
-"""Standard errors below the planned noise from which on a client's share is called too small."""
+"""Number of standard errors below the planned noise at which a client's noise share is reported as
+too small.
+"""
 QUIET_TOLERANCE = 0.01
-"""Relative shortfall of a client's noise that is not looked at: rounding, and directions that are not exact."""
+"""Relative shortfall of a client's noise that is ignored. Covers rounding and deviations of the
+directions from orthonormality.
+"""
 
 
 class Silent(NoiseStream):
-    """Stream without noise: a canary's own vector, of which only the data count.
+    """Noise stream of zeros, for a canary's vector, which has no noise of its own.
 
     >>> from dbcl.privacy import Workload, independent
     >>> from dbcl.privacy.distributed import NoiseShares
@@ -65,21 +71,22 @@ class Silent(NoiseStream):
 
 
 class SharedCanaries(ForwardingServer):
-    """Server for engines that adds canaries to a run whose clients add the noise.
+    """Server for engines that adds canaries to a run in which clients add the noise.
 
-    Where one example is the unit, the data of one client get the sum of what all canaries add, in
-    rounds 0, b, 2b, ...: the client's own code clamps, rounds and noises it with the rest. Each has
-    the norm that `contribution` gives for a broadcast: what a real extreme example changes in a
-    client's vector. Where one client is the unit, each canary is a client that sends three times
-    too much and comes back too early; its own code clips, rounds and refuses, and what it sends is
-    added to the sum that is observed.
+    If the privacy unit is one example, the sum of all canaries' contributions is added to one
+    client's data in rounds 0, b, 2b, ..., and this client's own code clamps, rounds and adds noise.
+    Each canary has the norm that `contribution` returns for a broadcast: the change of a client's
+    vector by a real extreme example. If the unit is one client, each canary is a client whose
+    update exceeds the clip by a factor of 3 and that also takes part one round too early. Its own
+    code clips and rounds the update or rejects the round, and the result is added to the observed
+    sum.
 
     Args:
-        server: The server of the run, with its clients.
-        plan: The guarantee that is measured, `server.privacy`.
-        count: Number of canaries; by default as `Canaries` has it.
-        seed: Source of the directions.
-        contribution: Norm that an extreme example contributes; by default the planned clip.
+        server: Server of the run, with its clients.
+        plan: Guarantee to measure, `server.privacy`.
+        count: Number of canaries; the default is that of `Canaries`.
+        seed: Seed of the directions.
+        contribution: Norm of an extreme example's contribution; by default the planned clip.
 
     >>> import dbcl
     >>> plan = PrivacyPlan(
@@ -123,22 +130,24 @@ class SharedCanaries(ForwardingServer):
         """Largest contribution of an example so far, relative to the planned sensitivity."""
         self._smallest = plan.shares.steps / plan.shares.sensitivity
         self.quiet: tuple[str, ...] = ()
-        """Clients whose noise is smaller than planned, beyond chance."""
+        """Clients whose noise is smaller than planned by more than sampling error explains."""
         self._contribution = contribution or (lambda broadcast: plan.clip)
         self._start = self._weights(server.weights())
         self._directions = orthonormal(math.ceil(2.5 * self.count), torch.from_numpy(self._start).float(), seed)
         self._canaries = NoisySum(plan, Silent(plan.shares, bytes(32)))
         self._used: list[bool] = []
         self._left: list[Vector] = []
-        """Products of the directions with each sum, less all data that are known."""
+        """Inner products of the directions with each sum, after subtracting all known data."""
         self._known: list[Vector] = []
-        """Products of the directions with the data that an owner of the model subtracts."""
+        """Inner products of the directions with the data that an adversary with the released model
+        subtracts.
+        """
         self._noise: list[dict[str, Vector]] = []
-        """Products of the directions with the noise of each client, by round."""
+        """Inner products of the directions with the noise of each client, by round."""
 
     @torch.no_grad()
     def close_round(self, updates: Updates) -> RoundReport:
-        """Close the round with the canaries among the data, and record what adversaries see."""
+        """Close the round with the canaries added, and record the adversaries' observations."""
         if not isinstance(updates, Mapping):
             raise AuditError("a guarantee counts who takes part: give the updates as a dictionary by their senders")
         plan, broadcast = self.privacy, self.server.open_round("canaries")
@@ -170,10 +179,11 @@ class SharedCanaries(ForwardingServer):
         return report
 
     def estimates(self) -> dict[str, CanaryEstimate]:
-        """Estimate mu for each adversary from the rounds so far, beside the one that is stated for it.
+        """Estimate mu for each adversary from the completed rounds, together with the mu stated for
+        this adversary.
 
-        "server" sees sums with the noise of all clients, "colluders" are the server and the planned
-        number of clients, and "anyone" has the released model.
+        "server" receives sums with the noise of all clients. "colluders" are the server and the
+        planned number of clients. "anyone" has only the released model.
         """
         if not any(self._used):
             raise AuditError("no canary has taken part yet")
@@ -197,7 +207,9 @@ class SharedCanaries(ForwardingServer):
         return self.privacy.clip / self.privacy.shares.steps
 
     def _estimate(self, y: Vector, signal: Vector, size: float, colluders: int) -> CanaryEstimate:
-        """Return the estimate from what an adversary sees. (rows, directions)"""
+        """Return the estimate from an adversary's observations, which have shape (rows,
+        directions).
+        """
         seen, unseen, spare = np.split(y, [self.count, 2 * self.count], axis=1)
         stated = self._stated(colluders)
         # From other directions than those that the filter is judged by.
@@ -214,7 +226,9 @@ class SharedCanaries(ForwardingServer):
         )
 
     def _stated(self, colluders: int) -> Spent:
-        """Return what the plan states of these rounds against the server and this many clients."""
+        """Return the guarantee that the plan states for the completed rounds against the server and
+        `colluders` clients.
+        """
         plan, rounds = self.privacy, len(self._used)
         turns = min(plan.participations, -(-rounds // plan.separation))
         spent = plan.spent(rounds=rounds, participations=turns)
@@ -247,7 +261,9 @@ class SharedCanaries(ForwardingServer):
         return np.asarray(own.state().tensors["row"].numpy(), dtype=np.float64)
 
     def _sizes(self) -> dict[str, tuple[float, float]]:
-        """Return the size of each client's noise relative to the plan, and the smallest that chance explains."""
+        """Return for each client the standard deviation of its noise relative to the plan, and the
+        minimum explained by sampling error.
+        """
         names = dict.fromkeys(name for each in self._noise for name in each)
         correlated = self.privacy.strategy.memory > 0
         C, found = lower_triangular(self.privacy.strategy.coefficients(len(self._noise))), {}
@@ -259,12 +275,16 @@ class SharedCanaries(ForwardingServer):
         return found
 
     def _loudest(self, noise: Mapping[str, Vector], sizes: Mapping[str, tuple[float, float]]) -> Vector:
-        """Return the noise of a round's colluders: the clients whose noise protects the others most."""
+        """Return the noise of a round's colluders. Clients with the largest noise are chosen,
+        because subtracting their noise is the worst case.
+        """
         names = sorted(noise, key=lambda name: -sizes[name][0])[: self.privacy.colluders]
         return np.asarray(sum(noise[name] for name in names), dtype=np.float64)
 
     def _sent(self, broadcast: Broadcast) -> Vector | None:
-        """Return the sum of what canaries contribute in this round; None if it is none of their rounds."""
+        """Return the sum of the canaries' contributions in this round, or None if canaries do not
+        take part.
+        """
         plan, rows = self.privacy, self._directions[: self.count]
         if plan.unit == "example":
             if broadcast.round % plan.separation:
@@ -292,18 +312,20 @@ class SharedCanaries(ForwardingServer):
         return total
 
     def _data(self, update: Update, broadcast: Broadcast) -> Vector:
-        """Return the values of a client's update without noise, as the client's code takes them."""
+        """Return the values of a client's update without noise, after the client's own
+        preprocessing.
+        """
         if self.privacy.unit == "example":
             return sum_vector(update, broadcast)
         return update_vector(update, broadcast, self.privacy.clip)[0]
 
     def _sent_by(self, name: str, update: Update, broadcast: Broadcast) -> Vector:
-        """Return what a client is about to send before it is masked: rounded data and its noise."""
+        """Return a client's vector before masking: rounded data plus the client's noise."""
         vector, _ = copy.deepcopy(self.server.client(name).encoding).vector(update, broadcast)
         return np.asarray(vector * self._grid, dtype=np.float64)
 
     def _weights(self, tensors: Mapping[str, Tensor]) -> Vector:
-        """Return weights in the order of the plan."""
+        """Return the weights as one vector, in the order of the plan."""
         return flat({each.name: tensors[each.name].detach() for each in self.server.plan.tensors})
 
     def _dots(self, vectors: Sequence[Vector]) -> Vector:

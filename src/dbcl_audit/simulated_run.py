@@ -1,10 +1,11 @@
-"""Short runs played by the auditor, who therefore knows what every client trained on.
+"""Short runs simulated by the auditor, with known training examples of every client.
 
-`simulate_batches` plays single steps of plain SGD on batches that a script names: that shows a
-single batch most clearly, and is the setting of the paper. Client 0 is the attacker, client 1 the
-victim, the others are bystanders; or one client of every lane attacks (`colluders_of`), and client
-0 is a bystander. `simulate_run` plays a run as it is: fixed shards, local steps, momentum, cohort,
-participation and server of the run. A client then shows the same examples in every round.
+`simulate_batches` simulates single steps of plain SGD on scripted batches. This is the setting of
+the paper, and reveals a single batch most clearly. Client 0 is the attacker, client 1 the victim,
+and the other clients are bystanders. Alternatively, one client of every lane attacks
+(`colluders_of`) and client 0 is a bystander. `simulate_run` simulates the settings of the audited
+run: fixed shards, local steps, momentum, cohort, participation and server. Each client then trains
+on the same examples in every round.
 
 Longer than 350 lines, because both kinds of runs share recorded transcripts and their types.
 """
@@ -35,16 +36,16 @@ from dbcl.transcripts import Recorder, RoundRecord, Setting, Transcript, Truth
 
 ATTACKER, VICTIM = 0, 1
 MIN_NON_MEMBERS = 10
-"""Examples that no client has, below which members cannot be told from others."""
+"""Minimum number of examples that no client has, needed as non-members."""
 SEED_LABEL = "rehearsal"  # the label of versions up to 0.2, so that recorded figures can be repeated
 Script = NDArray[np.int64]
-"""Rows of the examples of each batch, of shape (rounds, clients, batch)."""
+"""Example indices of each batch, shape (rounds, clients, batch)."""
 NO_SCRIPT = np.zeros((0, 0, 0), dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class ScriptedTraining(LocalTraining):
-    """One step a round, on the examples that a script names.
+    """Local training with one step per round, on the batch given by `script`.
 
     >>> training = ScriptedTraining(steps=1, script=np.array([[[4, 2], [7, 7]]]))
     >>> [batch.tolist() for batch in training.batches(10, seed=bytes(32), round=0, client=1)]
@@ -58,10 +59,14 @@ class ScriptedTraining(LocalTraining):
 
 
 class ServerObservation(NamedTuple):
-    """The server's observation of the victim's update: alone, or the mean of several clients'
-    updates.
+    """The server's observation of the victim's update: the update itself, or the mean of several
+    clients' updates.
 
-    `clients` are those whose updates are in `tensors`, the victim first.
+    Attributes:
+        seen: record of the round.
+        broadcast: broadcast of the victim's lane.
+        tensors: the update, or the mean of the updates.
+        clients: clients whose updates are included, the victim first.
     """
 
     seen: RoundRecord
@@ -72,7 +77,8 @@ class ServerObservation(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """A finished simulated run: the transcripts of attacker and server, and the ground truth.
+    """A completed simulated run: the transcripts of the attacker and the server, and the ground
+    truth.
 
     >>> SimulatedRun(Path("somewhere"), np.zeros((3, 2, 1), dtype=np.int64)).truth.folder.name
     'truth'
@@ -81,11 +87,12 @@ class SimulatedRun:
     folder: Path
     script: Script
     make_model: Callable[[int], nn.Module] | None = None
-    """Makes the network, where its name in the transcripts does not suffice."""
+    """Builds the network, if the network's name in the transcripts is not sufficient."""
     colluders: tuple[int, ...] = ()
-    """The attacker and its allies; empty where client 0 attacks alone."""
+    """The attacker and its allies; empty if client 0 attacks alone."""
     bound: float | None = None
-    """Norm to which updates are clipped under secure aggregation; None without it."""
+    """Norm to which updates are clipped under secure aggregation; None without secure aggregation.
+    """
 
     @property
     def adversary(self) -> str:
@@ -110,10 +117,10 @@ class SimulatedRun:
         return Truth(self.folder)
 
     def server_observation(self, round: int, victim: int = VICTIM) -> ServerObservation:
-        """Return what the server receives of a client's update in a round.
+        """Return the server's observation of a client's update in a round.
 
-        Under secure aggregation that is the mean of the clipped and quantized updates of the
-        client's lane.
+        Under secure aggregation, the observation is the mean of the clipped and quantized updates
+        of the client's lane.
         """
         seen = self.server[round]
         plan, together = self.lane_of(round, victim)
@@ -136,9 +143,10 @@ class SimulatedRun:
 
     def lane_of(self, round: int, client: int) -> tuple[str, list[int]]:
         """Return the digest of the plan that a client answered in a round, and all clients that
-        answered it.
+        answered the same plan.
 
-        The auditor tells attackers. The server's transcript lacks it where it has sums alone.
+        The auditor gives both to attackers. If the server's transcript contains only sums, both
+        come from the ground truth.
         """
         updates = self.server[round].updates
         if str(client) not in updates:
@@ -162,24 +170,25 @@ def simulate_batches(
     colluders: tuple[int, ...] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> SimulatedRun:
-    """Play single steps on scripted batches under a run's plan, veil and wire format; record
-    attacker and server.
+    """Simulate single steps on scripted batches with a run's plan, veil and wire format, and record
+    the attacker and the server.
 
-    All secrets follow from `seed`, so that the run can be repeated; that is safe, since every party
-    is the auditor's.
+    All secrets are derived from `seed` to make the run reproducible. This is safe because the
+    auditor controls every party.
 
     Args:
-        config: Settings of the run: network, sketch, veil and lanes are taken from it.
+        config: Settings of the run. Only the network, sketch, veil, lanes and learning rate are
+            used.
         task: Data and network.
-        script: Rows of the examples of each batch.
+        script: Example indices of each batch.
         folder: Destination of the transcripts.
-        seed: Source of all randomness.
-        weights: Initial weights. Default: those of a run with these settings.
-        colluders: Clients that attack together in place of client 0.
-        progress: Called after each round with the rounds done and the rounds in all.
+        seed: Seed of all random draws.
+        weights: Initial weights. Default: the initial weights of a run with these settings.
+        colluders: Clients that attack together instead of client 0.
+        progress: Called after each round with the number of completed rounds and the total number.
 
     Returns:
-        The finished run.
+        The completed run.
 
     >>> import tempfile
     >>> from dbcl.simulation import task_of
@@ -227,11 +236,11 @@ def simulate_batches(
 
 
 def colluders_of(lanes: int) -> tuple[int, ...]:
-    """Clients that are in all lanes together, the victim not among them, of 2 x lanes parties or
-    more.
+    """Return clients that cover all lanes and exclude the victim, for runs with at least 2 x lanes
+    parties.
 
-    The server spreads clients over the lanes in blocks of as many as there are lanes; these are the
-    second block.
+    The server assigns clients to lanes in blocks whose size is the number of lanes. The colluders
+    are the second block.
 
     >>> colluders_of(2)
     (2, 3)
@@ -240,8 +249,8 @@ def colluders_of(lanes: int) -> tuple[int, ...]:
 
 
 def draw_batches(examples: NDArray[np.int64], shape: tuple[int, ...], seed: int) -> Script:
-    """Draw batches of random examples; the last axis is one batch, without repetition if there are
-    enough examples.
+    """Draw batches of random examples, without replacement within a batch if there are enough
+    examples. The last axis is one batch.
 
     >>> draw_batches(np.arange(100), (3, 2, 8), seed=0).shape
     (3, 2, 8)
@@ -255,10 +264,13 @@ def draw_batches(examples: NDArray[np.int64], shape: tuple[int, ...], seed: int)
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """Fixed shards of a simulated run, as rows of `examples`.
+    """Fixed shards of a simulated run, as indices of `examples`.
 
-    `own` are the attacker's examples besides its shard, on which no client trains. `others` are
-    examples that no client has: non-members.
+    Args:
+        examples: all examples of the simulated run.
+        of_clients: shard of each client.
+        own: the attacker's examples outside its shard, on which no client trains.
+        others: non-members, examples that no client has.
 
     >>> from dbcl.simulation import task_of
     >>> made = shards_of(RunConfig(), task_of(RunConfig()), clients=2)
@@ -272,17 +284,18 @@ class Shards:
     others: Rows
 
     def members(self, without: tuple[int, ...] = (0,)) -> Rows:
-        """Rows of all clients except those in `without`."""
+        """Return the indices of all clients' examples, except for the clients in `without`."""
         return np.concatenate([rows for client, rows in enumerate(self.of_clients) if client not in without])
 
 
 def shards_of(
     config: RunConfig, task: Task, *, clients: int | None = None, own: int = 2000, others: int = 1000, seed: int = 0
 ) -> Shards:
-    """Return the shards of `clients` clients of a run, or of all, and examples that no client has.
+    """Return the shards of `clients` clients of a run (default: all), and examples that no client
+    has.
 
-    Half of the remaining examples, at most `own`, are the attacker's; at most `others` are
-    non-members.
+    Among the remaining examples, up to `others`, but at most half, are non-members, and up to `own`
+    belong to the attacker.
 
     >>> from dbcl.simulation import task_of
     >>> len(shards_of(RunConfig(), task_of(RunConfig())).of_clients)
@@ -304,7 +317,7 @@ def shards_of(
 
 @dataclass(frozen=True, eq=False)
 class ShardRun:
-    """A finished run with fixed shards: its records, its shards, and the model that it releases.
+    """A completed run with fixed shards: its records, its shards, and the released model.
 
     >>> ShardRun(RunConfig(), None, SimulatedRun(Path("somewhere"), NO_SCRIPT), {}).config.sketch.veil
     0.2
@@ -317,7 +330,7 @@ class ShardRun:
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The attacker and its allies."""
+        """The attacker and its allies, by client number."""
         return self.recorded.colluders
 
 
@@ -333,8 +346,8 @@ def simulate_run(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> ShardRun:
-    """Play a run's settings with fixed shards; record the server and the client that takes part
-    most often.
+    """Simulate a run's settings with fixed shards, and record the server and the client that takes
+    part most often.
 
     Args:
         config: Settings of the run.
@@ -342,13 +355,13 @@ def simulate_run(
         shards: Examples of each client.
         folder: Destination of the transcripts.
         rounds: Number of rounds.
-        cohort: Clients in a round. Default: all.
-        allies: Further clients that are recorded, those that take part most often.
-        seed: Source of all randomness.
-        progress: Called after each round with the rounds done and the rounds in all.
+        cohort: Number of clients in a round. Default: all.
+        allies: Number of additional recorded clients, chosen by how often they take part.
+        seed: Seed of all random draws.
+        progress: Called after each round with the number of completed rounds and the total number.
 
     Returns:
-        The finished run.
+        The completed run.
 
     >>> import tempfile
     >>> from dbcl.simulation import preset, task_of

@@ -1,4 +1,4 @@
-"""Parts of an audit that simulate single steps of SGD, on batches that the auditor chooses."""
+"""Parts of an audit that simulate single SGD steps on batches chosen by the auditor."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,14 +33,16 @@ from dbcl_audit.simulated_run import (
 )
 
 PROPERTY_NOISE_SCALE = 10.0
-"""Batches are fresh in every round, so that a round must stand out from its neighbours."""
+"""Ratio of the other clients' deviations to the expected deviations. Large, because fresh batches
+in every round make successive updates differ.
+"""
 SINGLE = "{clients} parties, single steps on fresh batches"
 """Name of these simulated runs in findings."""
 
 
 def attack_properties(context: AuditContext) -> list[Finding]:
-    """Infer updates and properties, where the victim's batches all have the property or all lack
-    it.
+    """Infer updates and properties in a run in which either all or none of the examples in a
+    victim's batch have the property.
     """
     own, script = property_script(context.task, context.effort, context.clients, context.seed)
     context.tell("simulated run: batches with and without a property")
@@ -68,7 +70,7 @@ def attack_properties(context: AuditContext) -> list[Finding]:
 
 
 def property_steps(context: AuditContext) -> int:
-    """Expected steps of `attack_properties`."""
+    """Expected progress steps of `attack_properties`."""
     effort, estimators = context.effort, len(context.effort.estimators)
     if context.guaranteed:
         return 0
@@ -84,8 +86,8 @@ def _filters(effort: AuditEffort) -> int:
 
 
 def attack_colluding(context: AuditContext) -> list[Finding]:
-    """Infer updates and properties, where one client of each lane shares its observations with the
-    others.
+    """Infer updates and properties in a run in which one client of each lane colludes with those of
+    the other lanes.
     """
     lanes, clients = context.lanes, max(context.clients, 2 * context.lanes)
     own, script = property_script(context.task, context.effort, clients, context.seed)
@@ -100,7 +102,7 @@ def attack_colluding(context: AuditContext) -> list[Finding]:
 
 
 def colluding_steps(context: AuditContext) -> int:
-    """Expected steps of `attack_colluding`."""
+    """Expected progress steps of `attack_colluding`."""
     if context.guaranteed or context.lanes == 1:
         return 0
     return 6 + context.effort.rounds + 2 * context.tensors + _filters(context.effort)
@@ -121,8 +123,8 @@ def _simulate(
 
 
 def _over_all_rounds(simulated: SimulatedRun, context: AuditContext, own: Rows) -> list[Finding]:
-    """Infer updates and properties from all rounds together, with the drift of the attacker's own
-    examples.
+    """Infer updates and properties from all rounds together, with the drift computed from the
+    attacker's own examples.
     """
     context.tell("updates, over all rounds: the drift")
     task, count = context.task, context.effort.property_examples
@@ -147,17 +149,18 @@ def _in_single_steps(findings: Sequence[Finding], clients: int) -> list[Finding]
 def property_script(task: Task, effort: AuditEffort, clients: int, seed: int) -> tuple[Rows, Script]:
     """Draw the attacker's own examples and every client's batches.
 
-    Half of the examples are the attacker's, the other clients train on the rest. The victim's
-    batches all have the property of the task or all lack it, if one is known.
+    The attacker has half of the examples, and the other clients train on the other half. If the
+    task has a known property, either all or none of the examples in a victim's batch have the
+    property.
 
     Args:
         task: Data of the run.
-        effort: Rounds and batch size.
+        effort: Number of rounds and batch size.
         clients: Number of clients.
-        seed: Source of the draws.
+        seed: Seed of the random draws.
 
     Returns:
-        Rows of the attacker's own examples, and the script.
+        Indices of the attacker's own examples, and the script.
 
     Raises:
         DataError: Too few examples have the property, or too few lack it.
@@ -186,7 +189,8 @@ def property_script(task: Task, effort: AuditEffort, clients: int, seed: int) ->
 
 
 def attack_images(context: AuditContext) -> list[Finding]:
-    """Recover images and labels, where every client trains on a single image a round."""
+    """Recover images and labels in a run in which every client trains on a single image per round.
+    """
     config, dataset, effort = context.config, context.task.pictures, context.effort
     if dataset is None:
         context.not_attacked["images and labels"] = context.task.why_no_pictures
@@ -216,7 +220,7 @@ def attack_images(context: AuditContext) -> list[Finding]:
 
 
 def image_steps(context: AuditContext) -> int:
-    """Expected steps of `attack_images`."""
+    """Expected progress steps of `attack_images`."""
     if context.guaranteed:
         return 0
     each_image = 4 + context.effort.inverting  # two by the server, two by a client
@@ -228,8 +232,8 @@ def _image_rounds(effort: AuditEffort) -> int:
 
 
 def attack_fixed_images(context: AuditContext) -> list[Finding]:
-    """Recover images and labels, where two clients train and the victim has one image for all
-    rounds.
+    """Recover images and labels in runs with two clients, in which the victim trains on the same
+    image in every round.
     """
     dataset, effort = context.task.pictures, context.effort
     if dataset is None or context.clients != 2:
@@ -247,6 +251,6 @@ def attack_fixed_images(context: AuditContext) -> list[Finding]:
 
 
 def fixed_image_steps(context: AuditContext) -> int:
-    """Expected steps of `attack_fixed_images`."""
+    """Expected progress steps of `attack_fixed_images`."""
     effort = context.effort
     return effort.fixed_images * (effort.fixed_rounds + effort.fixed_steps) if context.follows_updates else 0

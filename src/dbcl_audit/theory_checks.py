@@ -1,4 +1,4 @@
-"""Simulations of the formulas in theory.py: means over many draws, with their standard errors."""
+"""Simulations of the formulas in `theory.py`: means over many draws, with standard errors."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from dbcl_audit.theory import linear_error, option_one, option_one_error, produc
 
 @dataclass(frozen=True)
 class Check:
-    """Formula and simulation of one quantity: `error` is the standard error of `measured`.
+    """Predicted and simulated value of one quantity. `error` is the standard error of `measured`.
 
     >>> Check("a mean", 1.02, 1.0, 0.01).deviation
     2.0
@@ -27,7 +27,7 @@ class Check:
 
     @property
     def deviation(self) -> float:
-        """Difference in standard errors."""
+        """Difference between measured and predicted value, in standard errors."""
         gap = self.measured - self.predicted
         return round(gap / self.error, 6) if self.error else (0.0 if abs(gap) < 1e-9 else math.copysign(math.inf, gap))
 
@@ -90,7 +90,8 @@ def simulate_product(
 
 
 def simulate_unbiased(scheme: str, *, dim: int = 25, width: int = 12, draws: int = 1000, seed: int = 0) -> list[Check]:
-    """Simulate E[S S^T] = I: the mean of x S S^T y^T for a few fixed pairs, against x y^T.
+    """Simulate E[S S^T] = I: compare the mean of x S S^T y^T with x y^T for three fixed pairs of
+    vectors.
 
     >>> [abs(check.deviation) < 4 for check in simulate_unbiased("count-v1", draws=100)]
     [True, True, True]
@@ -104,8 +105,8 @@ def simulate_unbiased(scheme: str, *, dim: int = 25, width: int = 12, draws: int
 
 
 def simulate_listing(*, dim: int = 25, ratio: int = 2, draws: int = 1000, seed: int = 0) -> Check:
-    """Simulate the bias of the paper's listing: it keeps q floor(dim / q) inputs, so E |x S|^2 is
-    that share of |x|^2.
+    """Simulate the bias of the listing in the paper, which keeps q floor(dim / q) inputs: E |x S|^2
+    is this fraction of |x|^2.
 
     >>> check = simulate_listing(draws=100)
     >>> check.predicted, abs(check.deviation) < 4
@@ -123,10 +124,10 @@ def simulate_listing(*, dim: int = 25, ratio: int = 2, draws: int = 1000, seed: 
 
 
 def simulate_veil(kappa: float, *, rounds: int = 20_000, seed: int = 0) -> Check:
-    """Simulate the veil: a scalar random walk seen in noise of size kappa, and the cosine of its
-    smoothed steps.
+    """Simulate the veil: the cosine between the smoothed and the true steps of a scalar random walk
+    observed in noise of size kappa.
 
-    The standard error comes from 20 blocks of rounds.
+    The standard error is computed from 20 blocks of rounds.
 
     >>> abs(simulate_veil(2.0).deviation) < 4
     True
@@ -147,7 +148,7 @@ def simulate_veil(kappa: float, *, rounds: int = 20_000, seed: int = 0) -> Check
 
 
 def draw_weights(dout: int, dim: int, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw the weights of the simulations, W_old and W_new = W_old - D, where D is a tenth of them;
+    """Draw the weights of the simulations: W_old, W_new = W_old - D with D of a tenth of the size,
     and a detector V.
 
     >>> [tuple(each.shape) for each in draw_weights(4, 24, 2, seed=0)]

@@ -1,4 +1,4 @@
-"""An audit as one HTML page that opens without a network."""
+"""Report of an audit as one HTML page without external resources."""
 
 import base64
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def page(audit: Audit) -> str:
-    """Return one HTML page with the whole audit; it loads nothing from the network and runs no
+    """Return one HTML page with the whole audit. The page loads no external resources and runs no
     script.
 
     >>> page(Audit("<b>", {}, {}, (), (), 1.0)).count("<b>")
@@ -66,7 +66,7 @@ def page(audit: Audit) -> str:
 
 
 def _made(audit: Audit) -> dict[str, Any]:
-    """Settings of the audit; an old audit has fewer."""
+    """Return the settings of the audit. Audits of older versions have fewer settings."""
     known = {
         "date": audit.date,
         "dbcl version": audit.version,
@@ -93,7 +93,9 @@ def _worst_by(findings: Iterable[Finding], key_of: Callable[[Finding], Key]) -> 
 
 
 def _found(audit: Audit) -> list[str]:
-    """Describe the worst finding of each target and adversary in a sentence, the worst first."""
+    """Describe the worst finding of each target and adversary in a sentence, in descending order of
+    severity.
+    """
     worst = _worst_by(audit.findings, lambda each: (each.target, each.adversary))
     ranked = sorted((each for each in worst.values() if word(each) != FAILED), key=severity, reverse=True)
     return [sentence(finding, audit.property_name) for finding in ranked]
@@ -171,8 +173,8 @@ def _unique(entries: Iterable[str]) -> list[str]:
 
 
 def _images(findings: Sequence[Finding]) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """Return for each finding with images its title and, for each image, caption, PNG and text
-    alternative.
+    """Return for each finding with images its title and, for each image, the caption, the PNG and
+    the alternative text.
     """
     found = []
     for finding in findings:

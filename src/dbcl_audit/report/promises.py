@@ -1,4 +1,6 @@
-"""Sentences about runs with a guarantee: the promise, its adversaries, and what a measurement proves."""
+"""Sentences about runs with a guarantee: its statement, its adversaries, and the meaning of a
+measurement.
+"""
 
 from dbcl_audit.findings import Audit, Finding, Measure
 from dbcl_audit.report.measures import plain_text
@@ -60,7 +62,8 @@ def promised(audit: Audit) -> bool:
 
 
 def shared_by(audit: Audit) -> int | None:
-    """Return how many colluding clients are tolerated if clients add the noise of a guarantee, or None.
+    """Return the number of tolerated colluding clients if clients add the noise of a guarantee,
+    otherwise None.
 
     >>> shared_by(Audit("a", {"epsilon": 2.0, "noise_by": "clients", "colluders": 2}, {}, (), (), 1.0))
     2
@@ -72,7 +75,7 @@ def shared_by(audit: Audit) -> int | None:
 
 
 def colluding(count: int) -> str:
-    """Return a number of colluding clients in words.
+    """Return a number of colluding clients as text.
 
     >>> colluding(1), colluding(2)
     ('1 colluding client', '2 colluding clients')
@@ -81,7 +84,7 @@ def colluding(count: int) -> str:
 
 
 def proof_text(audit: Audit) -> str:
-    """Describe what a measured epsilon proves, and against whom the theorem holds.
+    """Describe what a measured epsilon shows, and the adversaries for which the theorem holds.
 
     >>> proof_text(Audit("a", {"epsilon": 2.0, "noise_by": "clients", "colluders": 2}, {}, (), (), 1.0))[-70:]
     'the server, up to 2 colluding clients and everyone who gets the model.'
@@ -124,7 +127,7 @@ def promise_verdict(finding: Finding, audit: Audit) -> tuple[int, str, str]:
 
 
 def about_promise(audit: Audit, server: str) -> list[str]:
-    """Explain a measured guarantee; `server` says what a trusted server sees.
+    """Explain a measured guarantee. `server` describes the data that a trusted server receives.
 
     >>> about_promise(Audit("a", {"epsilon": 2.0, "sketch": "identity-v1"}, {}, (), (), 1.0), "It is trusted.")
     ['It is trusted.']

@@ -1,4 +1,4 @@
-"""Ratings of findings: levels of a leak, the worst finding of each risk, and exceeded limits."""
+"""Ratings of findings: severity of a leak, worst finding of each risk, and exceeded limits."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -31,8 +31,8 @@ RANK = {
     FAILED: 0,
 }
 CONFIDENT = ("share", "tpr", "auc", "accuracy")
-"""Families whose intervals are of confidence; those of cosines and images are the spread over
-rounds and images.
+"""Families of measures with confidence intervals. The intervals of other measures are the range
+over rounds or images.
 """
 LIMITS = tuple(dict.fromkeys(each.family for each in Measure if each is not Measure.ERROR))
 
@@ -72,7 +72,7 @@ class Risk:
 
 
 def word(finding: Finding) -> str:
-    """Rate a finding in a few words, by `RULES`: its value against the value that guessing gives.
+    """Rate a finding by `RULES`: compare its value with the chance level.
 
     >>> word(Finding("rewind", "client", "adaptive", "update", "cosine", 0.99))
     'as bad as no defence'
@@ -94,7 +94,7 @@ def word(finding: Finding) -> str:
 
 
 def _against_stated(finding: Finding) -> str:
-    """Rate a measured epsilon against the stated one."""
+    """Rate a measured epsilon by comparing it with the stated epsilon."""
     if finding.budget.get("holds") is False:
         return BROKEN
     low, stated = finding.low, finding.budget.get("stated epsilon")
@@ -106,8 +106,8 @@ def _against_stated(finding: Finding) -> str:
 
 
 def risks(audit: Audit) -> list[Risk]:
-    """Return the worst attacks of an audit, in the order in which targets, adversaries and measures
-    first appear.
+    """Return the worst attacks of an audit, grouped by target, adversary and measure in order of
+    first appearance.
 
     >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99, 0.98, 1.0, 0.0)
     >>> [(risk.naive, risk.adaptive.attack) for risk in risks(Audit("a", {}, {}, (), (finding,), 1.0))]
@@ -127,11 +127,11 @@ def risks(audit: Audit) -> list[Risk]:
 
 
 def worst_by_adversary(audit: Audit) -> dict[str, Finding | None]:
-    """Return the worst finding of each adversary by `severity`; None if no attack of it gave a
-    result.
+    """Return the worst finding of each adversary by `severity`, or None if no attack by the
+    adversary gave a result.
 
-    Colluders are left out if none were simulated: with one lane they observe no more than one
-    client.
+    Colluders are omitted if none were simulated. With one lane, colluders observe no more than a
+    single client.
 
     >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99)
     >>> worst = worst_by_adversary(Audit("a", {}, {}, (), (finding,), 1.0))
@@ -151,11 +151,11 @@ def worst_by_adversary(audit: Audit) -> dict[str, Finding | None]:
 
 
 def worst(audit: Audit, family: str, adversaries: Collection[str] = ADVERSARIES) -> float | None:
-    """Return the largest leak that any attack of some adversaries reached, by all measures of a
-    family.
+    """Return the largest value that attacks by the given adversaries reached, over all measures of
+    a family.
 
-    An AUC below 0.5 and a negative cosine count as their mirror image. None where nothing was
-    measured.
+    An AUC below 0.5 counts as 1 - AUC, and a cosine by its absolute value. The result is None
+    without any finding.
 
     >>> found = [Finding("a", "client", "naive", "property", "auc", 0.6),
     ...     Finding("b", "colluders", "adaptive", "membership", "auc", 0.9)]
@@ -169,8 +169,7 @@ def worst(audit: Audit, family: str, adversaries: Collection[str] = ADVERSARIES)
 
 
 def includes_guessing(finding: Finding) -> bool:
-    """Return True if the value of guessing lies inside the finding's interval, so that chance
-    cannot be excluded.
+    """Return True if the interval of the finding includes the chance level.
 
     >>> includes_guessing(Finding("a", "client", "naive", "label", "accuracy", 0.5, 0.09, 0.91, chance=0.1))
     True
@@ -182,7 +181,7 @@ def includes_guessing(finding: Finding) -> bool:
 
 def parse_limits(text: str) -> dict[str, float]:
     """Parse limits such as those of `--fail-above`: measure=number for all adversaries,
-    adversary.measure=number for one.
+    adversary.measure=number for one adversary.
 
     >>> parse_limits("cosine=0.3, client.psnr=15")
     {'cosine': 0.3, 'client.psnr': 15.0}
@@ -229,8 +228,8 @@ def _adversary_and_measure(name: str) -> tuple[str | None, str]:
 
 
 def exceeded(audit: Audit, limits: Mapping[str, float]) -> list[str]:
-    """Return a sentence for each limit that an attack exceeded or that nothing was measured for;
-    empty if all are kept.
+    """Return a sentence for each limit that an attack exceeded or that has no finding to check.
+    Empty if all limits are met.
 
     >>> audit = Audit("a", {}, {}, (), (Finding("rewind", "client", "adaptive", "update", "cosine", 0.99),), 1.0)
     >>> exceeded(audit, {"cosine": 0.3})
@@ -261,11 +260,11 @@ def exceeded(audit: Audit, limits: Mapping[str, float]) -> list[str]:
 
 
 def severity(finding: Finding) -> tuple[int, float]:
-    """Return a sort key across measures: the rank of the rating, then the distance from a leak to
-    no defence.
+    """Return a sort key across measures: the rank of the rating, then the position between the
+    levels of a leak and of no defence.
 
-    Below a leak the second value is negative: the distance to a leak, in units of that from
-    guessing to a leak.
+    For findings below the level of a leak, the second value is negative: the distance to this
+    level, divided by the distance from the chance level to it.
 
     >>> severity(Finding("rewind", "client", "adaptive", "update", "cosine", 0.5))
     (3, 0.5)
@@ -282,7 +281,8 @@ def severity(finding: Finding) -> tuple[int, float]:
 
 
 def _levels(family: str, chance: float) -> tuple[float, float]:
-    """Lowest strength of a leak, and lowest strength that is as bad as no defence."""
+    """Return the minimum strength of a leak, and the minimum strength that is as bad as no defence.
+    """
     special = {
         "error": (-0.9 * chance, -0.1 * chance),
         "psnr": (chance + 2, max(30.0, chance + 10)),
@@ -293,8 +293,8 @@ def _levels(family: str, chance: float) -> tuple[float, float]:
 
 
 def _as_strength(family: str, value: float) -> float:
-    """Convert a value to a strength, where more is worse; an attacker can invert a wrong sign or
-    order.
+    """Convert a value to a strength that increases with the leak. An AUC below 0.5 or a negative
+    cosine is inverted, as an attacker could.
     """
     if family == "auc":
         return max(value, 1 - value)

@@ -1,4 +1,6 @@
-"""Rendering of the Jinja2 templates in `templates/`: pages that load nothing and run no script."""
+"""Rendering of the Jinja2 templates in `templates/` to pages without external resources and
+scripts.
+"""
 
 import re
 from functools import cache
@@ -10,11 +12,11 @@ from dbcl_audit.report.rating import RANK
 
 CSP = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 MAX_NARROW_LENGTH = 40
-"""Longest text of a narrow cell."""
+"""Maximum length of text in a narrow table cell, in characters."""
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template; text is escaped.
+    """Render a template. All text values are escaped.
 
     >>> "<b>" in render("comparison.html", title="<b>", no_proof="", heads=(), rows=(), drawings=(), glossary={})
     False
@@ -33,7 +35,7 @@ def _environment() -> Environment:
 
 
 def _cell_class(text: str) -> str:
-    """Return the class of a table cell: the colour of a rating, or its width."""
+    """Return the CSS class of a table cell: the colour of a rating, or the width."""
     if text in RANK:
         return f"w{RANK[text]}"
     return "long" if len(text) > MAX_NARROW_LENGTH else "num" if text.isdigit() else ""

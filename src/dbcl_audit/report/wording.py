@@ -1,4 +1,4 @@
-"""Findings and settings in sentences: meaning, advice, and a glossary."""
+"""Descriptions of findings and settings in sentences, recommendations, and a glossary."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -98,8 +98,7 @@ NO_PROOF = (
 
 
 def sentence(finding: Finding, property_name: str = "", *, subject: str = "") -> str:
-    """Describe a finding: value and interval, the value of guessing, the number of cases, and then
-    the rating.
+    """Describe a finding: value and interval, chance level, number of cases, and rating.
 
     >>> found = Finding("LiRA", "anyone", "adaptive", "membership", "tpr at 0.1 % fpr", 0.007, budget={"members": 1000})
     >>> sentence(found)  # doctest: +NORMALIZE_WHITESPACE
@@ -127,7 +126,9 @@ def sentence(finding: Finding, property_name: str = "", *, subject: str = "") ->
 
 
 def _stated_text(finding: Finding) -> str:
-    """Describe the stated epsilon and the bound of the AUC; empty if the finding has neither."""
+    """Describe the stated epsilon and the bound of the AUC. Empty if the budget does not contain
+    both.
+    """
     own = finding.budget
     try:
         return (
@@ -140,7 +141,7 @@ def _stated_text(finding: Finding) -> str:
 
 
 def target_text(target: str, property_name: str = "") -> str:
-    """Return the target of an attack, with the name of a property.
+    """Return the target of an attack as text, including the name of a property.
 
     >>> target_text("property", "thick strokes"), target_text("image")
     ('the property “thick strokes”', 'image')
@@ -149,8 +150,8 @@ def target_text(target: str, property_name: str = "") -> str:
 
 
 def verdicts(audit: Audit) -> list[tuple[int, str, str, str]]:
-    """Return for each adversary its rank (4 to 0), the verdict, its worst finding in words, and its
-    defence.
+    """Return for each adversary its rank (4 to 0), the verdict, the worst finding in words, and a
+    note about the defence.
 
     >>> finding = Finding("rewind", "client", "adaptive", "update", "cosine", 0.99)
     >>> [(rank, verdict) for rank, verdict, _, _ in verdicts(Audit("a", {}, {}, (), (finding,), 1.0))][0]
@@ -177,8 +178,8 @@ def verdicts(audit: Audit) -> list[tuple[int, str, str, str]]:
 
 
 def simulation_text(audit: Audit) -> list[str]:
-    """Describe the kind of evidence on the page, and its meaning for a run with more clients, as
-    paragraphs.
+    """Describe, in paragraphs, the evidence on the page and its meaning for a run with more
+    clients.
 
     >>> simulation_text(Audit("a", {"clients": 100, "fraction": 0.1}, {}, (), (), 1.0, parties=2))[0][:47]
     'These are simulated runs, most of them of 2 par'
