@@ -38,7 +38,7 @@ class Advice:
             self._onlookers(f"{evaluate:.0%} of the nodes evaluate and {train:.0%} train in a round")
 
     def on_round(self, server_round: int, *, nodes: int, onlookers: int) -> None:
-        """Warn about small cohorts, and about nodes outside the cohort that received the broadcast."""
+        """Warn about small cohorts, and about nodes with the broadcast that do not train."""
         if onlookers:
             self._onlookers(f"{onlookers} nodes have seen round {server_round} and do not train in it")
         # Without a veil, with a seed or with a guarantee, other facts matter more, and the summary names them.

@@ -60,9 +60,9 @@ class DoubleBlind(Strategy):
         strategy: The inner strategy.
         model, sketch, wire, validator, calibration, ema_decay: See `dbcl.Server`.
         optimizer: Optimizer of the server, for FedAvg and FedProx only; momentum 0.5 by default.
-        privacy: Plan of a formal guarantee. Only nodes
-            whose turn it is take part. The server computes the sum itself, does not request or
-            report the nodes' metrics, and evaluates and returns W + N, never W.
+        privacy: Plan of a formal guarantee. Only nodes whose turn it is take part. The server
+            computes the sum itself, does not request or report the nodes' metrics, and evaluates
+            and returns W + N, never W.
         secagg: Secure aggregation settings, equal on all nodes (`dbcl.flower.SecureMod`). The
             server learns only the sum of the updates. A round that yields no sum is repeated
             without the failed nodes, up to three attempts in total. The nodes' metrics are not

@@ -1,4 +1,4 @@
-"""Protocol: messages and their bytes, the server, the client's functions, and checkpoints."""
+"""The protocol: messages and their encoding, the server, the client functions, and checkpoints."""
 
 from dbcl.protocol.aggregation import Aggregate
 from dbcl.protocol.base import load_base

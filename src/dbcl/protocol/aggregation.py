@@ -1,7 +1,7 @@
-"""Aggregation: many updates as one `Aggregate`, which is all that the server's step needs.
+"""Aggregation: combines updates into one `Aggregate` for the server's step.
 
-`average` makes it of updates that the server holds one by one. A Flower strategy makes it of new weights. A protocol in
-which the server learns only a sum makes it without any single update.
+`average` builds an `Aggregate` from individual updates. A Flower strategy builds it from new
+weights. Secure aggregation builds it from a sum, without access to individual updates.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,14 +19,15 @@ class Aggregate:
     """Weighted sum of updates, with the sum of their weights and their number.
 
     Args:
-        sum: Sum over changes of V, in the sketched space of the round, or of W if it is `lifted`. Of normalisation
-            statistics it is over values, and one that no client reported is missing.
+        sum: Sum over changes of V in the round's sketched space, or over changes of W if `lifted`.
+            For normalisation statistics, the sum is over their values. Statistics that no client
+            reported are missing.
         weight: Sum of the weights, in any unit: only sum / weight is used.
         count: Number of updates.
         lifted: The sum is over changes of W.
 
     Raises:
-        ProtocolError: There is no update, or the weight is not above 0.
+        ProtocolError: There is no update, or the weight is not positive.
 
     >>> import torch
     >>> Aggregate({"b": torch.tensor([6.0])}, weight=3.0, count=2).mean()
@@ -58,10 +59,19 @@ class Weighted(NamedTuple):
 
 
 def average(updates: Sequence[Weighted], like: Mapping[str, Tensor], statistics: Collection[str] = ()) -> Aggregate:
-    """Add updates, each with its share of the whole weight, in the dtype and on the device of `like`.
+    """Compute the weighted sum of updates, in the dtype and on the device of `like`.
 
-    The shares are below 1, so that the sum stays in the range of a half-precision dtype as well. Of the `statistics`,
-    which are values and not changes, nothing is clipped, and the mean is over the updates that have them.
+    Each update is scaled by its share of the total weight. The shares are below 1, so the sum stays
+    in the range of half-precision dtypes. Normalisation statistics are values, not changes: they
+    are not clipped, and their mean is over the updates that contain them.
+
+    Args:
+        updates: The updates with their weights.
+        like: Tensors with the dtype and device of each sum.
+        statistics: Names of the normalisation statistics.
+
+    Returns:
+        The aggregate.
 
     >>> import torch
     >>> one, three = Weighted({"b": torch.tensor([1.0])}, 1), Weighted({"b": torch.tensor([5.0])}, 3)
@@ -77,7 +87,9 @@ def summed(
     statistics: Collection[str] = (),
     whole: float | None = None,
 ) -> dict[str, Tensor]:
-    """Return the sums of `average`; `whole` is the total weight, if these are only some of the updates.
+    """Return the sums of `average`.
+
+    `whole` is the total weight of the round, if `updates` are only a part of it.
 
     >>> import torch
     >>> summed([Weighted({"b": torch.tensor([4.0])}, 1)], {"b": torch.zeros(1)}, whole=2.0)
@@ -97,7 +109,7 @@ def summed(
 def stacked_sums(
     stack: Mapping[str, Tensor], shares: Sequence[Sequence[float]], like: Mapping[str, Tensor]
 ) -> list[dict[str, Tensor]]:
-    """Return weighted sums over the client axis of stacked tensors, one for each row of shares, on their device.
+    """Return weighted sums of stacked tensors over the client axis, one sum per row of shares.
 
     >>> import torch
     >>> stacked_sums({"b": torch.tensor([[1.0], [5.0]])}, [[0.25, 0.75]], {"b": torch.zeros(1)})
@@ -130,7 +142,7 @@ def replacement(new: Mapping[str, Tensor], old: Mapping[str, Tensor], count: int
 
 
 def mean_metrics(reported: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
-    """Return the weighted mean of clients' metrics; one that only some report is the mean over those.
+    """Return the weighted mean of the clients' metrics, over the clients that report each metric.
 
     >>> mean_metrics([({"loss": 1.0}, 1), ({"loss": 4.0, "accuracy": 0.5}, 3)])
     {'loss': 3.25, 'accuracy': 0.5}

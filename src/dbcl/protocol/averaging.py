@@ -1,4 +1,4 @@
-"""The average of the accepted updates: over each lane in its sketched space, lifted, and added."""
+"""Averaging of the accepted updates: per lane in its sketched space, then lifted and summed."""
 
 from collections.abc import Iterator, Mapping
 from typing import Protocol
@@ -17,20 +17,25 @@ from dbcl.round_plan import RoundPlan, mismatches
 
 
 class Aggregation(Protocol):
-    """Makes one aggregate of the accepted updates of a round."""
+    """Interface of an aggregation: computes one aggregate of the accepted updates of a round."""
 
     def aggregate(self, result: ValidationResult) -> Aggregate:
-        """Return the aggregate, or raise `ProtocolError` if there is none; nothing has changed then."""
+        """Return the aggregate of the accepted updates.
+
+        Raises:
+            ProtocolError: The updates cannot be aggregated. Nothing has changed.
+        """
 
 
 class MeanAggregation:
-    """The mean of the updates, weighted by examples; with a guarantee the sum divided by the planned cohort.
+    """The mean of the updates, weighted by examples.
 
-    The share of a lane without answers goes to the other lanes.
+    Under a guarantee, the sum is divided by the planned cohort size. If a lane has no accepted
+    updates, the other lanes receive its weight.
 
     Args:
         trained: The weights W.
-        keeper: Keeper of the guarantee.
+        keeper: The enforcer of the guarantee.
         sequence: The rounds, one of which is open.
     """
 
@@ -45,7 +50,7 @@ class MeanAggregation:
         return average(result, self.sequence.opened().by_digest(), like, self.trained.statistics, denominator)
 
     def lifted(self, result: ValidationResult) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Iterate over the weights that each accepted client would have made, W + dV R^T, by sender.
+        """Iterate over each accepted client's lifted weights W + dV R^T, by sender.
 
         >>> import dbcl
         >>> server = dbcl.Server(torch.nn.Linear(6, 2))
@@ -70,9 +75,13 @@ def average(
     Args:
         result: The accepted updates, with their weights.
         plans: The plan of each lane, by digest.
-        like: Empty tensors with the dtype and device of each sum.
-        statistics: Names of normalisation statistics, whose values are averaged over the clients that report them.
+        like: Tensors with the dtype and device of each sum.
+        statistics: Names of normalisation statistics. Their values are averaged over the clients
+            that report them.
         denominator: Divisor of the weighted sum.
+
+    Returns:
+        The lifted aggregate.
     """
     sums: dict[str, Tensor] = {}
     for digest, part in _sums_by_lane(result, like, statistics, denominator):
@@ -84,7 +93,7 @@ def average(
 def _sums_by_lane(
     result: ValidationResult, like: Mapping[str, Tensor], statistics: set[str], denominator: float
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Iterate over the weighted sums of each lane in its sketched space, by the digest of its plan."""
+    """Iterate over the weighted sum of each lane in its sketched space, by plan digest."""
     accepted = list(result.accepted.values())
     digests = list(dict.fromkeys(each.update.plan for each in accepted))
     if result.stack is None:
@@ -108,7 +117,7 @@ def _sums_by_lane(
 def lifted(
     result: ValidationResult, plans: Mapping[str, RoundPlan], weights: Mapping[str, Tensor], statistics: set[str]
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Iterate over the weights that each accepted client would have made, W + dV R^T, by sender."""
+    """Iterate over each accepted client's lifted weights W + dV R^T, by sender."""
     own = {name: tensor.detach() for name, tensor in weights.items()}
     for who, each in result.accepted.items():
         sent = {name: each.update.tensors[name].to(W) for name, W in own.items() if name in each.update.tensors}
@@ -122,10 +131,10 @@ def lifted(
 def changes_of(
     aggregate: Aggregate, plan: RoundPlan, weights: Mapping[str, Tensor], min_updates: int
 ) -> dict[str, Tensor]:
-    """Return the change of every tensor that an aggregate stands for.
+    """Return the average change of every tensor, lifted to W.
 
     Raises:
-        ProtocolError: The aggregate does not fit the plan, is not finite, or is made of too few updates.
+        ProtocolError: The aggregate does not fit the plan, is not finite, or has too few updates.
     """
     mean = aggregate.mean()
     shapes = {

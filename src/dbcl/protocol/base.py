@@ -1,4 +1,4 @@
-"""Frozen parameters that the server sends once, under one noise that never changes."""
+"""Frozen parameters, sent once under constant noise."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,10 +20,11 @@ SCHEME = "base-v1"
 
 
 def veiled_base(frozen: Mapping[str, Tensor], base: Sequence[TensorPlan], key: bytes) -> dict[str, Tensor]:
-    """Return W + N of every frozen tensor that is sent, with N = veil * rms(W) * standard normal, from key and W.
+    """Return W + N for every frozen tensor that is sent.
 
-    Nothing in it changes from round to round, so that nothing averages out. A tensor of zeros counts as large as all
-    of them together.
+    N is veil * rms(W) * standard normal, and depends only on the key and W. It is the same in every
+    round, so averaging over rounds does not reduce it. For a tensor of zeros, the rms over all
+    tensors is used.
 
     >>> planned = TensorPlan("w", (2,), "identity-v1", (2.0, 2.0), veil=0.5)
     >>> one, two = (veiled_base({"w": torch.ones(2)}, [planned], bytes(32)) for _ in range(2))
@@ -43,14 +44,27 @@ def veiled_base(frozen: Mapping[str, Tensor], base: Sequence[TensorPlan], key: b
 
 
 def fingerprints(model: nn.Module, base: Base | None) -> tuple[tuple[str, str], ...]:
-    """Return digests of what a client must hold: tensors that are not sent, and the base after `load_base`."""
+    """Return digests of the tensors that a client must already hold.
+
+    These are the tensors that are not sent and, after `load_base`, the frozen parameters.
+    """
     sent = {} if base is None else base.tensors
     held = {name: sent[name].to(own.dtype) if name in sent else own for name, own in fixed_tensors(model).items()}
     return tuple((name, fingerprint(tensor)) for name, tensor in held.items())
 
 
 def load_base(module: nn.Module, base: Base) -> nn.Module:
-    """Load the server's frozen parameters into a client's module, in place; return the module.
+    """Load the server's frozen parameters into a client's module, in place.
+
+    Args:
+        module: The client's module.
+        base: The server's frozen parameters.
+
+    Returns:
+        The module.
+
+    Raises:
+        PlanError: The parameters do not fit the module.
 
     >>> import dbcl
     >>> def adapted():

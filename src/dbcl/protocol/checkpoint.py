@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, checked on the way back, never unpickled."""
+"""Checkpoints: atomic writes, integrity checks when reading, and no pickle."""
 
 import logging
 import re
@@ -18,9 +18,18 @@ _NAME = re.compile(r"round-(\d{8})\.dbcl")
 
 
 def save(folder: Path, round: int, state: State) -> Path:
-    """Write the checkpoint of a round, and delete all but this one and the one before it.
+    """Write the checkpoint of a round atomically, and delete all but the two newest checkpoints.
 
-    A folder that holds a later round belongs to another run, which is refused.
+    Args:
+        folder: The folder of the checkpoints.
+        round: Number of the round.
+        state: The state to save.
+
+    Returns:
+        The path of the new checkpoint.
+
+    Raises:
+        ProtocolError: The folder holds a later round and so belongs to another run.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as name:
@@ -41,7 +50,7 @@ def save(folder: Path, round: int, state: State) -> Path:
 
 
 def prune(folder: Path) -> None:
-    """Delete all checkpoints but the two newest, also those of a process that died before it did so.
+    """Delete all but the two newest checkpoints, including leftovers of interrupted processes.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as name:
@@ -56,7 +65,16 @@ def prune(folder: Path) -> None:
 
 
 def load(folder: Path) -> State:
-    """Read the newest checkpoint that is whole; a damaged one is named in the log and passed over.
+    """Read the newest undamaged checkpoint. Damaged checkpoints are skipped with a log message.
+
+    Args:
+        folder: The folder of the checkpoints.
+
+    Returns:
+        The saved state.
+
+    Raises:
+        ProtocolError: The folder has no checkpoint that can be loaded.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as name:
@@ -80,13 +98,13 @@ def load(folder: Path) -> State:
 
 
 def _guarded(values: Any) -> bool:
-    """Return whether a state, or one of its parts, holds a server with a guarantee."""
+    """Return True if a state or one of its parts belongs to a server with a guarantee."""
     # A server without a guarantee has an empty part of this name.
     return isinstance(values, Mapping) and (bool(values.get("guarantee")) or any(map(_guarded, values.values())))
 
 
 def newest(folder: Path) -> int | None:
-    """Return the round of the newest checkpoint of a folder, whole or not, or None.
+    """Return the round of the newest checkpoint in a folder, even if damaged, or None.
 
     >>> newest(Path("nowhere")) is None
     True

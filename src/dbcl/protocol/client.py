@@ -1,4 +1,4 @@
-"""Client side of a round: put a broadcast into a model, and make an update of the change."""
+"""Client side of a round: load a broadcast into a model, and make an update from the change."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,14 @@ from dbcl.protocol.requirements import BroadcastRequirements
 
 
 def blinded(module: nn.Module, broadcast: Broadcast, *, require: BroadcastRequirements | None = None) -> nn.Module:
-    """Make a client's model: a copy of `module` with the compact weights. W is nowhere in it.
+    """Build a client's model: a copy of `module` with compact weights and without W.
 
-    Train it with any loop and any optimiser. Plain SGD and momentum take the learning rate that the plain model would
-    take; optimisers that normalise the gradient, such as Adam, take sqrt(ratio) times it.
+    Train the model with any loop and any optimiser. Plain SGD and momentum use the learning rate of
+    the unsketched model. Optimisers that normalise the gradient, such as Adam, use sqrt(ratio)
+    times that rate.
 
     Args:
-        module: A network of the kind that the server trains; it is not changed.
+        module: A network with the architecture of the server's model. It is not changed.
         broadcast: The server's message of the round.
         require: Minimum protection of the broadcast.
 
@@ -33,7 +34,7 @@ def blinded(module: nn.Module, broadcast: Broadcast, *, require: BroadcastRequir
         The model to train.
 
     Raises:
-        PlanError: The network is of another kind, or the broadcast protects less than required.
+        PlanError: The architecture differs, or the broadcast does not meet `require`.
 
     >>> import torch, dbcl
     >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
@@ -54,16 +55,19 @@ def make_update(
     metrics: Mapping[str, SupportsFloat] | None = None,
     noise: UpdateNoise | None = None,
 ) -> Update:
-    """Make an update: the change of every tensor since the broadcast, in the dtype in which it was sent.
+    """Make an update: the change of every tensor since the broadcast, in its transmitted dtype.
 
-    Of normalisation statistics it holds the client's own values, if its layers have seen a batch.
+    For normalisation statistics, the update holds the client's own values if its layers have
+    processed a batch.
 
     Args:
-        local: The trained model of `blinded`, also inside DataParallel, DistributedDataParallel or `torch.compile`.
+        local: The trained model from `blinded`, optionally wrapped in DataParallel,
+            DistributedDataParallel or `torch.compile`.
         broadcast: The broadcast of the same round.
-        examples: Number of examples, which weights the update.
-        metrics: Numbers of Python, NumPy or PyTorch to report; those that are not finite are left out.
-        noise: Clipping and noise of the client's own; normalisation statistics are then not sent.
+        examples: Number of training examples, which weights the update.
+        metrics: Python, NumPy or PyTorch scalars to report. Non-finite values are omitted.
+        noise: Clipping and noise that the client applies to its update. Normalisation statistics
+            are then not sent.
 
     Returns:
         The update, for `dbcl.encode` and `Server.close_round`.
@@ -94,19 +98,23 @@ def make_update(
 def clipped_update(
     local: nn.Module, broadcast: Broadcast, batches: Sequence[Batch], loss: Loss, *, clip: float, rate: float = 1.0
 ) -> Update:
-    """Make the update of a client that protects each of its examples: the sum of their clipped gradients, in float64.
+    """Make an update for example-level privacy: a float64 sum of clipped per-example gradients.
 
-    The sum is multiplied by minus the learning rate, so that it is the change of a step of SGD. It is not a mean: the
-    server divides by the planned number of examples. For a guarantee against everyone it goes into a
-    `dbcl.protocol.secagg.SecureClient` with `NoisySum`, and never leaves the client as it is.
+    The sum is multiplied by the negative learning rate, so the update is the change of one SGD
+    step. It is not a mean: the server divides by the planned number of examples. If the clients add
+    the noise, pass the update to a `dbcl.protocol.secagg.SecureClient` with `NoisySum`; it must not
+    leave the client unprotected.
 
     Args:
-        local: The client's model, as `blinded` makes it; it is not changed.
-        broadcast: What the client received.
-        batches: The examples of the round, as `Examples.take_alone` gives them.
-        loss: Loss of a batch; it is called for each example alone.
-        clip: Bound on the norm of one example's gradient.
+        local: The client's model from `blinded`. It is not changed.
+        broadcast: The received broadcast.
+        batches: The examples of the round, from `Examples.take_alone`.
+        loss: Loss of a batch. It is called with one example at a time.
+        clip: Bound on the gradient norm of one example.
         rate: Learning rate; `clip` times `rate` is the clip of the privacy plan.
+
+    Returns:
+        The update with the sum.
 
     >>> import torch, dbcl
     >>> from dbcl.data.examples import Batch
@@ -125,7 +133,7 @@ def clipped_update(
 
 
 def as_number(value: SupportsFloat) -> float:
-    """Return a metric as a Python number, also from a tensor with a gradient.
+    """Convert a metric to a Python float, including tensors that require a gradient.
 
     >>> import torch
     >>> as_number(torch.ones((), requires_grad=True))

@@ -1,11 +1,12 @@
-"""Encoding of messages as bytes and decoding; `docs/protocol.md` describes the format.
+"""Encoding and decoding of messages; `docs/protocol.md` describes the format.
 
-    DBCL | version (1 byte) | kind (1 byte) | header length (4) | header: JSON | tensors: safetensors | SHA-256 (32)
+    DBCL | version (1 byte) | kind (1 byte) | header length (4) | header: JSON | tensors:
+        safetensors | SHA-256 (32)
 
-Nothing is ever unpickled. Whatever is wrong with the bytes, decoding raises `ProtocolError` and nothing else. The
-digest finds damage; it is no signature: who sent the bytes is for the transport to say.
+Nothing is unpickled. Decoding raises only `ProtocolError`, for any malformed input. The digest
+detects corruption but is not a signature: the transport must authenticate the sender.
 
-Longer than 350 lines: writing and reading of a message stand side by side, field by field.
+Longer than 350 lines: the writer and the reader of each message are in the same file.
 """
 
 import hashlib
@@ -45,7 +46,7 @@ KINDS = {BROADCAST: "broadcast", UPDATE: "update", CHECKPOINT: "checkpoint", BAS
 SECAGG = ("advert", "roster", "shares", "delivery", "masked", "survivors", "agreement", "agreed", "reveal")
 KINDS |= dict(enumerate(SECAGG, start=16))
 MAX_METRICS, MAX_METRIC_NAME, MAX_METRIC = 100, 100, 1e100
-"""Number of metrics that an update may report, length of their names and size of their values."""
+"""Maximum number of metrics in an update, length of their names and magnitude of their values."""
 WIRE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -59,7 +60,13 @@ _DIGEST = 32
 
 
 def encode(message: Broadcast | Update | Base) -> bytes:
-    """Write a message as bytes.
+    """Encode a message as bytes.
+
+    Args:
+        message: The message.
+
+    Returns:
+        The encoded message.
 
     >>> import torch
     >>> data = encode(Update(round=0, plan="ab" * 32, tensors={"bias": torch.zeros(2)}, examples=600))
@@ -71,8 +78,9 @@ def encode(message: Broadcast | Update | Base) -> bytes:
 
 
 def encoded_size(message: Broadcast | Update | Base | UpdateStack | bytes) -> int:
-    """Return the number of bytes that `encode` makes of a message, or of all updates of a stack, without writing the
-    tensors.
+    """Return the size of an encoded message in bytes, without encoding its tensors.
+
+    The size of a stack is the total over its updates.
 
     >>> update = Update(round=0, plan="ab" * 32, tensors={"bias": torch.zeros(2)}, examples=600)
     >>> encoded_size(update) == len(encode(update))
@@ -95,7 +103,16 @@ def _body_size(shapes: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> 
 
 
 def decode(data: bytes) -> Broadcast | Update | Base:
-    """Read a message of any kind, or raise `ProtocolError`.
+    """Decode a message of any kind.
+
+    Args:
+        data: The encoded message.
+
+    Returns:
+        The message.
+
+    Raises:
+        ProtocolError: The bytes are not a valid message.
 
     >>> decode(encode(Base({"w": torch.zeros(2)}))).tensors
     {'w': tensor([0., 0.])}
@@ -107,7 +124,16 @@ def decode(data: bytes) -> Broadcast | Update | Base:
 
 
 def decode_broadcast(data: bytes) -> Broadcast:
-    """Read a broadcast.
+    """Decode a broadcast.
+
+    Args:
+        data: The encoded broadcast.
+
+    Returns:
+        The broadcast.
+
+    Raises:
+        ProtocolError: The bytes are not a valid broadcast.
 
     >>> import dbcl
     >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
@@ -140,7 +166,16 @@ def decode_broadcast(data: bytes) -> Broadcast:
 
 
 def decode_base(data: bytes) -> Base:
-    """Read frozen parameters that are sent once.
+    """Decode a message with frozen parameters.
+
+    Args:
+        data: The encoded message.
+
+    Returns:
+        The frozen parameters.
+
+    Raises:
+        ProtocolError: The bytes are not a valid message of this kind.
 
     >>> decode_base(encode(Base({"w": torch.zeros(2)}))).tensors
     {'w': tensor([0., 0.])}
@@ -152,7 +187,17 @@ def decode_base(data: bytes) -> Base:
 
 
 def decode_update(data: bytes, *, lazy: bool = False) -> Update:
-    """Read an update. A `lazy` one reads each tensor on access, and takes no memory beside the bytes.
+    """Decode an update.
+
+    Args:
+        data: The encoded update.
+        lazy: Decode each tensor on access, directly from `data`, to save memory.
+
+    Returns:
+        The update.
+
+    Raises:
+        ProtocolError: The bytes are not a valid update.
 
     >>> decode_update(b"not a message")
     Traceback (most recent call last):
@@ -198,7 +243,7 @@ def _header_text(header: Mapping[str, Any]) -> bytes:
 
 
 def pack(kind: int, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """Write one container: a header of plain JSON and named tensors, within the limits of `unpack`.
+    """Write a container: a JSON header and named tensors, within the limits of `unpack`.
 
     >>> unpack(CHECKPOINT, pack(CHECKPOINT, {"round": 3}, {"w": torch.zeros(2)}))
     ({'round': 3}, {'w': tensor([0., 0.])})
@@ -219,13 +264,13 @@ def _limits(kind: int) -> Limits:
 
 
 def unpack(kind: int, data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read one container of a kind, or raise `ProtocolError` with the kind of damage."""
+    """Read a container of one kind, or raise `ProtocolError` with a description of the damage."""
     header, body = _checked(kind, data)
     return header, _tensors(KINDS[kind], bytes(body))
 
 
 def _checked(kind: int, data: bytes) -> tuple[dict[str, Any], memoryview]:
-    """Return the header and the bytes of the tensors, after checking their structure."""
+    """Check the structure of a container; return its header and the bytes of its tensors."""
     what = KINDS[kind]
     if data[:4] != MAGIC:
         raise ProtocolError(f"{what}: does not begin with DBCL, so it is no dbcl message")
@@ -249,7 +294,7 @@ def _checked(kind: int, data: bytes) -> tuple[dict[str, Any], memoryview]:
 
 
 class _LazyTensors(Mapping[str, Tensor]):
-    """Tensors in the bytes of a message, each read on access."""
+    """Tensors in an encoded message. Each is decoded on access."""
 
     def __init__(self, body: memoryview) -> None:
         length = int.from_bytes(body[:8], "little")
@@ -283,14 +328,17 @@ def _tensors(what: str, body: bytes) -> dict[str, Tensor]:
 
 
 def _require_floats(what: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise `ProtocolError` for dtypes that a weight cannot have: PyTorch would convert booleans and complex values."""
+    """Raise `ProtocolError` unless all tensors have floating-point dtypes.
+
+    PyTorch would silently convert booleans and complex values.
+    """
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise ProtocolError(f"{what}: {plain(name, 100)} is {tensor.dtype}, and weights are floating-point numbers")
 
 
 class Fields:
-    """Reader of a header's fields, each with its check; fields that are not read are an error."""
+    """Reader of header fields. Each read checks the field's type; unread fields raise an error."""
 
     def __init__(self, what: str, header: dict[str, Any]) -> None:
         self._what, self._left = what, dict(header)
@@ -315,7 +363,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _check_finite(metrics: Any) -> None:
-    """Reject metrics that are not finite with the reason of a training that diverged."""
+    """Reject non-finite metrics with the reason of diverged training."""
     values = metrics.values() if isinstance(metrics, dict) else ()
     if any(isinstance(value, float) and not math.isfinite(value) for value in values):
         raise RejectedError(Reason.NOT_FINITE, f"update: 'metrics' cannot be {shown(metrics)}")
@@ -339,7 +387,7 @@ def _is_hex(text: str) -> bool:
 
 
 def _is_lane(value: Any) -> bool:
-    """Return whether a value is a lane and the number of lanes, two or more."""
+    """Return True for a pair of a lane index and a number of lanes of at least two."""
     if not (isinstance(value, list) and len(value) == 2 and all(map(is_count, value))):
         return False
     lane, lanes = value
@@ -375,7 +423,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _is_inputs(value: Any, ndim: int) -> bool:
-    """Return whether a value is a list of some axes in order, other than the default ones."""
+    """Return True for a sorted list of axes that differs from the default axes."""
     return (
         isinstance(value, list)
         and 0 < len(value) < ndim

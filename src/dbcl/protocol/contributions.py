@@ -1,4 +1,4 @@
-"""Counts of how often each client's updates were rejected or counted for less, over a run."""
+"""Counts of each client's rejected or down-weighted updates over a run."""
 
 from collections import Counter
 from typing import Any
@@ -10,14 +10,14 @@ from dbcl.protocol.rejection import Reason, Rejection
 from dbcl.state import State
 
 NAMED_CLIENTS = 5
-"""Clients that `Contributions.lines` names; the others are counted."""
+"""Maximum number of clients that `Contributions.lines` names individually."""
 COUNTS = ("rounds", "rejected", "capped", "clipped")
 
 
 class Contributions:
-    """Counts over the rounds of a server, by client. They are part of its checkpoints.
+    """Per-client counts of rejected, capped and clipped updates, saved in the server's checkpoints.
 
-    A client is `capped` in a round in which its weight is below its number of examples, and `clipped` in one in which
+    A client is `capped` in a round if its weight is below its number of examples, and `clipped` if
     its update is scaled down. `reasons` holds the last rejection of each client.
 
     >>> counted = Contributions()
@@ -36,7 +36,7 @@ class Contributions:
         self.reasons: dict[str, Rejection] = {}
 
     def add(self, stats: AggregationStats) -> None:
-        """Count a closed round."""
+        """Add the statistics of a closed round."""
         self.rounds.update({*stats.senders, *stats.rejected, *stats.capped, *stats.clipped})
         self.rejected.update(stats.rejected.keys())
         self.capped.update(stats.capped)
@@ -44,7 +44,7 @@ class Contributions:
         self.reasons.update(stats.rejected)
 
     def lines(self) -> list[str]:
-        """Return a line for each client that lost something, the most affected first."""
+        """Return a line per client with rejected or down-weighted updates, most affected first."""
 
         def line(client: str) -> str:
             rounds = f"of {self.rounds[client]} rounds"
@@ -74,7 +74,7 @@ class Contributions:
         return "\n".join(self.lines()) or "every update counted in full"
 
     def warning(self) -> str:
-        """Return a summary for the end of a run; empty if every update counted in full."""
+        """Return a summary for the end of a run, or "" if all updates had full weight."""
         if not (lines := self.lines()):
             return ""
         bounded = "\n(`max_influence` bounds the influence of one client; 0 removes the bound)"
@@ -93,12 +93,12 @@ class Contributions:
         return {"rejected": rejected, "capped": dict(self.capped), "clipped": dict(self.clipped)}
 
     def state(self) -> State:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         reasons = {who: [each.reason.value, each.detail] for who, each in self.reasons.items()}
         return State({**{name: dict(getattr(self, name)) for name in COUNTS}, "reasons": reasons}, {})
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned."""
+        """Restore the state returned by `state`."""
         counts = {name: Counter({str(who): int(n) for who, n in state.values[name].items()}) for name in COUNTS}
         reasons = {
             str(who): Rejection(Reason(reason), str(detail))

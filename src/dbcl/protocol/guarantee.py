@@ -1,4 +1,4 @@
-"""Keepers of the formal guarantees: noise added by a trusted server, and shares of noise added by the clients."""
+"""Enforcers of formal guarantees: noise from a trusted server, or noise shares from the clients."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -32,23 +32,24 @@ from dbcl.protocol.validation import AcceptedUpdate, UpdateValidator
 from dbcl.state import State, join
 
 MAX_EPS = torch.finfo(torch.float32).eps
-"""Largest relative spacing of the values in which sums of clipped gradients may travel."""
+"""Largest permitted relative spacing of the dtype that transports sums of clipped gradients."""
 MAX_ROUNDING = 0.01
-"""Largest share of the clip that clients' rounding may add to what one example contributes."""
+"""Largest permitted rounding error per example on a client, as a fraction of the clip."""
 FLOAT32_SLACK = 1e-3
-"""Relative slack of a projection for the rounding of sums in float32."""
+"""Relative tolerance of a projection for rounding errors of float32 sums."""
 
 
 class DifferentialPrivacy(Keeper):
     """The guarantee of a `PrivacyPlan`, with a trusted server.
 
-    Nothing that depends on data without noise may decide or be reported: no medians, no rejection because of values, no
-    metrics. If the unit is one example, clients clip each example by themselves and send the sum; how often an example
-    comes back is then theirs to keep.
+    Decisions and reports must not depend on data without noise. The server therefore uses no
+    medians, no value-based rejection and no client metrics. If the privacy unit is one example,
+    clients clip each example separately and send the sum. The clients are then responsible for
+    limiting how often an example is used.
 
     Args:
-        plan: The plan.
-        insecure: The noise follows from a seed that others may know, so nothing is guaranteed.
+        plan: The privacy plan.
+        insecure: True if the noise is derived from a known seed. Nothing is guaranteed then.
     """
 
     exact = True
@@ -105,10 +106,11 @@ class DifferentialPrivacy(Keeper):
             raise PlanError("\n  - ".join(["this guarantee cannot be kept:", *problems]))
 
     def _rounding(self, weights: TrainedWeights) -> float:
-        """Bound the distance of the sums of neighbouring data sets that comes from rounding on the clients.
+        """Bound the rounding error in the difference between sums of neighbouring data sets.
 
-        A client takes its step in the weights and sends the difference, so each value is rounded to the spacing of the
-        weights. Their norm is at most that of the initial ones, the largest change and the noise together.
+        A client applies its step to the weights and sends the difference. Each value is therefore
+        rounded to the floating-point spacing of the weights. The norm of the weights is at most the
+        sum of the initial norm, the largest change and the noise.
         """
         own = weights.read()
         spacing = max(torch.finfo(tensor.dtype).eps for tensor in weights.model_tensors().values())
@@ -149,7 +151,7 @@ class DifferentialPrivacy(Keeper):
         return None if spent is None else Rejection(Reason.BUDGET, spent)
 
     def in_turn(self, round: int, clients: Sequence[str]) -> list[str]:
-        """Return at most the planned cohort: the clients that may take part, with the fewest participations first."""
+        """Return at most the planned cohort of eligible clients, fewest participations first."""
         may = [client for client in clients if self.tracker.refusal(round, client) is None]
         return sorted(may, key=self.tracker.uses)[: self.plan.cohort]
 
@@ -221,10 +223,10 @@ class DifferentialPrivacy(Keeper):
 
 
 class SharedNoise(DifferentialPrivacy):
-    """The guarantee of a plan whose noise the clients add: the server sees noisy sums, so it may do anything with them.
+    """The guarantee of a plan with distributed noise: the server sees only noisy sums.
 
-    Whatever it broadcasts, releases or reports of W is post-processing. What it must not do is ask for an update by
-    itself: without the others' shares that has hardly any noise.
+    Every broadcast, release or report of W is post-processing of these sums. The server must not
+    request a separate update, because a single noise share protects it only weakly.
     """
 
     default_sketch = UNSKETCHED
@@ -238,7 +240,10 @@ class SharedNoise(DifferentialPrivacy):
         return IndependentNoise(dict.fromkeys(veils, 0.0))
 
     def check_void(self) -> None:
-        """Allow it: the clients' noise is used up, and their groups may change from round to round."""
+        """Allow skipping a round.
+
+        Clients never reuse its noise, and groups may change between rounds.
+        """
 
     def check(self, weights: TrainedWeights, wire: torch.dtype | None) -> None:
         problems = []
@@ -259,7 +264,7 @@ class SharedNoise(DifferentialPrivacy):
             raise PlanError("\n  - ".join(["this guarantee cannot be kept:", *problems]))
 
     def check_weights(self, round: int, unchanged: bool) -> None:
-        """Allow any weights: the guarantee holds whatever is sent."""
+        """Allow any weights, because the guarantee does not depend on the broadcast."""
 
     def project(self, changes: dict[str, Tensor], size: float, count: int) -> dict[str, Tensor]:
         return changes
@@ -277,7 +282,7 @@ class SharedNoise(DifferentialPrivacy):
 
 
 def guarantee_of(plan: PrivacyPlan | None, *, insecure: bool) -> Keeper:
-    """Return the keeper of a plan, or one that keeps no guarantee."""
+    """Return the enforcer of a plan, or an enforcer without a guarantee if the plan is None."""
     if plan is None:
         return Keeper()
     return (SharedNoise if plan.shared else DifferentialPrivacy)(plan, insecure=insecure)

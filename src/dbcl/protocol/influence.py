@@ -1,4 +1,4 @@
-"""Limits on what one client can do to the average, from comparison with the other clients."""
+"""Limits on each client's influence on the average, relative to other clients."""
 
 import math
 import statistics
@@ -13,9 +13,9 @@ from dbcl.protocol.validation import AcceptedUpdate, UpdateValidator
 from dbcl.state import State, join
 
 MIN_FOR_MEDIAN = 3
-"""Clients, or rounds, from which on no single one decides the median."""
+"""Minimum number of clients or rounds for a median that no single value determines."""
 RECENT_ROUNDS = 15
-"""Rounds whose median influence is remembered."""
+"""Number of recent rounds whose median influence is stored."""
 DISAGREES = Rejection(
     Reason.DISAGREEMENT, "its updates have pointed against those of the others over the rounds that it took part in"
 )
@@ -24,9 +24,9 @@ Accepted = Mapping[str, AcceptedUpdate]
 
 
 class InfluenceLimits:
-    """Rejects outliers, caps each client's influence, and lowers the weight of clients that work against the others.
+    """Rejects outliers, caps each client's influence, and reduces the weight of opposing clients.
 
-    It remembers the influence of the median client in recent rounds, and each client's reputation.
+    Stores the influence of the median client in recent rounds, and each client's reputation.
 
     Args:
         validator: Holds `max_influence` and `outlier_factor`.
@@ -66,9 +66,12 @@ class InfluenceLimits:
         return found
 
     def capped(self, accepted: Accepted) -> tuple[dict[str, AcceptedUpdate], float]:
-        """Cap every client's weight and influence; return also the influence of the round's median client.
+        """Cap each client's weight and influence.
 
-        The influence of a client is its weight, relative to the median weight, times the norm of its update.
+        Also return the influence of the round's median client.
+
+        A client's influence is its weight relative to the median weight, times the norm of its
+        update.
 
         >>> import torch
         >>> def sent(size, examples):
@@ -104,7 +107,11 @@ class InfluenceLimits:
     def trusted(
         self, accepted: Accepted, stack: UpdateStack | None, sketched: Collection[str], statistics: Collection[str]
     ) -> tuple[dict[str, AcceptedUpdate], dict[str, Rejection], dict[str, float]]:
-        """Scale weights by reputation; return the remaining updates, the rejections, and each update's agreement."""
+        """Scale weights by reputation.
+
+        Returns:
+            The remaining updates, the rejections, and the agreement of each update with the others.
+        """
         if self.validator.max_influence is None or len(accepted) < MIN_CLIENTS:
             return dict(accepted), {}, {}
         trust = self.reputation.trust(accepted)
@@ -121,17 +128,17 @@ class InfluenceLimits:
         return kept, rejected, cosines
 
     def observe(self, influence: float, cosines: Mapping[str, float]) -> None:
-        """Remember the median influence and the agreements of a closed round."""
+        """Store the median influence and the agreement values of a closed round."""
         if influence > 0:
             self._recent = [*self._recent, influence][-RECENT_ROUNDS:]
         self.reputation.observe(cosines)
 
     def state(self) -> State:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return join(recent=State({"influence": list(self._recent)}, {}), reputation=self.reputation.state())
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned."""
+        """Restore the state returned by `state`."""
         recent = [float(each) for each in state.values["recent"]["influence"]]
         if not all(map(math.isfinite, recent)):
             raise ValueError("the influence of a round")

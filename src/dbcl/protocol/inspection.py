@@ -1,7 +1,8 @@
-"""Inspection of the structure of untrusted bytes before any parser reads them, so that parsing stays cheap.
+"""Structural checks of untrusted bytes before parsing, to limit the cost of parsing.
 
-What a parser does with a few bytes can cost thousands of times their length: a list of empty lists, a million names, a
-tensor of no rows and 2^63 columns. Here everything is counted first.
+A parser's memory use can be thousands of times the input length. Examples are a list of empty
+lists, a million names, or a tensor of shape (0, 2^63). The checks count all elements before
+parsing.
 """
 
 import json
@@ -15,7 +16,7 @@ from dbcl.errors import ProtocolError, plain, shown
 MAX_NAME = 500
 MAX_AXES = 16
 MAX_NUMBERS = 1 << 40
-"""Largest product of a tensor's sizes, zeros aside."""
+"""Maximum product of a tensor's non-zero dimensions."""
 
 _ITEMSIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -25,9 +26,9 @@ _ITEMSIZES = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a message: bytes of a header, values in it, tensors.
+    """Size limits of a message: header bytes, header values and number of tensors.
 
-    A value takes some 60 bytes as a Python object, whatever it takes in the message.
+    A header value uses about 60 bytes as a Python object, regardless of its encoded size.
 
     >>> Limits().check("update", b'{"round":3}')
     >>> Limits(header=4).check("update", b'{"round":3}')
@@ -41,7 +42,7 @@ class Limits:
     tensors: int = 20_000
 
     def check(self, what: str, data: bytes) -> None:
-        """Raise an error for a header that is too long or has too many values, before it is parsed."""
+        """Raise `ProtocolError` before parsing if a header is too long or has too many values."""
         if len(data) > self.header:
             raise ProtocolError(f"{what}: a header of {len(data)} bytes does not fit")
         if data.count(b",") + data.count(b"[") + data.count(b"{") > self.items:
@@ -51,13 +52,25 @@ class Limits:
 MESSAGE = Limits()
 """Limits of messages from untrusted senders."""
 OWN = Limits(header=256 << 20, items=16_000_000, tensors=500_000)
-"""Limits of checkpoints, which are trusted and hold the state of optimisers and the metrics of all rounds."""
+"""Limits of checkpoints, which are trusted and contain optimiser states and all metrics."""
 
 
 def read_json(
     what: str, data: bytes, *, limits: Limits = MESSAGE, spelling: Callable[[dict[str, Any]], bytes] | None = None
 ) -> dict[str, Any]:
-    """Read a JSON object within limits, without duplicate names, and in one `spelling` only.
+    """Parse a JSON object within limits, without duplicate names.
+
+    Args:
+        what: Name of the message in errors.
+        data: The encoded object.
+        limits: Size limits of the header.
+        spelling: Returns the canonical encoding. Any other encoding is rejected.
+
+    Returns:
+        The parsed object.
+
+    Raises:
+        ProtocolError: The bytes are malformed or exceed a limit.
 
     >>> read_json("update", b'{"round":3}')
     {'round': 3}
@@ -80,7 +93,7 @@ def read_json(
 
 
 def check_tensors(what: str, body: memoryview, limits: Limits = MESSAGE) -> None:
-    """Raise an error for bytes that are not tensors in the safetensors format, one after the other without a gap.
+    """Raise `ProtocolError` unless bytes are contiguous tensors in the safetensors format.
 
     >>> import safetensors.torch, torch
     >>> check_tensors("update", memoryview(safetensors.torch.save({"w": torch.zeros(2, 3)})))
@@ -138,7 +151,7 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
 
 
 def is_count(value: Any) -> bool:
-    """Return whether a value is a whole number from 0 on, within 63 bits.
+    """Return True for a non-negative integer below 2^63. Booleans are not integers here.
 
     >>> is_count(3), is_count(True), is_count(1 << 63)
     (True, False, False)
@@ -147,7 +160,7 @@ def is_count(value: Any) -> bool:
 
 
 def is_shape(value: Any) -> bool:
-    """Return whether a value is a list of sizes that a tensor can have.
+    """Return True for a valid tensor shape.
 
     >>> is_shape([2, 3]), is_shape([0, 1 << 62])
     (True, False)
@@ -157,7 +170,7 @@ def is_shape(value: Any) -> bool:
 
 
 def is_name(value: Any) -> bool:
-    """Return whether a value can be the name of a tensor: text of at most 500 printable characters.
+    """Return True for a valid tensor name: text of 1 to 500 printable characters.
 
     >>> is_name("encoder.0.weight"), is_name(""), is_name("a\\x1b[31m")
     (True, False, False)

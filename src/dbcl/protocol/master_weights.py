@@ -1,4 +1,4 @@
-"""Master copy of the weights in a wider dtype, so that small updates are not lost to rounding."""
+"""Master weights in a wider dtype, to preserve small updates."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,12 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class MasterWeights:
-    """A float32 copy of every half-precision tensor among some, by name; the model holds them rounded.
+    """float32 master copies of half-precision tensors; the model holds the rounded values.
 
-    bfloat16 keeps 8 bits: a change below 1/256 of a weight would vanish in it, round after round. With `exact` every
-    tensor has a copy, in float64: a guarantee counts on weights that are the sum of all updates, and rounding in
-    float32 can change that sum by more than one example does.
+    bfloat16 has 8 significant bits, so changes below 1/256 of a weight would be rounded away. With
+    `exact`, every tensor has a float64 copy. A guarantee requires the weights to equal the sum of
+    all updates, and float32 rounding could change this sum by more than the contribution of one
+    example.
 
     >>> model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     >>> own = {"weight": nn.init.ones_(model.weight)}
@@ -34,13 +35,13 @@ class MasterWeights:
         }
 
     def get(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the tensor that an optimiser steps on: the master of a parameter, or itself if it has none."""
+        """Return a parameter's master copy, or the parameter itself if it has no master copy."""
         master = self.tensors.get(name)
         return master if isinstance(master, nn.Parameter) else parameter
 
     @torch.no_grad()
     def read(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the master weights, after taking over values that were written into the model since `write`."""
+        """Return the master weights, including changes made to the model since the last `write`."""
         for name, master in self.tensors.items():
             tensor = own[name].detach()
             if master.device != tensor.device:
@@ -50,7 +51,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def write(self, own: Mapping[str, Tensor]) -> None:
-        """Round the master weights into the model."""
+        """Write the rounded master weights into the model."""
         for name, master in self.tensors.items():
             own[name].copy_(master)
 

@@ -1,4 +1,4 @@
-"""The messages between a server and its clients, and the report of a round."""
+"""Messages between a server and its clients, and the report of a round."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from dbcl.sketch import Sketch
 class Broadcast:
     """Message from the server to a client: the round's plan with its seed, and the compact weights.
 
-    A sketched tensor must have the shape of its compact weight, so that a weight of full size does not fit.
+    A sketched tensor must have the compact shape; the constructor rejects full-size weights.
 
     >>> import torch, dbcl
     >>> broadcast = dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()
@@ -28,7 +28,7 @@ class Broadcast:
     plan: RoundPlan
     tensors: Mapping[str, Tensor]
     veil: float = 0.0
-    """Smallest noise on any tensor, relative to the weights, as the server states it."""
+    """Smallest noise on any tensor relative to the weights, as stated by the server."""
 
     def __post_init__(self) -> None:
         problems = mismatches({tensor.name: tensor.sent_shape for tensor in self.plan.tensors}, self.tensors)
@@ -51,7 +51,7 @@ class Broadcast:
 
 @dataclass(frozen=True, eq=False)
 class Base:
-    """Message from the server to each client, once: frozen parameters under noise that never changes.
+    """One-time message from the server to each client: frozen parameters under constant noise.
 
     >>> import torch, dbcl
     >>> model = torch.nn.Sequential(torch.nn.Linear(6, 6).requires_grad_(False), torch.nn.Linear(6, 2))
@@ -64,14 +64,14 @@ class Base:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """Message from a client to the server: the change of every tensor that it received.
+    """Message from a client to the server: the change of every received tensor.
 
     Args:
         round: Number of the round.
         plan: Digest of the round's plan.
-        tensors: Changes by name; of normalisation statistics the client's own values.
-        examples: Number of examples that the client trained on.
-        metrics: Metrics of the client's training.
+        tensors: Changes by tensor name. For normalisation statistics, the client's own values.
+        examples: Number of training examples.
+        metrics: Training metrics of the client.
 
     >>> import torch
     >>> Update(round=0, plan="ab12", tensors={"bias": torch.zeros(2)}, examples=600).examples
@@ -89,8 +89,8 @@ class Update:
 class UpdateStack(Mapping[str, Update]):
     """Updates of many clients, by sender, as tensors with a leading client axis.
 
-    An engine that trains clients together returns one, so that updates are validated, averaged and lifted without
-    copies. `stack[sender]` is a view of one client's update.
+    Engines that train clients in batches return a stack, to avoid copies during validation,
+    averaging and lifting. `stack[sender]` is a view of one client's update.
 
     >>> import torch
     >>> stack = UpdateStack(0, ("ann", "bob"), ("ab", "ab"), {"bias": torch.eye(2)}, (6, 7), ({}, {}))
@@ -122,12 +122,12 @@ class UpdateStack(Mapping[str, Update]):
         return {sender: place for place, sender in enumerate(self.senders)}
 
     def at(self, place: int) -> Update:
-        """Return the update at a position of the stack."""
+        """Return the update at an index of the stack."""
         tensors = _Slices(self.tensors, place)
         return Update(self.round, self.plans[place], tensors, self.examples[place], self.metrics[place])
 
     def norms(self, names: Iterable[str]) -> Tensor:
-        """Return the norm of every update over these tensors together, in float64.
+        """Return the norm of every update over the named tensors, in float64.
 
         >>> import torch
         >>> sent = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0], [1.0]])}
@@ -140,7 +140,7 @@ class UpdateStack(Mapping[str, Update]):
         return norms
 
     def subset(self, senders: Sequence[str]) -> "UpdateStack":
-        """Return the updates of these senders, in this order.
+        """Return the updates of the given senders, in the given order.
 
         >>> import torch
         >>> stack = UpdateStack(0, ("ann", "bob"), ("ab", "ab"), {"bias": torch.eye(2)}, (6, 7), ({}, {}))
@@ -160,7 +160,7 @@ class UpdateStack(Mapping[str, Update]):
         )
 
     def only(self, senders: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return the stacked tensors of these senders."""
+        """Return the stacked tensors of the given senders."""
         if tuple(senders) == self.senders:
             return self.tensors
         rows = [self._places[sender] for sender in senders]
@@ -192,19 +192,19 @@ class _Slices(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class AggregationStats:
-    """Statistics of the updates behind an aggregate.
+    """Statistics of the updates in an aggregate.
 
     Args:
-        rejected: By client, the reason for which its update was rejected.
+        rejected: The rejections by client.
         capped: Clients whose weight is below their number of examples.
         clipped: Clients whose updates were scaled down.
-        examples: Number of examples behind the accepted updates.
+        examples: Number of examples of the accepted updates.
         metrics: The clients' metrics, averaged over examples.
-        influence: Influence of the median client, to which later rounds are compared.
+        influence: Influence of the median client, a reference for later rounds.
         senders: Clients whose updates were used.
         lanes: Number of accepted updates in each lane.
         agreement: Mean cosine of each client's update with the others.
-        noisy: The aggregate is a sum with the clients' shares of noise in it.
+        noisy: The aggregate is a sum that includes the clients' noise shares.
 
     >>> AggregationStats(capped=("ann",), examples=9).examples
     9
@@ -222,7 +222,13 @@ class AggregationStats:
     noisy: bool = False
 
     def report(self, round: int, accepted: int, size: float) -> "RoundReport":
-        """Return the report of a round with these updates and an aggregate of this norm."""
+        """Return the report of a round.
+
+        Args:
+            round: Number of the round.
+            accepted: Number of accepted updates.
+            size: Norm of the average update.
+        """
         clipped = len({*self.capped, *self.clipped})
         return RoundReport(round, accepted, self.rejected, clipped, self.examples, size, self.metrics, self.lanes)
 
@@ -234,12 +240,12 @@ class RoundReport:
     Args:
         round: Number of the round.
         accepted: Number of accepted updates.
-        rejected: By client, the reason for which its update was rejected.
-        clipped: Number of updates that counted for less than they were sent as.
-        examples: Number of examples behind the accepted updates.
+        rejected: The rejections by client.
+        clipped: Number of updates that were scaled down or had their weight reduced.
+        examples: Number of examples of the accepted updates.
         norm: Norm of the average update over all tensors.
         metrics: The clients' metrics, averaged over examples.
-        lanes: Number of accepted updates in each lane; empty where it is not known.
+        lanes: Number of accepted updates in each lane; empty if unknown.
 
     >>> from dbcl.protocol.rejection import Reason, Rejection
     >>> RoundReport(3, 1, {"bob": Rejection(Reason.NOT_FINITE, "bias holds NaN")}, 0, 9, 0.1).refused
@@ -257,12 +263,12 @@ class RoundReport:
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """Each rejected client with the reason, as lines of text."""
+        """Each rejected client with the reason, one line per client."""
         return tuple(f"{who}: {rejection}" for who, rejection in self.rejected.items())
 
     @property
     def unanswered(self) -> tuple[int, ...]:
-        """Lanes without an answer, whose share went to the other lanes.
+        """Lanes without accepted updates. The other lanes receive their weight.
 
         >>> RoundReport(3, accepted=2, lanes=(2, 0)).unanswered
         (1,)

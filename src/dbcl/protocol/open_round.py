@@ -1,4 +1,4 @@
-"""An open round: the veiled weights, a broadcast for each lane, and the lane of each client."""
+"""An open round: the noisy weights, a broadcast for each lane, and the lane of each client."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -14,24 +14,25 @@ from dbcl.protocol.validation import not_finite
 from dbcl.round_plan import RoundPlan
 
 DRAWN = 64
-"""Orders of the lanes that are drawn at once."""
+"""Number of lane permutations drawn at a time."""
 
 
 class OpenRound:
     """The state of a round between `open_round` and `close_round`.
 
-    Spreads the clients of the round over its lanes as they ask, and makes the broadcast of each lane once. Of every
-    `lanes` clients that ask, each gets another lane, in an order that follows from the round's key, so lanes differ by
-    one client at most.
+    Assigns clients to lanes in the order of their requests, and builds each lane's broadcast once.
+    Each block of `lanes` clients is spread over all lanes by a permutation derived from the round's
+    key. The lane sizes therefore differ by at most one client.
 
     Args:
         plan: The plan of all rounds.
         key: The round's key.
-        drawn: The round's plan, in its first lane.
-        veiled: W + N. All lanes show the same noise; otherwise clients of different lanes could average it away.
-        wire: Returns the dtype in which a tensor travels.
-        asked: Clients that had asked before a checkpoint was written.
-        steady: Keep clients that ask in the same order in one lane together in every round.
+        drawn: The round's plan for the first lane.
+        veiled: W + N. All lanes use the same noise; otherwise clients of different lanes could
+            average the noise away.
+        wire: Returns the transmission dtype of a tensor.
+        asked: Clients that requested the broadcast before a checkpoint was written.
+        steady: Assign clients to the same lanes in every round, given the same order of requests.
 
     >>> from dbcl import SketchConfig
     >>> plan = SketchPlan.from_model(torch.nn.Linear(4, 2), SketchConfig(coverage="all"))
@@ -62,16 +63,21 @@ class OpenRound:
             self.broadcast(client)
 
     def broadcast(self, client: str | None = None) -> Broadcast:
-        """Return the broadcast of a client, the same at every call; without a name that of the first lane."""
+        """Return a client's broadcast, the same at every call.
+
+        Without a name, return the broadcast of the first lane.
+        """
         if client is None or self.plan.lanes == 1:
             return self.first
         return self._made(self._lane(client))
 
     def answered(self, digest: str, client: str) -> Broadcast:
-        """Return the broadcast that an update answers, by the digest of its plan; the first where none has it.
+        """Return the broadcast that an update answers, identified by the digest of its plan.
+
+        For an unknown digest, return the first lane's broadcast.
 
         Raises:
-            ProtocolError: The client answers in another lane than its own.
+            ProtocolError: The update answers another lane's broadcast than the client's.
         """
         lane = self._by_digest.get(digest)
         if lane is None:
@@ -81,16 +87,16 @@ class OpenRound:
         return self._broadcasts[lane]
 
     def lane_of(self, digest: str) -> int:
-        """Return the lane of a plan."""
+        """Return the lane with the given plan digest."""
         return self._by_digest[digest]
 
     def by_digest(self) -> dict[str, RoundPlan]:
-        """Return the plans that were sent, by their digests."""
+        """Return the transmitted plans by digest."""
         return {digest: self._broadcasts[lane].plan for digest, lane in self._by_digest.items()}
 
     @property
     def asked(self) -> list[str]:
-        """The clients that have asked, in the order in which they first did."""
+        """Clients that requested a broadcast, in the order of their first request."""
         return list(self._lanes)
 
     def _lane(self, client: str) -> int:

@@ -1,4 +1,4 @@
-"""The plan of a run in a checkpoint: its digest, and its choices for the error if they differ."""
+"""Checkpoint representation of a run's plan: the digest, and the settings for error messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,10 @@ from dbcl.plan import SketchPlan
 
 
 def plan_values(plan: SketchPlan) -> dict[str, Any]:
-    """Return what a checkpoint keeps of a plan: its digest, and its choices for the error where they differ."""
+    """Return the digest and the settings of a plan, for a checkpoint.
+
+    The settings are used only to describe differences in an error.
+    """
     tensors = {
         tensor.name: {
             "sketch": tensor.scheme, "ratio": list(tensor.ratio), "veil": tensor.veil, "input axes": list(tensor.inputs)
@@ -20,7 +23,15 @@ def plan_values(plan: SketchPlan) -> dict[str, Any]:
 
 
 def check_plan(kept: Mapping[str, Any], plan: SketchPlan) -> None:
-    """Raise `ProtocolError`, with all differences, if a checkpoint was written under another plan."""
+    """Compare a checkpoint's plan with the current plan.
+
+    Args:
+        kept: The values of the checkpoint.
+        plan: The current plan.
+
+    Raises:
+        ProtocolError: The plans differ. The message lists all differences.
+    """
     if kept["plan"] == plan.digest:
         return
     own, found = plan_values(plan), list[str]()
@@ -37,7 +48,7 @@ def check_plan(kept: Mapping[str, Any], plan: SketchPlan) -> None:
 
 
 def _plan_differences(own: Mapping[str, Mapping[str, Any]], kept: Mapping[str, Any]) -> list[str]:
-    """Return the differences of two plans, one line for all tensors that differ in the same way."""
+    """Return the differences of two plans, one line per group of tensors with equal differences."""
     lines: dict[str, list[str]] = {}
     for name in [*own, *(other for other in kept if other not in own)]:
         was = kept.get(name)
@@ -54,7 +65,7 @@ def _plan_differences(own: Mapping[str, Mapping[str, Any]], kept: Mapping[str, A
 
 
 def _said(value: Any) -> str:
-    """Write a plan's choice for an error: a ratio with two equal ends as one number.
+    """Format a plan setting for an error message; a range with equal ends becomes one number.
 
     >>> _said([2.0, 2.0]), _said([2.0, 4.0]), _said("count-v1")
     ('2.0', '2.0, 4.0', 'count-v1')
@@ -63,7 +74,7 @@ def _said(value: Any) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are.
+    """Format the first names of a list and the number of remaining names.
 
     >>> _some(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'

@@ -1,4 +1,4 @@
-"""Typed reasons for which an update does not count."""
+"""Typed reasons for the rejection of updates."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,35 +7,35 @@ from dbcl.errors import ProtocolError, plain
 
 
 class Reason(StrEnum):
-    """Kinds of reasons for which an update is rejected."""
+    """Categories of rejections."""
 
     UNREADABLE = "unreadable"
-    """The bytes or the object are no update."""
+    """The message cannot be read as an update."""
     STALE = "stale"
-    """It answers another round, plan or lane."""
+    """The update answers another round, plan or lane."""
     FORM = "form"
-    """Names, shapes, dtypes or counts are not those of the broadcast."""
+    """Names, shapes, dtypes or counts differ from the broadcast."""
     NOT_FINITE = "not finite"
-    """It holds NaN or infinity, or its norm is beyond the range of the weights."""
+    """The update holds NaN or infinity, or its norm exceeds the range of the weights."""
     NORM = "norm"
-    """Its norm is above the bound."""
+    """The norm of the update is above the bound."""
     OUTLIER = "outlier"
-    """Its norm is far above the median of its lane."""
+    """The norm of the update is far above the median of its lane."""
     DISAGREEMENT = "disagreement"
-    """The client's updates point against those of the others."""
+    """The client's updates point in the opposite direction of the other clients' updates."""
     DUPLICATE = "duplicate"
-    """It equals another update of the round."""
+    """The update equals another update of the round."""
     BUDGET = "budget"
     """The guarantee does not allow the client to take part in this round."""
     SECURE_AGGREGATION = "secure aggregation"
-    """It could not be added up securely."""
+    """The update could not be added under secure aggregation."""
     NO_ANSWER = "no answer"
     """The client failed or did not answer."""
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """The reason for which an update does not count, with a sentence for people.
+    """The reason for rejecting an update, with a human-readable explanation.
 
     >>> str(Rejection(Reason.STALE, "answers round 2, and round 3 is open"))
     'answers round 2, and round 3 is open'
@@ -49,7 +49,7 @@ class Rejection:
 
 
 class RejectedError(ProtocolError):
-    """An update is rejected; `rejection` says why."""
+    """An update is rejected; `rejection` holds the reason."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(detail)
@@ -57,7 +57,7 @@ class RejectedError(ProtocolError):
 
 
 def rejection_of(error: Exception) -> Rejection:
-    """Return the rejection that an error stands for; an error of another kind means that the update is unreadable.
+    """Convert an error to a rejection; unknown error types mean that the update is unreadable.
 
     >>> rejection_of(ValueError("x")).detail, rejection_of(RejectedError(Reason.FORM, "bias is missing")).reason
     ('cannot be read (ValueError)', <Reason.FORM: 'form'>)

@@ -1,4 +1,4 @@
-"""The model that is evaluated and given away: a running mean of W, or with a guarantee of W + N."""
+"""The released model: a running mean of W or, under a guarantee, of W + N."""
 
 from collections.abc import Mapping
 
@@ -9,16 +9,16 @@ from dbcl.protocol.running_mean import RunningMean
 from dbcl.protocol.trained_weights import TrainedWeights
 
 EMA_DECAY = 0.8
-"""Default decay of the running mean: a mean over about five rounds."""
+"""Default decay of the running mean, which averages over about five rounds."""
 
 
 class Release:
-    """Collects the weights that are released, round by round.
+    """Maintains the running mean of the released weights.
 
     Args:
         trained: The weights W.
         decay: Decay of the running mean; 0 releases the last weights.
-        noisy: Release W + N and never W, as a guarantee requires it.
+        noisy: Release W + N and never W, as a guarantee requires.
     """
 
     def __init__(self, trained: TrainedWeights, decay: float, *, noisy: bool) -> None:
@@ -26,17 +26,17 @@ class Release:
         self.mean = RunningMean(decay) if decay != 0 or noisy else None
 
     def opened(self, noisy: Mapping[str, Tensor], round: int) -> None:
-        """Take in the noisy weights of a round that opens."""
+        """Add the noisy weights of a newly opened round to the mean."""
         if self.mean is not None and self.noisy and round > 0:
             self.mean.update(noisy, round)
 
     def closed(self, rounds: int) -> None:
-        """Include the weights after a number of rounds."""
+        """Add the weights after `rounds` rounds to the mean."""
         if self.mean is not None and not self.noisy:
             self.mean.update(self.trained.read(), rounds)
 
     def model(self, round: int) -> nn.Module:
-        """Return the model that is released in a round, which must be open if the noisy weights are released."""
+        """Return the released model. The round must be open if noisy weights are released."""
         own = self.trained.model
         if self.mean is None:
             return own

@@ -1,8 +1,9 @@
-"""Reputation of clients: agreement of their updates with those of the others, over many rounds.
+"""Reputation of clients: the agreement of their updates with other updates over many rounds.
 
-One round cannot tell a harmful update from an honest one of unusual data, and in some rounds hostile clients are the
-majority. Over many rounds honest updates agree a little, and those of a client that reverses the training point against
-them: such a client loses its weight.
+A single round cannot distinguish a harmful update from an honest update on unusual data, and
+adversaries may be the majority in some rounds. Over many rounds, honest updates have a small
+positive mean cosine with each other. Updates that reverse the training have a negative mean cosine,
+and their sender loses its weight.
 """
 
 import math
@@ -17,25 +18,31 @@ from dbcl.protocol.messages import Update, UpdateStack
 from dbcl.state import State
 
 MIN_CLIENTS = 8
-"""Clients in a round from which on their agreement is computed."""
+"""Minimum number of clients in a round for computing agreement."""
 MIN_ROUNDS = 3
-"""Rounds of a client after which it may lose weight."""
+"""Minimum number of rounds before a client's weight may be reduced."""
 DECAY = 0.9
-"""Weight of a round relative to the one after it."""
+"""Weight of a round relative to the next round, in the mean cosine."""
 UNTRUSTED = 0.03
-"""Distance of a client's mean cosine below the median at which its weight is 0, at least."""
+"""Minimum distance of a client's mean cosine below the median at which its weight is 0."""
 STANDARD_ERRORS = 4.0
-"""The same distance in standard errors of such a mean, at least: chance alone must not cost a client its weight."""
+"""Minimum of the same distance in standard errors of the mean.
+
+Random variation alone must not reduce a client's weight.
+"""
 TRUSTED = 1 / 3
-"""Share of that distance up to which a client keeps its whole weight."""
+"""Fraction of that distance up to which a client keeps its full weight."""
 MAD_TO_DEVIATION = 1.4826
-"""Standard deviation of normal values, relative to their median absolute deviation."""
+"""Standard deviation of a normal distribution divided by its median absolute deviation."""
 HIGHEST_MEDIAN = 0.03
-"""A higher median counts as this: among clients that agree much, one that agrees less is no adversary."""
+"""Upper bound on the median in the comparison.
+
+If the clients agree strongly, a client with weaker agreement is not an adversary.
+"""
 
 
 class Reputation:
-    """Mean cosine of each client's updates with those of the others, over the rounds that it took part in.
+    """Mean cosine of each client's updates with other updates, over the client's rounds.
 
     >>> reputation = Reputation()
     >>> for _ in range(MIN_ROUNDS):
@@ -49,7 +56,7 @@ class Reputation:
         self._spread = [0.0, 0.0]  # sum of the spreads of rounds, sum of their weights
 
     def trust(self, clients: Collection[str]) -> dict[str, float]:
-        """Return the factor, from 0 to 1, of the weight of each of these clients."""
+        """Return the weight factor of each given client, from 0 to 1."""
         means = {who: self._sums[who][0] / self._sums[who][1] for who in clients if who in self._sums}
         median = min(statistics.median(means.values()), HIGHEST_MEDIAN) if means else 0.0
         spread = self._spread[0] / max(self._spread[1], 1.0)
@@ -73,12 +80,12 @@ class Reputation:
             self._spread = [DECAY * self._spread[0] + deviation, DECAY * self._spread[1] + 1.0]
 
     def state(self) -> State:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         clients = {who: list(sums) for who, sums in self._sums.items()}
         return State({"clients": clients, "spread": list(self._spread)}, {})
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned."""
+        """Restore the state returned by `state`."""
         held: Mapping[str, Any] = state.values["clients"]
         sums = {str(who): [float(value) for value in each] for who, each in held.items()}
         if not all(len(each) == 3 and each[1] > 0 and abs(each[0]) <= 2 * each[1] for each in sums.values()):
@@ -92,10 +99,11 @@ class Reputation:
 def agreement(
     updates: Mapping[str, Update], trust: Mapping[str, float], sketched: Collection[str], statistics: Collection[str]
 ) -> dict[str, float]:
-    """Return the mean cosine of each update with the others, which are weighted by their trust.
+    """Return the trust-weighted mean cosine of each update with the others.
 
-    Updates of one lane are compared in all tensors, those of different lanes only in tensors that are not sketched: in
-    the others they have different coordinates. Normalisation statistics are not compared.
+    Updates in the same lane are compared on all tensors. Updates in different lanes are compared
+    only on unsketched tensors, because sketched tensors have different coordinates. Normalisation
+    statistics are not compared.
 
     >>> def update(plan, w, b):
     ...     return Update(0, plan, {"w": torch.tensor([w]), "b": torch.tensor([b])}, examples=1)
@@ -132,7 +140,10 @@ def agreement(
 
 
 def _mean(same: float, across: float, own: float, whole: float) -> float:
-    """Return the mean cosine with the others; the sum over the own lane contains the update itself once."""
+    """Return the mean cosine with the other updates, without the update's product with itself.
+
+    The sum over the update's own lane contains this product once.
+    """
     return (same - own + across) / (whole - own) if whole > own else 0.0
 
 
@@ -157,7 +168,7 @@ def _of_stack(
     member = torch.nn.functional.one_hot(lane, len(lanes)).T.double() * own  # (lanes, clients)
 
     def products(chosen: list[str], other_lanes: bool) -> Tensor:
-        """Return the product of each client's direction with the sum of its lane, or of the other lanes."""
+        """Return each client's inner product with the sum of its lane, or of the other lanes."""
         if not chosen:
             return torch.zeros(len(stack), dtype=torch.float64)
         norms = stack.norms(chosen).cpu()

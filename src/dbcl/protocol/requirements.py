@@ -1,4 +1,4 @@
-"""Requirements of a client: broadcasts with weaker protection are rejected, so that no server lowers it unnoticed."""
+"""A client's requirements for broadcasts, which prevent a server from weakening the protection."""
 
 import math
 from dataclasses import dataclass
@@ -13,16 +13,17 @@ from dbcl.protocol.messages import Broadcast
 
 @dataclass(frozen=True)
 class BroadcastRequirements:
-    """Minimum protection of a broadcast; the defaults are those of the default plan.
+    """Minimum protection of a broadcast; the defaults match the default plan.
 
-    Everything is checked against the client's own model and the round's own sketches.
+    All checks use the client's own model and the round's sketches.
 
     Args:
-        sketched: Weights of the client's model that must be sketched, as `SketchConfig.coverage` names them.
-        min_ratio: Smallest ratio of their sketches.
-        max_ratio: Largest ratio of their sketches.
-        veil: Least noise on everything, relative to the weights, that the server must *state*: noise that a client
-            could check would be no secret.
+        sketched: Weights of the client's model that must be sketched, in the form of
+            `SketchConfig.coverage`.
+        min_ratio: Smallest permitted sketch ratio.
+        max_ratio: Largest permitted sketch ratio.
+        veil: Smallest permitted noise on every tensor, relative to the weights. The client checks
+            the noise level that the server states: it cannot measure secret noise.
 
     >>> import dbcl
     >>> net = nn.Sequential(nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -46,7 +47,15 @@ class BroadcastRequirements:
             raise ConfigError(f"the ratios must be 1 or more and rise, got {self.min_ratio} and {self.max_ratio}")
 
     def check(self, module: nn.Module, broadcast: Broadcast) -> None:
-        """Raise `PlanError`, with all that is missing, if a broadcast does not meet the requirements."""
+        """Check a broadcast against the requirements.
+
+        Args:
+            module: The client's model.
+            broadcast: The received broadcast.
+
+        Raises:
+            PlanError: The broadcast does not meet the requirements. The message lists all problems.
+        """
         problems = []
         if broadcast.veil < self.veil:
             problems.append(f"the veil is {broadcast.veil:g}, and {self.veil:g} is required")

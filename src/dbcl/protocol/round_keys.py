@@ -1,4 +1,4 @@
-"""Secret keys of the rounds, from which all sketches and all noise follow."""
+"""Secret keys of the rounds, from which all sketches and all noise are derived."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,14 +8,15 @@ from dbcl.errors import ProtocolError
 
 
 class RoundKeys:
-    """The key of the current round, and of the next one where it was drawn ahead.
+    """The keys of the current round and, after `prepare`, of the next round.
 
-    A key protects one set of weights only: a second broadcast of other weights under the same noise would show their
-    difference. So the key of a round is drawn when the round before it closes, is kept in checkpoints, and is drawn
-    anew when the weights change in between.
+    A key protects one set of weights only: two broadcasts of different weights under the same noise
+    would reveal their difference. The key of a round is drawn when the previous round closes and is
+    saved in checkpoints. If the weights change in between, a new key is drawn.
 
     Args:
-        insecure_seed: Fixes all keys for an experiment; None draws them from the operating system.
+        insecure_seed: Fixes all keys, for experiments; None draws the keys from the operating
+            system.
 
     >>> keys = RoundKeys()
     >>> keys.current == RoundKeys().current, RoundKeys(0).current == RoundKeys(0).current
@@ -30,24 +31,24 @@ class RoundKeys:
         self._next: bytes | None = None
 
     def advance(self, round: int) -> None:
-        """Replace the current key by that of this round."""
+        """Replace the current key by the key of the given round."""
         self.current, self._next = self._next or self._draw("round", round), None
 
     def prepare(self, round: int) -> bytes:
-        """Draw the key of the round after the current one ahead of time."""
+        """Draw the key of the next round in advance."""
         self._next = self._draw("round", round)
         return self._next
 
     def of_update(self, round: int) -> bytes:
-        """Draw the key of the noise on an average update, which is used once and not kept."""
+        """Draw the one-time key of the noise on an average update. It is not stored."""
         return self._draw("update", round)
 
     def values(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the values for a checkpoint."""
         return {"key": self.current.hex(), "base_key": self.base.hex()}
 
     def load_values(self, values: Mapping[str, Any]) -> None:
-        """Restore what `values` returned."""
+        """Restore the values returned by `values`."""
         current, base = bytes.fromhex(values["key"]), bytes.fromhex(values["base_key"])
         if len(current) != seeds.SEED_BYTES or len(base) != seeds.SEED_BYTES:
             raise ProtocolError("the checkpoint is damaged: a key has the wrong size")

@@ -1,4 +1,4 @@
-"""The sequence of rounds: their numbers, their keys, their noise, and the round that is open."""
+"""The sequence of rounds: their numbers, keys and noise, and the open round."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -20,21 +20,23 @@ from dbcl.protocol.trained_weights import TrainedWeights
 
 
 class RoundSequence:
-    """Opens one round after another, each with a key and a noise of its own.
+    """Opens one round after another, each with a separate key and separate noise.
 
-    A key protects one set of weights only. It is replaced when a round ends and when the weights change in between.
+    A key protects one set of weights only. It is replaced when a round ends and when the weights
+    change in between.
 
     Args:
         trained: The weights W.
-        keeper: Keeper of the guarantee.
-        noise: Mechanism of the noise.
+        keeper: The enforcer of the guarantee.
+        noise: The noise mechanism.
         keys: Keys of the rounds.
-        wire: Name of the dtype in which tensors travel; None for the model's own.
-        steady_lanes: Keep clients that ask in the same order in the same lane in every round.
+        wire: Name of the transmission dtype; None for the model's dtype.
+        steady_lanes: Assign clients to the same lanes in every round, given the same order of
+            requests.
 
     Raises:
-        ProtocolError: There is no dtype of this name.
-        PlanError: The guarantee cannot be kept for these weights.
+        ProtocolError: The dtype name is unknown.
+        PlanError: The guarantee is not possible with these weights.
     """
 
     def __init__(
@@ -54,25 +56,29 @@ class RoundSequence:
         self.trained, self.keeper, self.noise, self.keys = trained, keeper, noise, keys
         self.steady_lanes = steady_lanes
         self.number = 0
-        """Number of the round that is open or will open next."""
+        """Number of the open round, or of the next round."""
         self.current: OpenRound | None = None
-        """The open round."""
+        """The open round, or None."""
         self._asked: list[str] = []  # clients that had asked for the round when the checkpoint was written
         self._frozen: tuple[tuple[str, str], ...] | None = None
         self._key_of = trained.versions()
 
     @property
     def asked(self) -> list[str]:
-        """Clients that have asked for the round, in the order in which they first did."""
+        """Clients that requested a broadcast of the round, in the order of their first request."""
         return self._asked if self.current is None else self.current.asked
 
     @property
     def begun(self) -> bool:
-        """True if anything may have left the server."""
+        """True if any broadcast may have been sent."""
         return self.number > 0 or self.current is not None
 
     def opened(self) -> OpenRound:
-        """Return the open round, or raise `ProtocolError` if there is none."""
+        """Return the open round.
+
+        Raises:
+            ProtocolError: No round is open.
+        """
         if self.current is None:
             raise ProtocolError("no round is open: call open_round first")
         return self.current
@@ -100,13 +106,17 @@ class RoundSequence:
         return self.current
 
     def prepare(self) -> None:
-        """Precompute randomness of the next round."""
+        """Precompute the randomness of the next round."""
         key = self.keys.prepare(self.number + 1)
         shapes = {tensor.name: tensor.shape for tensor in self.trained.plan.tensors}
         self.noise.prepare(seeds.derive(key, "veil"), shapes)
 
     def base(self) -> Base:
-        """Return the frozen parameters under noise, the same at every call."""
+        """Return the noisy frozen parameters, the same at every call.
+
+        Raises:
+            ProtocolError: No frozen parameter is sent.
+        """
         plan = self.trained.plan
         if not plan.base:
             raise ProtocolError("no frozen parameter is sent: make the server with SketchConfig(send_frozen=True)")
@@ -114,24 +124,25 @@ class RoundSequence:
         return Base({name: tensor.to(self.wire) for name, tensor in noisy.items()})
 
     def void(self) -> None:
-        """Use the open round up without a step."""
+        """Skip the open round without an optimizer step."""
         self.noise.end(self.number)
         self.advance()
 
     def advance(self) -> None:
-        """Go to the next round, which is not open yet."""
+        """Advance to the next round without opening it."""
         self.number += 1
         self._renew_key()
         self.current, self._asked = None, []
 
     def check_weights(self) -> None:
-        """Raise `ProtocolError` if the weights were changed outside the rounds, where a guarantee forbids it."""
+        """Raise `ProtocolError` if the guarantee forbids a change of the weights between rounds."""
         self.keeper.check_weights(self.number, self._unchanged())
 
     def rotate_key_if_weights_changed(self) -> None:
-        """Draw another key if the weights changed since it was drawn: reusing noise would reveal the difference.
+        """Draw a new key if the weights have changed: reused noise would reveal the difference.
 
-        An open round keeps its key. With a guarantee changed weights are an error once a round has been played.
+        An open round keeps its key. Under a guarantee, changed weights raise an error after the
+        first round.
         """
         if self.current is not None or self._unchanged():
             return
@@ -140,7 +151,7 @@ class RoundSequence:
         self._renew_key()
 
     def weights_restored(self) -> None:
-        """Note that the weights were written to and have the values for which the key was drawn."""
+        """Record that the weights again have the values for which the key was drawn."""
         self._key_of = self.trained.versions()
 
     def _unchanged(self) -> bool:
@@ -151,17 +162,22 @@ class RoundSequence:
         self._key_of = self.trained.versions()
 
     def restart(self, number: int, asked: list[str]) -> None:
-        """Go to the beginning of a round for which these clients have asked already."""
+        """Return to the beginning of a round.
+
+        Args:
+            number: Number of the round.
+            asked: Clients that have already requested its broadcast.
+        """
         self.number, self._asked, self.current, self._frozen = number, asked, None, None
         self._key_of = self.trained.versions()
 
     def values(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the number and the keys of the round, and who has asked for it."""
+        """Return the round's number, keys and requesting clients, for a checkpoint."""
         asked = {"asked": self.asked} if self.asked else {}
         return {"number": self.number, **self.keys.values(), **asked}
 
     def load_values(self, values: Mapping[str, Any]) -> None:
-        """Restore what `values` returned, after the weights.
+        """Restore the values returned by `values`. Call after restoring the weights.
 
         Raises:
             ProtocolError: The keys are damaged.
@@ -170,7 +186,7 @@ class RoundSequence:
         self.restart(values["number"], [str(client) for client in values.get("asked", [])])
 
     def check_values(self, values: Mapping[str, Any]) -> None:
-        """Raise `ProtocolError` if values are damaged, or if a guarantee forbids going back to them."""
+        """Raise `ProtocolError` for damaged values, or if the guarantee forbids restoring them."""
         number = values["number"]
         if not is_count(number) or not isinstance(values.get("asked", []), list):
             raise ProtocolError("the checkpoint is damaged: its round cannot be what it says")

@@ -1,4 +1,4 @@
-"""The step of a round: the optimizer steps on an aggregate, and the round is closed, or nothing changes."""
+"""The atomic step of a round: take an optimizer step on the aggregate and close the round."""
 
 import logging
 
@@ -15,11 +15,11 @@ log = logging.getLogger(__name__)
 
 
 class RoundStep:
-    """Closes rounds with aggregates.
+    """Closes rounds with an optimizer step on an aggregate.
 
     Args:
         trained: The weights W.
-        keeper: Keeper of the guarantee.
+        keeper: The enforcer of the guarantee.
         sequence: The rounds.
     """
 
@@ -29,10 +29,19 @@ class RoundStep:
     def take(
         self, aggregate: Aggregate, stats: AggregationStats, min_updates: int
     ) -> tuple[RoundReport, AggregationStats]:
-        """Lift the mean of an aggregate, validate it, and step; return what may be reported of the round.
+        """Lift the mean of an aggregate, validate it, and take an optimizer step.
+
+        Args:
+            aggregate: The aggregate of the updates.
+            stats: Statistics of the updates.
+            min_updates: Minimum number of updates.
+
+        Returns:
+            The report and the statistics, limited to values that may be reported.
 
         Raises:
-            ProtocolError: The aggregate is invalid or the step failed. Nothing has changed and the round stays open.
+            ProtocolError: The aggregate is invalid or the step failed. Nothing has changed and the
+                round stays open.
         """
         trained, keeper, sequence, round = self.trained, self.keeper, self.sequence, self.sequence.number
         changes = changes_of(aggregate, sequence.opened().first.plan, trained.read(), min_updates)

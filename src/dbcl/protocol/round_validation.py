@@ -1,4 +1,4 @@
-"""Validation of a round's updates: each by itself, and all compared with each other."""
+"""Validation of a round's updates: individually, and relative to each other."""
 
 import logging
 from collections import Counter
@@ -19,12 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class RoundValidation:
-    """Validates the updates of a round, however they come: as objects or bytes, one by one or in a stack.
+    """Validates the updates of a round, given as objects or bytes, individually or in a stack.
 
     Args:
         validator: Limits for updates.
-        keeper: Keeper of the guarantee, which has the last word on who counts and how much.
-        plan: Names the tensors that are sketched, and the number of lanes.
+        keeper: The enforcer of the guarantee. It makes the final decision on rejections and
+            weights.
+        plan: Names the sketched tensors, and holds the number of lanes.
         statistics: Names of the normalisation statistics.
     """
 
@@ -35,7 +36,7 @@ class RoundValidation:
     def validate(
         self, updates: Iterable[Update | bytes] | Mapping[str, Update | bytes], opened: OpenRound
     ) -> ValidationResult:
-        """Validate the updates to an open round. Changes nothing."""
+        """Validate the updates for an open round. Does not change any state."""
         named = isinstance(updates, Mapping)
         self.keeper.check_senders(named=named)
         if isinstance(updates, UpdateStack) and (result := self._validate_stack(updates, opened)) is not None:
@@ -78,7 +79,7 @@ class RoundValidation:
             return error
 
     def _validate_stack(self, stack: UpdateStack, opened: OpenRound) -> ValidationResult | None:
-        """Validate a stack as a whole; None where its updates must be looked at one by one."""
+        """Validate a complete stack; return None if its updates need individual validation."""
         protected = self.keeper.protect_stack(opened.round, stack)
         if protected is None:
             return None
@@ -99,7 +100,7 @@ class RoundValidation:
         named: bool = True,
         stack: UpdateStack | None = None,
     ) -> ValidationResult:
-        """Apply the limits that compare clients with each other, and the weights of the guarantee."""
+        """Apply the limits that compare clients, and the weights of the guarantee."""
         rejected = {**rejected, **self.influence.outliers(accepted)}
         kept = self.keeper.weigh({who: each for who, each in accepted.items() if who not in rejected})
         kept, influence = self.influence.capped(kept)

@@ -1,4 +1,4 @@
-"""An exponential moving average of a server's weights: what is evaluated and released."""
+"""An exponential moving average of a server's weights, for evaluation and release."""
 
 from collections.abc import Callable, Mapping
 
@@ -14,8 +14,9 @@ from dbcl.state import State
 class RunningMean:
     """A moving average of tensors over about 1 / (1 - decay) rounds.
 
-    The noise of single rounds is gone from it, so a model with it is more accurate than the last one. Clients never
-    receive it. It is kept in float32 at least: in half precision a slow average would not move.
+    Averaging reduces the noise of single rounds, so the averaged model is more accurate than the
+    last model. Clients never receive the average. It is stored at least in float32, because a slow
+    average would not change in half precision.
 
     >>> mean = RunningMean(decay=0.5)
     >>> for rounds, value in ((1, 0.0), (20, 1.0)):
@@ -36,7 +37,7 @@ class RunningMean:
 
     @torch.no_grad()
     def update(self, current: Mapping[str, Tensor], rounds: int) -> None:
-        """Include the weights after `round` rounds in the average, unless they are in it already."""
+        """Add the weights after `rounds` rounds to the average, unless already added."""
         if rounds <= self._rounds:
             return
         decay, self._rounds = decay_after(self.decay, rounds), rounds
@@ -48,9 +49,11 @@ class RunningMean:
 
     @torch.no_grad()
     def model(self, like: nn.Module, finish: Callable[[nn.Module], None] = lambda model: None) -> nn.Module:
-        """Return a copy of a model with the averages in it, the same one at every call.
+        """Return a copy of a model with the averaged weights, the same object at every call.
 
-        `finish` is called whenever averages were written into it.
+        Args:
+            like: The model to copy.
+            finish: Called with the copy after every change of its weights.
         """
         if self._model is None:
             self._model = copied(like)
@@ -64,11 +67,11 @@ class RunningMean:
         return self._model
 
     def state(self) -> State:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return State({"rounds": self._rounds}, {name: tensor.clone() for name, tensor in self._means.items()})
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned."""
+        """Restore the state returned by `state`."""
         if self._means and state.tensors and state.tensors.keys() != self._means.keys():
             raise ProtocolError("the checkpoint's average is of another model")
         self._means = {name: tensor.clone() for name, tensor in state.tensors.items()}
@@ -77,7 +80,9 @@ class RunningMean:
 
 
 def decay_after(decay: float, rounds: int) -> float:
-    """Return the decay after `rounds` rounds: it rises from 0, so the initial weights have no part in the average.
+    """Return the decay after `rounds` rounds.
+
+    The decay rises from 0, so that the initial weights do not affect the average.
 
     >>> decay_after(0.8, 1), decay_after(0.8, 2), decay_after(0.8, 100)
     (0.0, 0.09090909090909091, 0.8)

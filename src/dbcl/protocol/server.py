@@ -1,4 +1,7 @@
-"""The server: the only place that holds the true weights."""
+"""The server, the only component with the true weights.
+
+Longer than 350 lines: every public method documents its parameters and errors.
+"""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -34,26 +37,35 @@ log = logging.getLogger(__name__)
 
 
 class Server:
-    """Holds the model W and runs the rounds: `open_round` blinds it, `close_round` steps on the lifted average.
+    """Holds the model W and runs the rounds.
+
+    `open_round` blinds the model; `close_round` takes a step with the lifted average update.
 
     Args:
         model: The network. Its weights are changed in place.
-        sketch: What a client sees of each tensor, as a configuration or as a plan made from one.
-        privacy: Plan of a formal guarantee. The noise is then that of the plan, every update is clipped and counts by a
-            public rule, clients that come back too early are rejected, and nothing that depends on unprotected data is
-            reported or decides.
-        optimizer: Step of the server on the average update; momentum 0.5 by default, or that of the privacy plan.
+        sketch: Protection of each tensor, as a configuration or as a plan built from a
+            configuration.
+        privacy: Plan of a formal guarantee. The plan then defines the noise, the clipping and the
+            weights of the updates. Clients that return too early are rejected. No report or
+            decision depends on unprotected data.
+        optimizer: Optimizer for the server's step with the average update. Default: momentum 0.5,
+            or the optimizer of the privacy plan.
         validator: Limits for updates.
-        noise: Mechanism of the noise on everything that leaves the server, in place of `sketch.veil` or `privacy`.
-        wire: Dtype in which tensors travel: "float64", "float32", "bfloat16" or "float16"; the model's own by default.
-        calibration: Inputs without labels on which the server measures normalisation statistics after every round.
-            Clients cannot measure them on blinded models, so such a model is an error without these inputs.
-        ema_decay: Decay of the running mean of W that is released; 0 releases the last W.
-        steady_lanes: Keep clients that ask in the same order in one lane in every round, for secure aggregation.
-        insecure_seed: Fixes all secrets, so that an experiment can be repeated. Never set it in a deployment.
+        noise: Noise mechanism for all weights that leave the server, instead of `sketch.veil` or
+            `privacy`.
+        wire: Transmission dtype of tensors: "float64", "float32", "bfloat16" or "float16"; the
+            model's dtype by default.
+        calibration: Unlabelled inputs for measuring normalisation statistics on the server after
+            every round. Clients cannot measure them on blinded models, so models with such
+            statistics require these inputs.
+        ema_decay: Decay of the released running mean of W; 0 releases the last W.
+        steady_lanes: Assign clients to the same lanes in every round, given the same order of
+            requests. Required by secure aggregation.
+        insecure_seed: Fixes all secrets, for reproducible experiments. Never set it in a
+            deployment.
 
     Raises:
-        PlanError: The model, the plan, the noise and the guarantee do not fit together.
+        PlanError: The model, the plan, the noise and the guarantee are incompatible.
 
     >>> import torch, dbcl
     >>> def net():
@@ -97,7 +109,7 @@ class Server:
         self.sequence = RoundSequence(self.trained, self.keeper, noise, keys, wire=wire, steady_lanes=steady_lanes)
         limits = self.keeper.restrict(validator or UpdateValidator())
         self.statistics = self.trained.statistics
-        """Names of the normalisation statistics that are sent."""
+        """Names of the transmitted normalisation statistics."""
         self.validation = RoundValidation(limits, self.keeper, self.plan, self.statistics)
         self.averaging = MeanAggregation(self.trained, self.keeper, self.sequence)
         self.step = RoundStep(self.trained, self.keeper, self.sequence)
@@ -106,12 +118,12 @@ class Server:
 
     @property
     def round(self) -> int:
-        """Number of the round that is open or will open next."""
+        """Number of the open round, or of the next round."""
         return self.sequence.number
 
     @property
     def privacy(self) -> PrivacyPlan | None:
-        """The plan of the guarantee."""
+        """The privacy plan, or None."""
         return self.keeper.plan
 
     @property
@@ -121,29 +133,39 @@ class Server:
 
     @property
     def guarantee(self) -> str:
-        """The guarantee as a sentence; "none" where there is none."""
+        """The guarantee in one sentence, or "none"."""
         return self.keeper.statement(self.sequence.noise)
 
     @property
     def noise(self) -> NoiseMechanism:
-        """Mechanism of the noise on everything that leaves the server."""
+        """Noise mechanism for all weights that leave the server."""
         return self.sequence.noise
 
     @property
     def traffic(self) -> tuple[int, int] | None:
-        """Bytes of the last round down and up besides broadcasts and updates; None where there are no others."""
+        """Bytes of the last round's other messages, down and up; None if there were none.
+
+        Broadcasts and updates are not included.
+        """
         return None
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the true values of every tensor that leaves the server, by name; not copies."""
+        """Return the true values of every tensor that leaves the server, by name, not copied."""
         return self.trained.read()
 
     def open_round(self, client: str | int | None = None) -> Broadcast:
-        """Blind the model for this round and return a client's broadcast, the same at every call of the round.
+        """Blind the model for this round and return a client's broadcast.
 
-        Clients are divided among the lanes in the order in which they ask. Without a name the broadcast is that of the
-        first lane: sent to all clients, that is the paper's shared sketch. All noise of a round follows from its key,
-        which is in checkpoints, so there is never a second noise on the same weights.
+        Clients are assigned to lanes in the order of their requests. All noise of a round is
+        derived from its key, which checkpoints include, so the same weights never get a second
+        noise sample.
+
+        Args:
+            client: Name of the client. Without a name, the first lane's broadcast is returned; if
+                all clients receive it, they share one sketch as in the paper.
+
+        Returns:
+            The broadcast, the same at every call of the round.
 
         >>> import dbcl
         >>> server = Server(nn.Linear(6, 2), dbcl.SketchConfig(coverage="all"))
@@ -155,16 +177,19 @@ class Server:
         return self.sequence.opened().broadcast(None if client is None else str(client))
 
     def noisy_weights(self) -> dict[str, Tensor]:
-        """Open the round; return W + N of every tensor that leaves the server, which a guarantee allows to release."""
+        """Open the round and return W + N of every tensor that leaves the server.
+
+        A guarantee permits releasing these weights.
+        """
         self.open_round()
         return dict(self.sequence.opened().veiled)
 
     @property
     def released(self) -> nn.Module:
-        """The model to evaluate and to give away: a running mean of W, or with a guarantee of W + N.
+        """The model to evaluate and release: a running mean of W or, under a guarantee, of W + N.
 
-        Before the first round it is the initial model, with a guarantee as a copy. With a guarantee this opens the
-        round.
+        Before the first round, this is the initial model, or a copy of it under a guarantee. Under
+        a guarantee, reading this property opens the round.
 
         >>> server = Server(nn.Linear(6, 2), ema_decay=0.0)
         >>> server.released is server.model
@@ -179,9 +204,12 @@ class Server:
         self.sequence.prepare()
 
     def base(self) -> Base:
-        """Return the frozen parameters under noise, the same at every call, for a client that has none.
+        """Return the noisy frozen parameters for clients that lack them, the same at every call.
 
-        A client puts them into its module once, with `dbcl.protocol.load_base`.
+        A client loads them into its module once, with `dbcl.protocol.load_base`.
+
+        Returns:
+            The message with the frozen parameters.
 
         Raises:
             ProtocolError: No frozen parameter is sent.
@@ -189,18 +217,19 @@ class Server:
         return self.sequence.base()
 
     def close_round(self, updates: Iterable[Update | bytes] | Mapping[str, Update | bytes]) -> RoundReport:
-        """Validate the updates, average the accepted ones, lift the average, and step.
+        """Validate the updates, average the accepted updates, lift the average, and take a step.
 
         Args:
-            updates: Updates or their bytes by sender. In a list senders are unknown: of equal updates only the first
-                counts.
+            updates: Updates or their bytes by sender. A list has no sender names; of equal updates
+                in a list, only the first is accepted.
 
         Returns:
             The report of the round, with a reason for every rejected update.
 
         Raises:
-            ProtocolError: Fewer updates than `validator.min_updates` were accepted, or the step failed. The round
-                stays open and nothing has changed. It is a `DivergedError` if values that are not finite are the cause.
+            ProtocolError: Fewer than `validator.min_updates` updates were accepted, or the step
+                failed. The round stays open and nothing has changed.
+            DivergedError: A `ProtocolError` caused by non-finite values.
         """
         known = set(self.contributions.rejected)
         report = self.close_validated(self.validate(updates))
@@ -210,31 +239,48 @@ class Server:
         return report
 
     def validate(self, updates: Iterable[Update | bytes] | Mapping[str, Update | bytes]) -> ValidationResult:
-        """Validate the updates for the open round, for `close_validated`. Does not change the server's state."""
+        """Validate the updates for the open round, for `close_validated`.
+
+        Does not change any state.
+
+        Args:
+            updates: Updates or their bytes by sender.
+
+        Returns:
+            The accepted updates and the rejections.
+        """
         return self.validation.validate(updates, self.sequence.opened())
 
     def close_validated(self, result: ValidationResult, aggregation: Aggregation | None = None) -> RoundReport:
-        """Close the round with updates that `validate` has validated.
+        """Close the round with the result of `validate`.
 
         Args:
             result: The accepted updates and the rejections.
             aggregation: Replaces `averaging`, the mean weighted by examples.
 
+        Returns:
+            The report of the round.
+
         Raises:
-            ProtocolError: As for `close_round`.
+            ProtocolError: See `close_round`.
         """
         result.require(self.validator.min_updates)
         return self.close((aggregation or self.averaging).aggregate(result), result.stats())
 
     def close(self, aggregate: Aggregate, stats: AggregationStats | None = None) -> RoundReport:
-        """Close the round with an aggregate: lift its mean, validate it, and step.
+        """Close the round with an aggregate: lift its mean, validate it, and take a step.
 
         Args:
-            aggregate: A sum of updates from any source; with several lanes it must be lifted already.
-            stats: What the report says of the updates behind it.
+            aggregate: A sum of updates from any source. With several lanes it must already be
+                lifted.
+            stats: Statistics of the updates, for the report.
+
+        Returns:
+            The report of the round.
 
         Raises:
-            ProtocolError: The aggregate is invalid or the step failed. Nothing has changed and the round stays open.
+            ProtocolError: The aggregate is invalid or the step failed. Nothing has changed and the
+                round stays open.
 
         >>> import dbcl, torch
         >>> server = Server(nn.Linear(6, 2), dbcl.config.UNSKETCHED)
@@ -249,33 +295,43 @@ class Server:
         return report
 
     def void_round(self) -> None:
-        """Give the open round up, of which no sum could be made: its number is used up, and the weights stay.
+        """Skip an open round that yielded no sum. Its number is used up; the weights do not change.
 
         Raises:
-            ProtocolError: The clients add no shares of noise.
+            ProtocolError: The guarantee does not use distributed noise.
         """
         self.keeper.check_void()
         self.open_round()
         self.sequence.void()
 
     def sums(self) -> Mapping[str, Update]:
-        """Return what a server that sees only sums has seen of the last round; empty where it sees each update."""
+        """Return the sums of the last round if the server sees only sums, else an empty mapping."""
         return {}
 
     def state(self) -> State:
-        """Return everything that is needed to go on after this moment. It holds W and the secrets."""
+        """Return the complete state of the server, including W and all secrets."""
         return server_state(self)
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned.
+        """Restore the state returned by `state`.
+
+        Args:
+            state: The state.
 
         Raises:
-            ProtocolError: The state is damaged, or of another model, plan, optimizer or guarantee. Nothing has changed.
+            ProtocolError: The state is damaged, or belongs to another model, plan, optimizer or
+                guarantee. Nothing has changed.
         """
         load_server(self, state)
 
     def save(self, folder: str | Path) -> Path:
-        """Write a checkpoint into a folder, whole or not at all, and keep the one before it.
+        """Write a checkpoint atomically and keep the previous checkpoint.
+
+        Args:
+            folder: The folder of the checkpoints.
+
+        Returns:
+            The path of the new checkpoint.
 
         >>> import tempfile
         >>> server = Server(nn.Linear(6, 2))
@@ -288,10 +344,19 @@ class Server:
 
     @classmethod
     def load(cls, folder: str | Path, model: nn.Module, *arguments: Any, **settings: Any) -> "Server":
-        """Make a server from the newest whole checkpoint of a folder, with the arguments that it was made with.
+        """Create a server from the newest undamaged checkpoint of a folder.
+
+        Args:
+            folder: The folder of the checkpoints.
+            model: The network.
+            *arguments: Positional arguments of the saved server.
+            **settings: Keyword arguments of the saved server.
+
+        Returns:
+            The restored server.
 
         Raises:
-            ProtocolError: There is no whole checkpoint, or it is of another server.
+            ProtocolError: There is no undamaged checkpoint, or it belongs to another server.
         """
         server = cls(model, *arguments, **settings)
         server.load_state(checkpoint.load(user_path(folder)))

@@ -1,4 +1,4 @@
-"""A server's state for a checkpoint: each part saves its own, and a state is restored whole or not at all."""
+"""A server's state for a checkpoint. Each part saves its own state, and restoring is atomic."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def parts_of(server: "Server") -> dict[str, Stateful]:
-    """Return the parts of a server beside the number and the keys of its round, in the order of restoring them."""
+    """Return the stateful parts of a server, in restoring order.
+
+    The number and the keys of the round are not included.
+    """
     parts: dict[str, Stateful] = {
         "weights": server.trained,
         "noise": server.sequence.noise,
@@ -24,7 +27,7 @@ def parts_of(server: "Server") -> dict[str, Stateful]:
 
 
 def server_state(server: "Server") -> State:
-    """Return everything that `load_server` needs.
+    """Return the complete state for `load_server`.
 
     >>> import dbcl, torch
     >>> sorted(server_state(dbcl.Server(torch.nn.Linear(6, 2))).values)
@@ -41,7 +44,8 @@ def load_server(server: "Server", state: State) -> None:
     """Restore a server from `server_state`.
 
     Raises:
-        ProtocolError: The state is damaged, or of another model, plan, optimiser or guarantee. Nothing has changed.
+        ProtocolError: The state is damaged, or belongs to another model, plan, optimiser or
+            guarantee. Nothing has changed.
     """
     before, opened = server_state(server), server.sequence.current
     try:

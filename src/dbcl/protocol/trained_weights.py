@@ -1,4 +1,4 @@
-"""The weights that a server trains, their optimiser, and the step of a round, which happens whole or not at all."""
+"""The weights that a server trains, their optimiser, and the atomic step of a round."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,15 +21,16 @@ from dbcl.state import State, join
 
 
 class TrainedWeights:
-    """The weights W of a model, and how a round changes them.
+    """The trained weights W of a model, and their optimiser.
 
     Args:
         model: The network; its tensors are changed in place.
         plan: Names the tensors that leave the server.
-        make_optimizer: Makes the optimiser of the trained parameters.
-        exact: Keep W in float64, whatever the model's dtype: a guarantee counts on sums without rounding.
-        calibration: Inputs on which normalisation statistics are measured after every step; None leaves them to the
-            clients.
+        make_optimizer: Creates the optimiser of the trained parameters.
+        exact: Keep W in float64, regardless of the model's dtype. A guarantee requires sums without
+            rounding.
+        calibration: Inputs for measuring normalisation statistics after every step; None uses the
+            clients' statistics.
 
     >>> import dbcl
     >>> model = nn.Linear(2, 1, bias=False)
@@ -69,37 +70,43 @@ class TrainedWeights:
         self.optimizer: Optimizer = make_optimizer([self._masters.get(name, each) for name, each in trained.items()])
 
     def read(self) -> dict[str, Tensor]:
-        """Return the tensors that leave the server, by name; not copies.
+        """Return the tensors that leave the server, by name, without copying.
 
-        A half-precision tensor is returned as its float32 master, and with `exact` every tensor in float64.
+        A half-precision tensor is returned as its float32 master copy; with `exact`, every tensor
+        is in float64.
         """
         own = named_tensors(self.model)
         masters = self._masters.read(own)
         return {tensor.name: masters.get(tensor.name, own[tensor.name]) for tensor in self.plan.tensors}
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Return the same tensors as the model holds them."""
+        """Return the tensors that leave the server in the model's dtype."""
         own = named_tensors(self.model)
         return {tensor.name: own[tensor.name] for tensor in self.plan.tensors}
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtype in which updates are added and noisy values are kept: float32 or wider."""
+        """Return the dtype for summing updates and storing noisy values: float32 or wider."""
         return {name: torch.promote_types(own.dtype, torch.float32) for name, own in self.model_tensors().items()}
 
     def versions(self) -> list[object]:
-        """Return a value that changes whenever the weights are written to."""
+        """Return a value that changes with every write to the weights."""
         return [version(tensor) for tensor in named_tensors(self.model).values()]
 
     def calibrate(self, model: nn.Module) -> None:
-        """Measure a model's normalisation statistics on the calibration inputs, if there are any."""
+        """Measure a model's normalisation statistics on the calibration inputs, if available."""
         if self.calibration is not None and self.statistics:
             calibrate(model, self.calibration)
 
     def step(self, changes: Mapping[str, Tensor]) -> None:
-        """Let the optimiser step on an average update; of normalisation statistics it is a change of their values.
+        """Take an optimiser step with an average update.
+
+        For normalisation statistics, the update holds the change of their values.
+
+        Args:
+            changes: The average update by tensor name.
 
         Raises:
-            DivergedError: The step leads to values that are not finite; the caller restores the weights.
+            DivergedError: The step leads to non-finite values. The caller restores the weights.
         """
         self._step(changes)
         self.calibrate(self.model)
@@ -126,7 +133,7 @@ class TrainedWeights:
         recompute(self.model)
 
     def state(self) -> State:
-        """Return what a checkpoint keeps: a copy of the weights, the masters and the optimiser's memory."""
+        """Return the weights, the master weights and the optimiser's state, for a checkpoint."""
         parts = {"model": model_state(self.model), "optimizer": optimizer_state(self.optimizer)}
         if self._masters.tensors:
             masters = self._masters.read(named_tensors(self.model))
@@ -134,7 +141,7 @@ class TrainedWeights:
         return join(**parts)
 
     def check_state(self, state: State) -> None:
-        """Raise `ProtocolError` if a state is of another model, precision or kind of optimiser."""
+        """Raise `ProtocolError` for a state of another model, precision or type of optimiser."""
         differences = _differences(state.part("model").tensors, _all_tensors(self.model))
         if differences:
             raise ProtocolError(listed("the checkpoint belongs to another model:", differences, most=5))
@@ -148,7 +155,7 @@ class TrainedWeights:
             )
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned."""
+        """Restore the state returned by `state`."""
         load_optimizer(self.optimizer, state.part("optimizer"))
         load_model(self.model, state.part("model"))
         if self._masters.tensors:
@@ -180,19 +187,22 @@ def model_state(model: nn.Module) -> State:
 
 @torch.no_grad()
 def load_model(model: nn.Module, state: State) -> None:
-    """Copy the tensors of `model_state` into a model of the same kind."""
+    """Copy the tensors of `model_state` into a model with the same architecture."""
     for name, tensor in _all_tensors(model).items():
         tensor.copy_(state.tensors[name])
 
 
 def _all_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's tensors by name; a tensor that wraps others (quantised weights) as those inside."""
+    """Return a model's tensors by name.
+
+    A tensor subclass, for example quantised weights, is replaced by its inner tensors.
+    """
     own = named_tensors(model).items()
     return {name + inner: part for name, tensor in own for inner, part in inner_tensors(tensor).items()}
 
 
 def optimizer_state(optimizer: Optimizer) -> State:
-    """Return the state of any optimiser of PyTorch, tensors apart from plain values, so that nothing is pickled.
+    """Return the state of a PyTorch optimiser, as plain values and separate tensors without pickle.
 
     >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     >>> optimizer_state(optimizer).values["kind"]
@@ -214,7 +224,8 @@ def load_optimizer(optimizer: Optimizer, state: State) -> None:
     """Restore an optimiser from `optimizer_state`.
 
     Raises:
-        ProtocolError: A setting is of another kind than the optimiser's, so that its next step would fail.
+        ProtocolError: The type of a setting differs from the optimiser's, so its next step would
+            fail.
     """
     kept, own = state.values["groups"], optimizer.state_dict()["param_groups"]
     if not isinstance(kept, list) or len(kept) != len(own):
@@ -235,7 +246,9 @@ def load_optimizer(optimizer: Optimizer, state: State) -> None:
 
 
 def _same_kind(kept: Any, own: Any) -> bool:
-    """Return whether a value from JSON may replace that of an optimiser: a number a number, a flag or None one of both.
+    """Return True if a JSON value has a suitable type to replace an optimiser's setting.
+
+    Numbers replace numbers. A flag or None can replace either of them.
 
     >>> _same_kind([0.9, 0.999], (0.5, 0.99)), _same_kind("x", 0.5), _same_kind(None, 0.5), _same_kind(True, None)
     (True, False, False, True)

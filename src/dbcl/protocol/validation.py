@@ -1,4 +1,4 @@
-"""Validation of single updates: form, finiteness, number of examples and norm."""
+"""Validation of individual updates: structure, finite values, number of examples and norm."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +16,12 @@ from dbcl.protocol.rejection import Reason, RejectedError, Rejection, rejection_
 from dbcl.round_plan import mismatches
 
 MAX_NORM = 1e18
-"""Norm above which an update would carry float32 weights out of their range, and all other clients' with them."""
+"""Maximum norm of an update. Larger updates could overflow float32 weights."""
 
 
 @dataclass(frozen=True)
 class AcceptedUpdate:
-    """A valid update with the weight that it counts with, the factor that scales it, and its norm after scaling."""
+    """A valid update with its weight, its scale factor, and its norm after scaling."""
 
     update: Update
     factor: float
@@ -35,19 +35,21 @@ class UpdateValidator:
 
     Args:
         min_updates: Smallest number of accepted updates in a round.
-        norm_bound: Bound on the norm of an update over all its tensors. A lift keeps norms, so it also bounds the
-            change of W.
-        clip: Scale an update above `norm_bound` down to it; otherwise reject it.
-        max_examples: Largest number of examples that an update may count for.
-        max_influence: Bound on one client's influence in a round, whatever it sends: its weight is capped at this
-            multiple of the round's median, and its influence (weight times norm) at this multiple of the median client
-            of this round and of recent ones. Clients whose updates point against those of the others over several
-            rounds lose weight as well (`dbcl.protocol.reputation`). None removes all three limits.
-        outlier_factor: Reject an update whose norm is above this multiple of the median of its lane, where the lane has
-            three clients or more. A client with more examples than the median takes more steps, so its limit is higher
-            in proportion. None accepts every norm.
-        reject_by_value: Let values decide whether an update counts. Under a guarantee they must not: an update that is
-            not finite then becomes zero, and only its form can be wrong.
+        norm_bound: Bound on the norm of an update over all its tensors. A lift preserves norms, so
+            this also bounds the change of W.
+        clip: Scale an update above `norm_bound` down to the bound; otherwise reject it.
+        max_examples: Largest number of examples that determines an update's weight.
+        max_influence: Bound on one client's influence in a round. Its weight is capped at this
+            multiple of the round's median weight. Its influence (weight times norm) is capped at
+            this multiple of the median client's influence in this round and recent rounds. Clients
+            whose updates oppose other updates over several rounds also lose weight
+            (`dbcl.protocol.reputation`). None removes all three limits.
+        outlier_factor: Reject an update whose norm is above this multiple of the median of its
+            lane, if the lane has at least three clients. The limit is proportionally higher for a
+            client with more examples than the median, because it takes more steps. None disables
+            this check.
+        reject_by_value: Permit rejections based on values. A guarantee forbids them: non-finite
+            updates then become zero, and only a wrong structure leads to a rejection.
 
     >>> UpdateValidator(min_updates=0)
     Traceback (most recent call last):
@@ -84,8 +86,15 @@ class UpdateValidator:
     def validate(self, message: Update | bytes, broadcast: Broadcast) -> AcceptedUpdate:
         """Validate an update to a broadcast.
 
+        Args:
+            message: The update or its bytes.
+            broadcast: The broadcast that the update answers.
+
+        Returns:
+            The accepted update.
+
         Raises:
-            ProtocolError: The update is rejected; a `RejectedError` says why.
+            ProtocolError: The update is rejected. A `RejectedError` holds the reason.
         """
         update = decode_update(bytes(message)) if isinstance(message, bytes | bytearray | memoryview) else message
         if not isinstance(update, Update):
@@ -115,7 +124,7 @@ class UpdateValidator:
     def validate_stack(
         self, stack: UpdateStack, broadcasts: Sequence[Broadcast]
     ) -> "list[AcceptedUpdate | ProtocolError]":
-        """Validate a stack of updates, each to its broadcast, without copying tensors.
+        """Validate a stack of updates against their broadcasts, without copying tensors.
 
         >>> import dbcl, torch
         >>> sketch = dbcl.SketchConfig(coverage="all", lanes=1)
@@ -205,18 +214,23 @@ class ValidationResult:
     accepted: Mapping[str, AcceptedUpdate]
     rejected: Mapping[str, Rejection]
     influence: float = 0.0
-    """Influence of the median client, to which later rounds are compared."""
+    """Influence of the median client, a reference for later rounds."""
     stack: UpdateStack | None = None
-    """The stack that holds the updates, if they came in one."""
+    """The stack that holds the updates, or None."""
     lanes: tuple[int, ...] = ()
     """Number of accepted updates in each lane."""
     agreement: Mapping[str, float] = field(default_factory=dict)
-    """Mean cosine of each client's update with the others; empty where it was not computed."""
+    """Mean cosine of each client's update with the others; empty if not computed."""
 
     def require(self, count: int) -> None:
-        """Raise `ProtocolError`, with all rejections, if fewer than `count` updates were accepted.
+        """Raise an error if too few updates were accepted.
 
-        It is a `DivergedError` if all rejected updates hold values that are not finite.
+        Args:
+            count: Minimum number of accepted updates.
+
+        Raises:
+            ProtocolError: Fewer updates were accepted. The message lists all rejections.
+            DivergedError: A `ProtocolError` if all rejected updates hold non-finite values.
         """
         if len(self.accepted) >= count:
             return
@@ -232,7 +246,7 @@ class ValidationResult:
         return [Weighted(each.update.tensors, each.weight, each.factor) for each in self.accepted.values()]
 
     def stats(self) -> AggregationStats:
-        """Return what the round's report says of these updates."""
+        """Return the statistics of these updates, for the round's report."""
         accepted = self.accepted.values()
         return AggregationStats(
             rejected=self.rejected,
@@ -250,7 +264,7 @@ class ValidationResult:
 def split(
     found: Iterable[tuple[str, AcceptedUpdate | Exception]],
 ) -> tuple[dict[str, AcceptedUpdate], dict[str, Rejection]]:
-    """Divide outcomes by sender into accepted updates and rejections."""
+    """Split validation outcomes, by sender, into accepted updates and rejections."""
     accepted: dict[str, AcceptedUpdate] = {}
     rejected: dict[str, Rejection] = {}
     for who, each in found:
@@ -262,7 +276,7 @@ def split(
 
 
 def duplicates(accepted: Mapping[str, AcceptedUpdate]) -> dict[str, Rejection]:
-    """Return a rejection for each update that equals an earlier one and is not zero.
+    """Return a rejection for each nonzero update that equals an earlier update.
 
     >>> import torch
     >>> same = AcceptedUpdate(Update(0, "ab", {"b": torch.ones(1)}, examples=5), 1.0, 5.0, 1.0)
@@ -301,7 +315,7 @@ def _zeroed(update: Update) -> Update:
 
 
 def _measure(stack: UpdateStack, statistics: set[str]) -> tuple[list[float], list[bool]]:
-    """Return the norm of every update of a stack, and whether it needs a closer look."""
+    """Return the norm of every update of a stack, and flags for updates to check individually."""
     norms, odd = stack.norms([name for name in stack.tensors if name not in statistics]), []
     for name in statistics & stack.tensors.keys():
         flat = stack.tensors[name].unsqueeze(-1).flatten(1)  # (clients, values), also for a single value
