@@ -33,8 +33,8 @@ from dbcl_audit.simulated_run import (
 )
 
 PROPERTY_NOISE_SCALE = 10.0
-"""Ratio of the other clients' deviations to the expected deviations. Large, because fresh batches
-in every round make successive updates differ.
+"""Value of `Knowledge.process_noise_scale`. Large, because batches are fresh in every round and
+successive updates differ.
 """
 SINGLE = "{clients} parties, single steps on fresh batches"
 """Name of these simulated runs in findings."""

@@ -48,7 +48,7 @@ class GanSettings:
         batch: generated images per step.
         lr: learning rate of Adam.
         latent: dimension of the generator's noise input.
-        channels: channels of the generator's second convolution; the first layer has twice as many.
+        channels: channels after the first convolution; the dense layer has twice as many.
         tv: weight of the total variation of the generated images.
 
     >>> GanSettings(target=3, steps=0)
@@ -129,7 +129,7 @@ class GanAttacker:
         self.drawings = self._drawn(count)
 
     def learn(self, model: nn.Module) -> None:
-        """Train the generator until the model classifies its images as the victim's class, then
+        """Train the generator to produce images that the model assigns to the victim's class, then
         replace the oldest generated images.
         """
         model.eval()
