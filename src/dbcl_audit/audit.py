@@ -42,7 +42,9 @@ from dbcl_audit.single_steps import (
 )
 
 MAX_PARAMETERS_FOR_ONE_THREAD = 2_000_000
-"""Below this size, thread synchronisation costs more than it saves."""
+"""Number of parameters below which one thread is used, because synchronisation costs more than it
+saves.
+"""
 
 log = logging.getLogger(__name__)
 

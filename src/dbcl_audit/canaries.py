@@ -94,7 +94,8 @@ class CanaryEstimate:
 
     @cached_property
     def mu(self) -> float:
-        """Difference of the mean scores, in standard deviations of the unused directions' scores.
+        """Difference of the mean scores, in standard deviations of the unused directions'
+        scores.
         """
         return float((np.mean(self.seen) - np.mean(self.unseen)) / np.std(self.unseen, ddof=1))
 
@@ -209,7 +210,7 @@ class ForwardingServer:
         self.server.prepare()
 
     def close_round(self, updates: Updates) -> RoundReport:
-        """Close the round with the clients' updates."""
+        """Close the round with the clients' updates and return the report."""
         return self.server.close_round(updates)
 
     def sums(self) -> Mapping[str, Update]:

@@ -56,7 +56,8 @@ class AuditEffort:
     drift_examples: int = 1000
     """Attacker's own examples used to compute the drift of a round."""
     null_examples: int = 600
-    """Null examples: the attacker's own examples, with which the scores of candidates are compared.
+    """Null examples: the attacker's own examples, with which the scores of candidates are
+    compared.
     """
     property_examples: int = 2000
     """Attacker's own examples for the property filter over all rounds and for its drift."""

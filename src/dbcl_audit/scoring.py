@@ -37,7 +37,8 @@ class Scores:
     errors: tuple[float, ...]
 
     def median_cosine(self, min_lag: int = 0) -> float:
-        """Return the median cosine over the rounds with at least `min_lag` later observed rounds.
+        """Return the median cosine over the rounds with at least `min_lag` later observed
+        rounds.
         """
         return self._median(self.cosines, min_lag)
 

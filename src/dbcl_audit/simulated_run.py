@@ -91,7 +91,8 @@ class SimulatedRun:
     colluders: tuple[int, ...] = ()
     """The attacker and its allies; empty if client 0 attacks alone."""
     bound: float | None = None
-    """Norm to which updates are clipped under secure aggregation; None without secure aggregation.
+    """Norm to which updates are clipped under secure aggregation; None without secure
+    aggregation.
     """
 
     @property

@@ -189,7 +189,8 @@ def property_script(task: Task, effort: AuditEffort, clients: int, seed: int) ->
 
 
 def attack_images(context: AuditContext) -> list[Finding]:
-    """Recover images and labels in a run in which every client trains on a single image per round.
+    """Recover images and labels in a run in which every client trains on a single image per
+    round.
     """
     config, dataset, effort = context.config, context.task.pictures, context.effort
     if dataset is None:

@@ -23,7 +23,8 @@ RIDGE = 1e-3  # of the examples' mean variance: what is added to each, since som
 
 @dataclass(frozen=True, eq=False)
 class FirstLayer:
-    """Gradients of the weight and bias of a dense first layer in one round, and its sketch.
+    """Gradients of the weight and bias of a dense first layer in one round, with the sketch of the
+    layer.
 
     >>> from dbcl.sketch import CountSketch
     >>> FirstLayer(torch.zeros(3, 2), torch.ones(3), CountSketch(4, 2, seed=bytes(32))).sketch
@@ -44,7 +45,8 @@ class FirstLayer:
         return (bias @ weight) / (bias @ bias) / self.sketch.gain(weight)
 
     def sees(self, examples: Tensor) -> Array:
-        """Return the sketched layer inputs of the examples, with a 1 for the bias: c = (x R D, 1).
+        """Return the sketched layer inputs of the examples, with a 1 for the bias: c = (x R D,
+        1).
         """
         x = examples.detach().cpu().double().flatten(1)
         return np.concatenate([self.sketch.project(x).numpy(), np.ones((len(x), 1))], axis=1)

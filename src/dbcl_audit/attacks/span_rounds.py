@@ -24,7 +24,8 @@ from dbcl_audit.numerics import standardized
 from dbcl_audit.simulated_run import SimulatedRun
 
 ROUNDS = 6
-"""Number of attacked rounds. In later rounds the model changes less, and fewer examples contribute.
+"""Number of attacked rounds. In later rounds the model changes less, and fewer examples
+contribute.
 """
 
 

@@ -280,7 +280,8 @@ class Trajectory:
 
     @cached_property
     def _own(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """The attacker's own update and the mean client's update in each answered round, by tensor.
+        """The attacker's own update and the mean client's update in each answered round, by
+        tensor.
         """
         found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self.views}
         for index in self.answered:
@@ -374,7 +375,8 @@ class Trajectory:
         return found
 
     def changes(self) -> dict[str, list[Tensor]]:
-        """Expected change of W by the other clients between successive observed rounds, by tensor.
+        """Expected change of W by the other clients between successive observed rounds, by
+        tensor.
         """
         return {name: posterior.changes() for name, posterior in self.posteriors.items()}
 

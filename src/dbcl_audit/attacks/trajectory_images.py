@@ -160,7 +160,8 @@ def fit_images(
 
 
 class _Point(NamedTuple):
-    """State of a fit: -log p including the prior, the images, the labels, and all other variables.
+    """State of a fit: -log p including the prior, the images, the labels, and all other
+    variables.
     """
 
     value: float

@@ -83,7 +83,8 @@ class SimulatedVictim:
         return cross_entropy(torch.func.functional_call(self.model, weights, (images,)), labels)
 
     def believe(self, changes: Mapping[str, Tensor]) -> None:
-        """Recompute the broadcasts the victim would have received, given estimated weight changes.
+        """Recompute the broadcasts the victim would have received, given estimated weight
+        changes.
         """
         self.sent = {}
         for name, view in self.seen.items():

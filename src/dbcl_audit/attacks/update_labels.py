@@ -145,7 +145,8 @@ class ClassEnergies:
         self.c = np.split(c, np.cumsum([len(each) for each in examples])[:-1])
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> Array:
-        """Return the energy of each class in an update, or zeros if the first layer did not change.
+        """Return the energy of each class in an update, or zeros if the first layer did not
+        change.
         """
         change = first_layer_change(self.broadcast, tensors, self.shape)
         assert change is not None
@@ -160,7 +161,8 @@ class ClassEnergies:
 
 @dataclass(frozen=True, eq=False)
 class _Look:
-    """Features of an update, and the server's examples of each class, from which shards are drawn.
+    """Features of an update, and the server's examples of each class, from which shards are
+    drawn.
     """
 
     output: Sequence[str]

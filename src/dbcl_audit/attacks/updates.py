@@ -151,7 +151,8 @@ def scored_updates(
 
 
 def audit_recording(folder: Path, context: AuditContext) -> list[Finding]:
-    """Estimate the other clients' updates from a recorded transcript of a client of the run itself.
+    """Estimate the other clients' updates from a recorded transcript of a client of the run
+    itself.
     """
     transcript = Transcript(folder)
     found = estimates(transcript, context.effort.estimators, context.tell)

@@ -1,4 +1,5 @@
-"""Sketches of the other clients' updates in a round, as far as the clients of the round know them.
+"""Sketches of the other clients' updates in a round, as far as the clients of the round know
+them.
 """
 
 from collections import Counter

@@ -60,7 +60,8 @@ class Key:
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing with a title and a legend. With `diagonal`, a dotted line marks the chance level.
+    """A drawing with a title and a legend. With `diagonal`, a dotted line marks the chance
+    level.
     """
 
     title: str

@@ -281,7 +281,8 @@ def severity(finding: Finding) -> tuple[int, float]:
 
 
 def _levels(family: str, chance: float) -> tuple[float, float]:
-    """Return the minimum strength of a leak, and the minimum strength that is as bad as no defence.
+    """Return the minimum strength of a leak, and the minimum strength that is as bad as no
+    defence.
     """
     special = {
         "error": (-0.9 * chance, -0.1 * chance),
