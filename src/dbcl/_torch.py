@@ -173,8 +173,7 @@ def has_global_hooks() -> bool:
 
 
 def _kinds(owner: object, base: str, *public: type[nn.Module]) -> tuple[type[nn.Module], ...]:
-    """Return the private base class, which also matches custom layers, or else the public classes.
-    """
+    """Return the private base class, which also matches custom layers, or else the public classes."""
     found = getattr(owner, base, None)
     return public if found is None else (found,)
 

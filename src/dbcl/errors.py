@@ -1,5 +1,4 @@
-"""Exceptions of dbcl, all derived from `DbclError`, and safe display of untrusted text in messages.
-"""
+"""Exceptions of dbcl, all derived from `DbclError`, and safe display of untrusted text in messages."""
 
 import reprlib
 from collections.abc import Sequence
@@ -83,8 +82,7 @@ class ConfigError(DbclError):
 
 
 class GuaranteeError(ConfigError):
-    """The settings, the model or the data are incompatible with the configured privacy guarantee.
-    """
+    """The settings, the model or the data are incompatible with the configured privacy guarantee."""
 
 
 class OutOfMemoryError(DbclError):

@@ -125,8 +125,7 @@ class RoundPlan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 digest of the plan. The server rejects updates that carry another plan's digest.
-        """
+        """SHA-256 digest of the plan. The server rejects updates that carry another plan's digest."""
         settled: list[object] = [self.round, self.seed.hex(), [tensor.fields() for tensor in self.tensors]]
         settled += [self.frozen] if self.frozen else []
         settled += [{"lane": self.lane, "lanes": self.lanes}] if self.lanes > 1 else []

@@ -73,8 +73,7 @@ def _own_folder() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Report an error of user code in one sentence, with the file and line that raised the error.
-    """
+    """Report an error of user code in one sentence, with the file and line that raised the error."""
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""The `dbcl` command: one file for each of its commands. Only this package prints."""
+"""The `dbcl` command, with one module per subcommand. No other package prints to the terminal."""
 
 from dbcl.cli.app import app, main
 

@@ -1,4 +1,4 @@
-"""The command-line program: all commands, and the handling of errors."""
+"""Command-line application: registration of all commands, and error handling."""
 
 import importlib
 import io
@@ -29,9 +29,11 @@ except ImportError:
     click = importlib.import_module("click.exceptions")
 
 LOUD = ("flwr", "ray")
-"""Loggers that print pages when a client fails; the errors that dbcl raises say what matters."""
+"""Loggers silenced because they print long tracebacks when a client fails. The errors of dbcl
+contain the relevant information.
+"""
 MAX_ERROR_LINES = 30
-"""Lines of an error from which on it is shortened."""
+"""Maximum number of lines of an error message before it is shortened."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -72,10 +74,10 @@ app.add_typer(datasets, name="data")
 
 
 def main(program: typer.Typer = app, name: str = "dbcl") -> None:
-    """Run a command; an error is one message and exit status 2, never a traceback.
+    """Run a command. An error prints one message and returns exit status 2 without a traceback.
 
-    That holds for errors of dbcl's own, for what was typed, and for what the system has to say: a disk that is full, a
-    file that may not be read. Any other exception is a fault of dbcl, and shows where it is.
+    Applies to errors of dbcl, invalid input, and operating system errors such as a full disk or an
+    unreadable file. Any other exception is a bug in dbcl and prints its traceback.
     """
     _print_anything()
     logging.basicConfig(
@@ -107,7 +109,7 @@ def main(program: typer.Typer = app, name: str = "dbcl") -> None:
 
 
 def _run(program: typer.Typer, name: str) -> int:
-    """Run a command without click's own handling of errors and interruptions."""
+    """Run a command without click's handling of errors and interruptions."""
     try:
         with get_command(program).make_context(name, sys.argv[1:]) as context:
             context.command.invoke(context)
@@ -117,7 +119,9 @@ def _run(program: typer.Typer, name: str) -> int:
 
 
 def _print_anything() -> None:
-    """Make a stream print ? in place of a character that its encoding lacks, such as a table's edge."""
+    """Make the output streams replace unencodable characters, such as table borders, by a question
+    mark.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -129,7 +133,9 @@ def _help(error: Any) -> str:
 
 
 def _drop_output() -> None:
-    """Discard output that standard output cannot take; Python would try to write it once more at exit."""
+    """Redirect standard output to the null device after a write error. Python would otherwise retry
+    the write at exit.
+    """
     try:
         _flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""Printing for all commands: the two consoles, tables, and a line of values as bars."""
+"""Terminal output of all commands: consoles, tables and sparklines."""
 
 import json
 import math
@@ -30,11 +30,11 @@ FLAGS = {
     "data_dir": "--data-dir",
     "examples": "--examples",
 }
-"""Options with another name than their setting, by the name in Python."""
+"""Options whose names differ from their settings, by Python name."""
 
 
 def as_options(text: str) -> str:
-    """Rewrite the settings in an error, which are in backticks as Python has them, as options of the command.
+    """Rewrite settings in backticks in an error message as command-line options.
 
     >>> as_options('the remedy is `fraction=0.16`, `engine="local"` or `secure_aggregation=False`; see `folder`')
     'the remedy is --fraction 0.16, --engine local or no --secure-aggregation; see --out'
@@ -53,13 +53,13 @@ def as_options(text: str) -> str:
 
 
 def _importable(value: str) -> str:
-    """Write an object of a module, such as torch.nn.functional.mse_loss, as the command line takes it."""
+    """Convert the dotted name of an object, such as torch.nn.functional.mse_loss, to module:name."""
     module, _, name = value.rpartition(".")
     return f"{module}:{name}" if module.isidentifier() or re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", module) else value
 
 
 def system_error(error: OSError) -> str:
-    """Write an error of the system: what it is, and the paths.
+    """Format an operating system error with its message and paths.
 
     >>> system_error(OSError(28, "No space left on device", "runs/1"))
     'No space left on device: runs/1'
@@ -69,7 +69,7 @@ def system_error(error: OSError) -> str:
 
 
 def print_json(facts: Any) -> None:
-    """Print facts for another program, without colours and without wrapping.
+    """Print values as JSON without colours and line wrapping.
 
     >>> print_json({"rounds": 3})
     {
@@ -80,7 +80,7 @@ def print_json(facts: Any) -> None:
 
 
 def table(title: str, headings: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table whose long cells wrap.
+    """Return a table that wraps long cells.
 
     >>> table("a table", ["name", "size"], [["W", "3"]]).row_count
     1
@@ -94,7 +94,7 @@ def table(title: str, headings: Iterable[str], rows: Iterable[Sequence[str]]) ->
 
 
 def print_path(label: str, path: object) -> None:
-    """Print a path on a line of its own, never wrapped, so that it can be copied.
+    """Print a path on a separate unwrapped line for copying.
 
     >>> print_path("page", "runs/1/audit.html")
     page     runs/1/audit.html
@@ -103,7 +103,7 @@ def print_path(label: str, path: object) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Raise `ConfigError` for a path at which no page can be written, before the work that fills it.
+    """Raise `ConfigError` before a long computation if its output file cannot be written.
 
     >>> check_place(Path("."))
     Traceback (most recent call last):
@@ -122,7 +122,12 @@ def check_place(path: Path) -> None:
 
 
 def sparkline(values: Sequence[float], shown: Callable[[float], str], width: int = 32) -> str:
-    """Return values as a line of bars between the smallest and the largest; at most `width` of them, evenly chosen.
+    """Return values as a sparkline between the formatted minimum and maximum.
+
+    Args:
+        values: The values.
+        shown: Function that formats a value.
+        width: Maximum number of bars. Longer series are sampled evenly.
 
     >>> sparkline([0.1, 0.5, 0.9], "{:.0%}".format)
     '10% ▁▅█ 90%'

@@ -1,4 +1,4 @@
-"""`dbcl data`: lists the datasets on this machine; `dbcl data fetch` downloads one."""
+"""`dbcl data` lists the datasets on this machine; `dbcl data fetch` downloads a dataset."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`dbcl env`: versions and hardware, for a bug report."""
+"""`dbcl env`: versions and hardware for a bug report."""
 
 import os
 import platform

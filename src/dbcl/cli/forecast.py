@@ -1,4 +1,6 @@
-"""`dbcl privacy` for one example as the privacy unit: noise, rounds and expected accuracy before any training."""
+"""`dbcl privacy` with one example as the privacy unit: noise, rounds and expected accuracy of
+planned settings.
+"""
 
 from typing import Any
 
@@ -18,7 +20,7 @@ MEASURED = (
 
 
 class ExamplePlan:
-    """A planned guarantee for every example of several parties.
+    """Planned example-level guarantee for several parties.
 
     Args:
         config: Settings whose privacy unit is one example.
@@ -44,13 +46,13 @@ class ExamplePlan:
 
     @property
     def chosen(self) -> Forecast:
-        """The forecast of the target itself."""
+        """Forecast for the chosen target."""
         privacy = self.config.privacy
         assert privacy is not None
         return next(row for row in self.rows if (row.epsilon, row.noise_by) == (privacy.epsilon, privacy.noise_by))
 
     def facts(self) -> dict[str, Any]:
-        """Return the plan as plain values, for `--json`."""
+        """Return the plan as JSON values."""
         plan, config = self.plan, self.config
         assert config.privacy is not None
         known = {"unit": "example", "epsilon": config.privacy.epsilon, "delta": config.privacy.delta}
@@ -64,7 +66,7 @@ class ExamplePlan:
         return {**known, "forecast": [row._asdict() for row in self.rows]}
 
     def show(self) -> None:
-        """Print the plan, its promise, and other choices."""
+        """Print the plan, its guarantee, and alternative settings."""
         config, plan, row = self.config, self.plan, self.chosen
         privacy = config.privacy
         assert privacy is not None
@@ -102,7 +104,7 @@ class ExamplePlan:
         return found
 
     def picture(self) -> bytes:
-        """Draw the expected loss against epsilon, as a PNG."""
+        """Plot the expected loss of accuracy against epsilon as a PNG."""
         losses = {
             words: {row.epsilon: row.loss for row in self.rows if row.noise_by == by}
             for by, words in TRUST.items()

@@ -1,4 +1,6 @@
-"""Options that are made from the settings' own fields, so that no default is written in a command."""
+"""Command-line options derived from the fields of the settings, so that each default is defined
+only once.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -39,7 +41,7 @@ Outputs = Annotated[int, typer.Option(help="Outputs of a named model.", rich_hel
 
 
 def preset_option(default: str) -> Any:
-    """Return the option that names a preset, for a command with the default `default`."""
+    """Return the preset option of a command with the given default preset."""
     meant = ", ".join(f"{name} ({meaning})" for name, meaning in MEANINGS.items())
     return typer.Option(
         help=f"Values for several options at once: {meant}, or a TOML file of your own. They replace the "
@@ -53,7 +55,7 @@ Preset = Annotated[str | None, preset_option(DEFAULT)]
 
 
 def read_shape(text: str) -> Shape:
-    """Read one example's shape, as a person writes it.
+    """Parse an example's shape.
 
     >>> read_shape("3,32,32")
     (3, 32, 32)
@@ -68,10 +70,13 @@ def read_shape(text: str) -> Shape:
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command with an option for each of these settings of a run; without names, for all of them.
+    """Decorate a command with an option for each named setting of a run, or for all settings.
 
-    The options replace the command's `**settings`, after its positional parameters. The command receives the settings
-    that were given, as text if the setting has its own reader.
+    The options replace the command's `**settings`, after its positional parameters. The command
+    receives only settings that the user gave, as text if the setting has its own parser.
+
+    Args:
+        names: Option names of the settings; empty for all settings.
 
     >>> @with_settings("rounds", "lr")
     ... def command(**settings):

@@ -1,4 +1,4 @@
-"""`dbcl plan`: the plan of a model before any training."""
+"""`dbcl plan`: sketch plan of a model."""
 
 from typing import Annotated, Any
 
@@ -16,7 +16,9 @@ from dbcl.simulation.planning import parameter_count, planned
 from dbcl.simulation.privacy_budget import units_in
 
 DEFAULT = "blind"
-"""The preset that sketches; those with a guarantee send every value, with noise."""
+"""Default preset of the command, which enables sketching. Presets with a guarantee send every value
+with noise.
+"""
 
 
 @with_settings("coverage", "sketch", "ratio", "lanes", "buckets", "veil", "wire")

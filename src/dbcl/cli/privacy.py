@@ -1,4 +1,6 @@
-"""`dbcl privacy`: what a guarantee takes before a run, beside other choices; and what of it a run has spent."""
+"""`dbcl privacy`: the privacy plan of settings compared to alternatives, or the spent budget of a
+run.
+"""
 
 import math
 import shlex
@@ -25,7 +27,7 @@ from dbcl.simulation.planning import parameter_count, rms, weight_scale
 from dbcl.simulation.privacy_budget import Account, account_in, choices, noise_by_epsilon, plan_of, units_in
 
 DRAWN = tuple(2 ** (step / 4) for step in range(-4, 17))
-"""The picture's epsilons: from a half to 16."""
+"""Values of epsilon in the figure, from 0.5 to 16."""
 
 
 @with_settings(
@@ -117,7 +119,9 @@ def privacy(
 def _plan_examples(
     config: RunConfig, model: nn.Module, examples: int, as_json: bool
 ) -> tuple[bool, Callable[[], bytes]]:
-    """Show the plan for one example as the unit; return whether it is useful, and a maker of its picture."""
+    """Show the plan for one example as the privacy unit; return whether it is useful, and a
+    function that plots it.
+    """
     made = ExamplePlan(config, examples=examples, values=parameter_count(model))
     if as_json:
         print_json(made.facts())
@@ -129,7 +133,9 @@ def _plan_examples(
 def _plan_clients(
     config: RunConfig, model: nn.Module, examples: int, as_json: bool
 ) -> tuple[bool, Callable[[], bytes]]:
-    """Show the plan for one client as the unit; return whether it is useful, and a maker of its picture."""
+    """Show the plan for one client as the privacy unit; return whether it is useful, and a function
+    that plots it.
+    """
     plan = plan_of(config, examples, parameter_count(model))
     size = weight_scale(model, plan)
     if as_json:
@@ -151,7 +157,7 @@ def _clip(config: RunConfig) -> str:
 
 
 def _facts(plan: PrivacyPlan, config: RunConfig, model: nn.Module) -> dict[str, Any]:
-    """Return the plan as plain values, for `--json`."""
+    """Return the plan as JSON values."""
     assert config.privacy is not None
     size = weight_scale(model, plan)
     relative = plan.relative(size)
@@ -283,7 +289,9 @@ def _after(run: Path, as_json: bool) -> None:
 
 
 def _attendance(account: Account) -> list[tuple[str, str]]:
-    """Return the row on the clients in the revealed sums, if what is spent depends on them."""
+    """Return the table row about the clients in the revealed sums, if the spent budget depends on
+    them.
+    """
     if account.attendance is None:
         return []
     facts = account.facts()
@@ -312,7 +320,12 @@ NOISE_KEPT = "checkpoints/ hold the noise of the last rounds, which it does not:
 
 
 def guarantee_text(account: Account, relative: float, stopped_by: str) -> str:
-    """The guarantee of a run in a few short lines, for the end of `dbcl train`; `stopped_by` is the run's.
+    """Return a short text about a run's guarantee for the end of `dbcl train`.
+
+    Args:
+        account: Privacy account of the run.
+        relative: Noise relative to the initial weights.
+        stopped_by: Setting that ended the run.
 
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
     >>> print(guarantee_text(Account(plan, 100, 10, insecure=False), 1.62, "rounds"))

@@ -1,4 +1,4 @@
-"""The table at the end of `dbcl train`, and its JSON."""
+"""Result table of `dbcl train`, and its JSON form."""
 
 import math
 from typing import Any
@@ -15,11 +15,11 @@ NOT_COVERED = (
     "that a party takes part, and how many examples it has; facts about a whole party or group; settings that were "
     "chosen by looking at results; the data of a party that runs other software"
 )
-"""Limits of a guarantee for one example."""
+"""Facts that an example-level guarantee does not protect."""
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """Return the result of a run as plain values, for `--json`."""
+    """Return the result of a run as JSON values."""
     last, best, account = run.history[-1], run.best, account_of(run)
     return {
         "folder": str(run.folder),
@@ -41,16 +41,16 @@ def facts(run: Run) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """Return a value that JSON has, or None."""
+    """Return a finite value, or None for a value that JSON cannot represent."""
     return value if math.isfinite(value) else None
 
 
 def rows(run: Run, without_noise: float | None = None) -> list[tuple[str, str]]:
-    """Return the rows of the summary.
+    """Return the rows of the result table.
 
     Args:
         run: A run with at least one round.
-        without_noise: Score of the same training without noise, if it was measured.
+        without_noise: Score of the same training without noise, or None.
     """
     account, plan, shown = account_of(run), run.server.plan, run.task.objective.shown
     against = account.plan.against if account is not None and account.plan.unit == "example" else ""
@@ -116,7 +116,9 @@ def _messages(run: Run) -> str:
 
 
 def _checks(run: Run) -> tuple[str, str]:
-    """Return the checks of updates; under secure aggregation the server sees no single update."""
+    """Return the row about update validation. Under secure aggregation, the server sees no
+    individual update.
+    """
     if not run.config.secure_aggregation:
         return "server checks", str(run.server.validator)
     how = "masked and added over real bytes" if run.config.engine == "local" else "rounded and added as if masked"

@@ -1,4 +1,6 @@
-"""`dbcl train`: play a run, show its progress, and say at the end what it reached and what a client saw."""
+"""`dbcl train`: runs a training, shows its progress, and prints a summary of the results and the
+clients' view.
+"""
 
 import contextlib
 import re
@@ -28,10 +30,10 @@ from dbcl.simulation.user_code import user_code
 from dbcl.trackers import ProgressBar
 
 LINES = 10
-"""Lines that a whole run writes if there is no terminal to draw a bar on."""
+"""Number of progress lines of a complete run without a terminal."""
 
 TRANSCRIPT_BYTES = 1e9
-"""Size of transcripts above which a warning is printed."""
+"""Size of transcripts in bytes above which a warning is printed."""
 
 SMALL_COHORT = 10
 """Number of clients in a round below which a warning is printed."""
@@ -136,7 +138,9 @@ def train(
 
 
 def _same_code(folder: Path, code: Mapping[str, str]) -> bool:
-    """Return whether the caller names all the code of a run's settings again, which is as good as trusting it."""
+    """Return whether the command line names all user code of a run again, which implies consent to
+    run it.
+    """
     if not code:
         return False
     before = code_of(read_config(folder))
@@ -148,13 +152,15 @@ def _same_code(folder: Path, code: Mapping[str, str]) -> bool:
 
 @contextlib.contextmanager
 def _user_code(config: RunConfig, as_json: bool, then: str = "") -> Iterator[None]:
-    """Explain what fails in code of the user's own; what it prints is no part of the JSON."""
+    """Explain an error of user code, and redirect the output of user code away from JSON output."""
     with user_code(config, then), contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
         yield
 
 
 def _task(config: RunConfig, data_dir: str | None, *, quiet: bool) -> Task:
-    """Read the data; show a bar while public features are computed, which takes minutes for large datasets."""
+    """Load the task, with a progress bar for feature extraction, which takes minutes for large
+    datasets.
+    """
     if config.feature_map is None or quiet or not console.is_terminal:
         return task_of(config, data_dir)
     columns = (TextColumn("features"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -164,7 +170,9 @@ def _task(config: RunConfig, data_dir: str | None, *, quiet: bool) -> Task:
 
 
 def _start(config: RunConfig, preset: str, task: Task) -> Run:
-    """Begin a run in the next free folder; where another process takes that at the same moment, in the one after."""
+    """Start a run in the next free folder; retry with another folder if a concurrent process takes
+    it first.
+    """
     name = f"{Path(preset).stem}-{config.data.replace(':', '-')}"
     while True:
         folder = _next_folder(name)
@@ -223,7 +231,9 @@ def _warn_of_transcripts(run: Run) -> None:
 
 
 def _warn_of_few_clients(run: Run) -> None:
-    """Say what few clients in a round mean where a secret veil hides them; without one the summary says worse."""
+    """Warn about rounds with few clients if a veil hides the weights. Without a veil, the summary
+    reports the exposure.
+    """
     config = run.config
     veiled = config.privacy is None and not config.insecure and any(run.server.plan.veils.values())
     if run.finished or config.cohort >= SMALL_COHORT or not veiled:
@@ -242,7 +252,9 @@ def _warn(text: str) -> None:
 
 
 def _without_noise(run: Run, wanted: bool | None) -> float | None:
-    """Train once more without noise; unless asked for or forbidden, only on the embedded dataset, which is quick."""
+    """Repeat the training without noise. By default this is done only for the embedded dataset,
+    which is fast.
+    """
     privacy = run.config.privacy
     possible = privacy is not None and privacy.unit == "example"
     if wanted and not possible:

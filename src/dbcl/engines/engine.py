@@ -111,8 +111,7 @@ class Engine(ABC):
         return size
 
     def cohort(self, round: int) -> list[int]:
-        """Return the clients of a round: drawn at random, or in a fixed order if `in_turns` is set.
-        """
+        """Return the clients of a round: drawn at random, or in a fixed order if `in_turns` is set."""
         count = len(self.clients)
         if self.in_turns:
             return sorted(cyclic_cohort(round, clients=count, cohort=cohort_size(count, self.fraction)))

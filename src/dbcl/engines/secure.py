@@ -184,8 +184,7 @@ class SecureServer(Server):
         return State({**own.values, **more.values}, {**own.tensors, **more.tensors})
 
     def load_state(self, state: State) -> None:
-        """Restore a state returned by `state`. Without noise shares, clients start with new keys.
-        """
+        """Restore a state returned by `state`. Without noise shares, clients start with new keys."""
         if not isinstance(state.values, Mapping) or not {"sums", "members"} <= state.values.keys():
             raise ProtocolError("the checkpoint is of a run without secure aggregation")
         own = {name: part for name, part in state.values.items() if name not in ("sums", "members")}

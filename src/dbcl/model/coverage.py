@@ -197,8 +197,7 @@ def nothing_left(left_out: dict[str, str]) -> str:
 
 
 def _layouts(model: nn.Module, layers: Layers) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Return the weights of all known layers with their input axes, and the problems with `layers`.
-    """
+    """Return the weights of all known layers with their input axes, and the problems with `layers`."""
     found, problems, used = dict[str, tuple[int, ...]](), list[str](), set[type | str]()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""

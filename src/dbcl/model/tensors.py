@@ -170,8 +170,7 @@ def lost_in_a_copy(model: nn.Module) -> list[str]:
 
 
 def _holds(function: object, modules: set[nn.Module]) -> bool:
-    """Return whether a function's closure contains one of some modules, or a bound method of one.
-    """
+    """Return whether a function's closure contains one of some modules, or a bound method of one."""
     if not isinstance(function, FunctionType):
         return False
     outside = inspect.getclosurevars(function)

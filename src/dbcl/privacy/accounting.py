@@ -227,8 +227,7 @@ class PrivacyPlan(PrivacyConfig):
 
     @property
     def per_round(self) -> int:
-        """Planned number of privacy units in a round: the fixed, public denominator of their sum.
-        """
+        """Planned number of privacy units in a round: the fixed, public denominator of their sum."""
         return self.batch if self.unit == "example" else self.cohort
 
     @cached_property

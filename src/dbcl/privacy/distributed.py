@@ -197,8 +197,7 @@ class NoiseShares:
 
     @cached_property
     def growth(self) -> float:
-        """Standard deviation of a share in the last round relative to z: the norm of a row of C^-1.
-        """
+        """Standard deviation of a share in the last round relative to z: the norm of a row of C^-1."""
         strategy = self.mechanism.strategy
         return float(np.linalg.norm(quotient(strategy.denominator, strategy.numerator, self.mechanism.rounds)))
 

@@ -1,4 +1,4 @@
-"""Training runs: settings, their model, server and engine, and the folder of a run."""
+"""Simulated training runs: settings, construction of model, server and engine, and run folders."""
 
 from dbcl.simulation.config import RunConfig
 from dbcl.simulation.metrics import RoundMetrics, read_metrics

@@ -1,4 +1,4 @@
-"""The same training without noise, to show what a guarantee costs."""
+"""Noise-free baseline of a run, which shows the accuracy cost of a guarantee."""
 
 from dataclasses import replace
 
@@ -8,13 +8,14 @@ from dbcl.simulation.build import build_engine, build_run_server
 from dbcl.simulation.run import Run
 
 NO_NOISE = 1e6
-"""An epsilon at which there is practically no noise."""
+"""Epsilon with a practically negligible amount of noise."""
 
 
 def score_without_noise(run: Run) -> float:
-    """Train once more like a run with a guarantee, with a negligible amount of noise, and return the score.
+    """Repeat a run's training with negligible noise and return the score.
 
-    Rates, rounds and clipping are those of the run. Nothing is written to its folder.
+    Learning rates, rounds and clipping are the same as in the run. Nothing is written to its
+    folder.
 
     Args:
         run: A run whose privacy unit is one example.

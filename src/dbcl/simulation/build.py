@@ -1,4 +1,4 @@
-"""Construction of plan, server, clients and engine from the settings of a run."""
+"""Construction of plan, server, clients and engine from a run's settings."""
 
 import logging
 import math
@@ -32,13 +32,13 @@ from dbcl.transcripts import Setting
 log = logging.getLogger(__name__)
 
 CALIBRATION_INPUTS = 1000
-"""Held-out inputs, without labels, on which the server measures normalisation statistics."""
+"""Number of unlabelled held-out inputs with which the server estimates normalisation statistics."""
 ENGINES: dict[str, type[Engine]] = {"stacked": StackedEngine, "local": LocalEngine}
 SERVER_OPTIMIZERS: dict[str, Callable[..., ServerOptimizer]] = {"fedavg": fedavg, "momentum": momentum, "adam": adam}
 
 
 def validator(config: RunConfig) -> UpdateValidator:
-    """Return the server's limits for updates."""
+    """Return the server's validator of updates."""
     return UpdateValidator(
         min_updates=config.min_updates,
         norm_bound=config.norm_bound,
@@ -59,7 +59,7 @@ def server_rate(config: RunConfig) -> float:
 
 
 def server_momentum(config: RunConfig) -> float:
-    """Return the server's momentum, 0 where its optimiser has none."""
+    """Return the server's momentum; 0 if its optimiser has none."""
     return config.server_momentum if config.server_optimizer == "momentum" else 0.0
 
 
@@ -70,7 +70,7 @@ def server_optimizer(config: RunConfig) -> ServerOptimizer:
 
 
 def check(config: RunConfig) -> RunConfig:
-    """Return the settings unchanged, or raise `ConfigError` if something that they describe cannot be made."""
+    """Validate settings by constructing their parts. Return the settings, or raise `ConfigError`."""
     local_training(config)
     validator(config)
     update_noise(config)
@@ -78,12 +78,12 @@ def check(config: RunConfig) -> RunConfig:
 
 
 def privacy_plan(config: RunConfig, examples: int = 0, values: int = 0) -> PrivacyPlan | None:
-    """Return the plan of the guarantee that the settings ask for, or None.
+    """Return the privacy plan of the settings; None without a guarantee.
 
     Args:
         config: Settings of the run.
-        examples: Number of training examples, which counts if one of them is the privacy unit.
-        values: Number of values in an update, which counts if clients add the noise.
+        examples: Number of training examples; required if one example is the privacy unit.
+        values: Number of values in an update; required if clients add the noise.
 
     >>> plan = privacy_plan(RunConfig.from_options(epsilon=8, clip=0.2, clients=1000, rounds=400))
     >>> plan.separation, plan.participations
@@ -107,13 +107,15 @@ def privacy_plan(config: RunConfig, examples: int = 0, values: int = 0) -> Priva
 
 
 def secagg_config(config: RunConfig, *, lanes: int, largest: int, values: int) -> SecAggConfig | None:
-    """Return the conditions of secure aggregation, or None if it is off or those of a plan with shares of noise.
+    """Return the configuration of secure aggregation. None if it is disabled or defined by a plan
+    with noise shares.
 
     Args:
         config: Settings of the run.
         lanes: Number of lanes, each of which needs enough clients.
-        largest: Number of examples of the largest client, at which weights are capped without a guarantee.
-        values: Number of values in W: rounding increases norms, and a guarantee counts that.
+        largest: Number of examples of the largest client, used as weight cap without a guarantee.
+        values: Number of values in W. Rounding increases norms, which a guarantee takes into
+            account.
 
     >>> config = RunConfig.from_options(secure_aggregation=True, fraction=0.2)
     >>> secagg_config(config, lanes=2, largest=600, values=1000).clip
@@ -140,7 +142,8 @@ def secagg_config(config: RunConfig, *, lanes: int, largest: int, values: int) -
 
 
 def new_seed(config: RunConfig) -> bytes:
-    """Return the seed of a run's initial weights, cohorts and batches: secret and fresh, or that of an experiment.
+    """Return the seed of a run's initial weights, cohorts and batches: fresh and secret, or derived
+    from `seed`.
 
     >>> new_seed(RunConfig(seed=0)) == new_seed(RunConfig(seed=0)), new_seed(RunConfig()) == new_seed(RunConfig())
     (True, False)
@@ -151,15 +154,16 @@ def new_seed(config: RunConfig) -> bytes:
 def sketch_config(
     config: RunConfig, model: nn.Module, layers: Layers | None = None, *, examples: int = 0
 ) -> SketchConfig:
-    """Return the sketch and veil configuration of a model.
+    """Return the configuration of a model's sketch and veil.
 
-    With a guarantee the noise has a fixed size; the veil then states that size relative to the initial weights.
+    With a guarantee the noise scale is fixed, and the veil states it relative to the initial
+    weights.
 
     Args:
         config: Settings of the run.
         model: The network.
-        layers: Axes of the inputs of custom layers.
-        examples: Number of training examples, which counts if one of them is the privacy unit.
+        layers: Input axes of custom layers.
+        examples: Number of training examples; required if one example is the privacy unit.
     """
     veil = config.sketch.veil
     if config.privacy is not None and config.privacy.noise_by == "server" and config.server_optimizer != "adam":
@@ -170,7 +174,7 @@ def sketch_config(
 
 
 def build_plan(config: RunConfig, model: nn.Module, layers: Layers | None = None, *, examples: int = 0) -> SketchPlan:
-    """Plan the sketches and the veil of a model; the arguments are those of `sketch_config`.
+    """Plan a model's sketches and veil. The arguments are those of `sketch_config`.
 
     >>> from dbcl.simulation.task import task_of
     >>> config = RunConfig.from_options(veil=0.0)
@@ -189,7 +193,8 @@ def build_server(
     insecure_seed: int | None = None,
     **changes: Any,
 ) -> Server:
-    """Make a server for a model with the sketch and the wire of a run; `changes` are further arguments of `Server`.
+    """Make a server with a run's sketch and wire format. `changes` are further arguments of
+    `Server`.
 
     >>> from dbcl.simulation.task import task_of
     >>> build_server(RunConfig(), task_of(RunConfig()).make_model(0)).round
@@ -200,7 +205,8 @@ def build_server(
 
 
 def divide(config: RunConfig, task: Task, *, seed: bytes) -> list[Rows]:
-    """Return the training examples of each client: as the data come divided, or as the settings say.
+    """Return each client's training examples: the partition of the data, or a partition by the
+    settings.
 
     >>> from dbcl.simulation.task import task_of
     >>> len(divide(RunConfig(clients=4), task_of(RunConfig()), seed=bytes(32)))
@@ -222,7 +228,7 @@ def divide(config: RunConfig, task: Task, *, seed: bytes) -> list[Rows]:
 
 
 def calibration(config: RunConfig, task: Task) -> Tree:
-    """Return held-out inputs on which a server measures normalisation statistics.
+    """Return held-out inputs with which the server estimates normalisation statistics.
 
     >>> from dbcl.simulation.task import task_of
     >>> calibration(RunConfig(), task_of(RunConfig())).shape
@@ -232,7 +238,7 @@ def calibration(config: RunConfig, task: Task) -> Tree:
 
 
 def build_run_server(config: RunConfig, task: Task, *, seed: bytes) -> Server:
-    """Make the server of a run, before its first round."""
+    """Make the server of a new run."""
     check(config)
     model = task.make_model(_weight_seed(config, seed)).to(device_of(config))
     examples = len(task.train)
@@ -266,7 +272,7 @@ def build_run_server(config: RunConfig, task: Task, *, seed: bytes) -> Server:
 
 
 def build_engine(config: RunConfig, task: Task, server: TrainingServer, *, seed: bytes) -> Engine:
-    """Make the engine that plays the rounds of a run."""
+    """Make the engine of a run."""
     device = device_of(config)
     more = {"precision": config.precision} if config.engine == "stacked" else {}
     return ENGINES[config.engine](
@@ -286,7 +292,7 @@ def build_engine(config: RunConfig, task: Task, server: TrainingServer, *, seed:
 
 
 def public_setting(config: RunConfig, task: Task, plan: SketchPlan) -> Setting:
-    """Return the setting that every party of a run knows before its first round."""
+    """Return the public setting of a run, which every party knows before the first round."""
     return Setting(
         model=config.model,
         shape=task.pictures.shape if task.pictures else (),
@@ -302,7 +308,8 @@ def public_setting(config: RunConfig, task: Task, plan: SketchPlan) -> Setting:
 
 
 def resolve_device(config: RunConfig) -> RunConfig:
-    """Return the settings with the device that `auto` stands for, so that a run's folder says what was used.
+    """Return the settings with `auto` replaced by the actual device, which the run's folder then
+    documents.
 
     >>> resolve_device(RunConfig(device="auto")).device == ("cuda" if torch.cuda.is_available() else "cpu")
     True
@@ -313,12 +320,14 @@ def resolve_device(config: RunConfig) -> RunConfig:
 
 
 def _weight_seed(config: RunConfig, seed: bytes) -> int:
-    """Return the seed of the initial weights, which is as secret as the run's, up to PyTorch's 64 bits."""
+    """Return the seed of the initial weights, derived from the run's seed and limited to PyTorch's
+    64 bits.
+    """
     return int(seeds.words(seed, "weights", n=1)[0] >> np.uint64(2)) if config.seed is None else config.seed
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """Return the device of a run, or raise `ConfigError` if it is not there.
+    """Return the device of a run, or raise `ConfigError` if the device is unavailable.
 
     >>> device_of(RunConfig())
     device(type='cpu')

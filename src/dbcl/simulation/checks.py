@@ -1,4 +1,4 @@
-"""Checks before a run, of everything that would end it in its first round."""
+"""Validation of a task before the first round."""
 
 from typing import Any
 
@@ -17,11 +17,17 @@ from dbcl.simulation.task import Task
 from dbcl.user_code import short
 
 IGNORED = -100
-"""Class that PyTorch's cross entropy leaves out."""
+"""Class index that PyTorch's cross entropy ignores."""
 
 
 def check_task(task: Task, config: RunConfig, model: nn.Module, held_out: Examples) -> None:
-    """Raise `ConfigError` for a task whose first round would fail; `held_out` is on the model's device.
+    """Raise `ConfigError` for a task whose first round would fail.
+
+    Args:
+        task: The task.
+        config: Settings of the run.
+        model: The network.
+        held_out: Held-out examples on the model's device.
 
     >>> from dbcl.simulation.task import task_of
     >>> config = RunConfig(clients=2, min_updates=3)
@@ -61,7 +67,7 @@ def check_task(task: Task, config: RunConfig, model: nn.Module, held_out: Exampl
 
 @torch.no_grad()
 def _outputs(model: nn.Module, examples: Examples) -> int:
-    """Return the number of classes of a network; 0 if its outputs do not tell."""
+    """Return the number of classes of a network; 0 if it cannot be inferred from the outputs."""
     mode = model.training
     model.eval()
     try:
@@ -84,7 +90,9 @@ def _check_classes(who: str, examples: Examples, outputs: int) -> None:
 
 
 def _check_optimizer(make: OptimizerFactory, model: nn.Module, lr: float) -> None:
-    """Check an optimiser by one step with gradients of 0, on small parameters with as many axes as the model's."""
+    """Test an optimiser by one step with zero gradients on small parameters with the same numbers
+    of axes as the model's.
+    """
     stand_ins = [nn.Parameter(torch.zeros([2] * each.ndim)) for each in model.parameters() if each.requires_grad]
     for each in stand_ins:
         each.grad = torch.zeros_like(each)

@@ -1,4 +1,4 @@
-"""Settings of a run: data only. `dbcl.simulation.build` makes the objects that they describe.
+"""Settings of a run as plain data. `dbcl.simulation.build` makes the corresponding objects.
 
 Longer than 350 lines: the fields hold the help of every option of the command line.
 """
@@ -36,14 +36,14 @@ from dbcl.trackers import check_place
 CROSS_ENTROPY = "cross-entropy"
 SCATTERING = "scattering"
 IN_PYTHON = " (in Python)"
-"""Suffix of settings that name an object that was given in Python."""
+"""Suffix of a setting whose value is a Python object passed to `dbcl.simulate`."""
 SERVER_OPTIMIZERS = {"fedavg": "adds it", "momentum": "", "adam": ""}
 MAX_ROUNDS = 99_999_999
-"""Largest number that fits into the name of a checkpoint."""
+"""Largest round number that fits into a checkpoint's file name."""
 
 
 def in_python(text: str) -> bool:
-    """Return whether a setting names an object that was given in Python, as `dbcl.simulate` takes them.
+    """Return whether a setting names a Python object that was passed to `dbcl.simulate`.
 
     >>> in_python("Net (in Python)"), in_python("mypackage.nets:make")
     (True, False)
@@ -52,7 +52,7 @@ def in_python(text: str) -> bool:
 
 
 def names_code(text: str | None) -> bool:
-    """Return whether a setting names code of the user's own, as `module:name` or as an object in Python.
+    """Return whether a setting names user code, either as `module:name` or as a Python object.
 
     >>> names_code("mypackage.nets:make"), names_code("mnist-mlp")
     (True, False)
@@ -62,10 +62,11 @@ def names_code(text: str | None) -> bool:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Settings of a training run. `dbcl train --help` explains each of them.
+    """Settings of a training run. `dbcl train --help` documents each setting.
 
-    The settings of one concern are in one object: `sketch`, `secagg` and `privacy`. The last two are None where they
-    are off. `from_options` takes all settings by their flat names, as the command line and TOML files have them.
+    The settings of one concern are grouped in one object: `sketch`, `secagg` and `privacy`. The
+    last two are None if the feature is disabled. `from_options` accepts all settings by the option
+    names of the command line and TOML files.
 
     >>> RunConfig.from_options(rounds=7, veil=0.1).sketch.veil
     0.1
@@ -321,12 +322,13 @@ class RunConfig:
 
     @property
     def share(self) -> float:
-        """Share of the clients in a round: `fraction`, or a tenth."""
+        """Share of the clients in a round: `fraction`, or 0.1 by default."""
         return 0.1 if self.fraction is None else self.fraction
 
     @property
     def feature_map(self) -> str | None:
-        """Features that the network takes: `features`, or those that its name implies.
+        """Feature extractor of the network: `features`, or the features implied by the network's
+        name.
 
         >>> RunConfig(model="scatter-linear").feature_map, RunConfig().feature_map
         ('scattering', None)
@@ -335,11 +337,13 @@ class RunConfig:
 
     @property
     def insecure(self) -> bool:
-        """Return whether everything follows from `seed`, the server's secrets too: for experiments only."""
+        """Return whether all randomness is derived from `seed`, including the server's secrets. For
+        experiments only.
+        """
         return self.seed is not None
 
     def options(self) -> dict[str, Any]:
-        """Return all settings by their flat names.
+        """Return all settings by their option names.
 
         >>> RunConfig().options()["veil"]
         0.2
@@ -356,11 +360,13 @@ class RunConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> "RunConfig":
-        """Make a configuration from settings by their flat names, such as `veil`, `epsilon` and `rounds`."""
+        """Make a configuration from settings by their option names, such as `veil`, `epsilon` and
+        `rounds`.
+        """
         return cls().with_options(**options)
 
     def with_options(self, **options: Any) -> "RunConfig":
-        """Return a configuration with some settings changed, by their flat names.
+        """Return a configuration with changed settings, given by their option names.
 
         >>> RunConfig().with_options(epsilon=8, clip=0.2).privacy.epsilon
         8
@@ -375,7 +381,7 @@ class RunConfig:
 
 
 def _privacy(own: PrivacyConfig | None, given: dict[str, Any]) -> PrivacyConfig | None:
-    """Change or make a privacy configuration; epsilon None removes it."""
+    """Update or make a privacy configuration. Epsilon None removes the configuration."""
     if own is not None and given.get("epsilon", 0) is not None:
         return replace(own, **given)
     given = {name: value for name, value in given.items() if value is not None}
@@ -389,13 +395,13 @@ def _privacy(own: PrivacyConfig | None, given: dict[str, Any]) -> PrivacyConfig 
 
 KINDS: dict[str, type] = {"sketch": SketchConfig, "secagg": SecAggConfig, "privacy": PrivacyConfig}
 NESTED = {name: list(described_fields(kind)) for name, kind in KINDS.items()}
-"""Described fields of each nested configuration, by its name in `RunConfig`."""
+"""Fields of each nested configuration that are settings, by its name in `RunConfig`."""
 HOMES = {option_name(each): name for name, fields in NESTED.items() for each in fields} | dict.fromkeys(NESTED, "")
-"""Nested configuration that holds each flat setting."""
+"""Nested configuration that contains each setting, by option name; empty for `RunConfig` itself."""
 OPTIONS: dict[str, dataclasses.Field[Any]] = {}
-"""All settings by their flat names, in the order of `--help`."""
+"""All settings by option name, in the order of `--help`."""
 HINTS: dict[str, Any] = {}
-"""Type of each setting by its flat name."""
+"""Type of each setting, by option name."""
 for _field in dataclasses.fields(RunConfig):
     _kind = KINDS.get(_field.name, RunConfig)
     for _each in described_fields(_kind) if _kind is not RunConfig else [_field]:

@@ -1,4 +1,4 @@
-"""Error for a run whose training diverged, with the settings to lower."""
+"""Error message for a diverged run, with the settings to reduce."""
 
 from dbcl.errors import ConfigError, DivergedError
 from dbcl.protocol.keeper import MOMENTUM
@@ -7,7 +7,12 @@ from dbcl.simulation.config import RunConfig
 
 
 def divergence(config: RunConfig, round: int, error: DivergedError) -> ConfigError:
-    """Return an error that says which settings to lower, with the reasons of the server.
+    """Return an error that names the settings to reduce and quotes the server's reasons.
+
+    Args:
+        config: Settings of the run.
+        round: Number of the failed round, starting at 1.
+        error: Error of the server.
 
     >>> diverged = DivergedError("round 0 has 0 updates and needs 1\\n  - update 0: metric loss is nan")
     >>> print(divergence(RunConfig(lr=1000.0), 1, diverged))

@@ -1,4 +1,4 @@
-"""Public features in a run: examples with features in place of inputs, and the built-in heads on them."""
+"""Public features in a run: feature extraction for its examples, and built-in heads."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +17,13 @@ from dbcl.user_code import made
 Progress = Callable[[int, int], None]
 Maker = Callable[[int], nn.Module]
 _EMBEDDED: dict[str, tuple[TensorExamples, TensorExamples]] = {}
-"""Features of the embedded dataset, computed once in a process; those of other datasets are kept in files."""
+"""Features of the embedded dataset, cached in memory. Features of other datasets are cached in
+files.
+"""
 
 
 def no_progress(done: int, total: int) -> None:
-    """Show nothing."""
+    """Progress callback that does nothing."""
 
 
 def on_features(
@@ -34,16 +36,20 @@ def on_features(
     cache: str | Path | None = None,
     progress: Progress = no_progress,
 ) -> tuple[Examples, Examples, Maker | None]:
-    """Return both sets of examples on features, and a maker of the head if the settings name a built-in one.
+    """Extract the features of both sets of examples.
 
     Args:
-        config: The settings.
-        train: The training examples.
-        held_out: The held-out examples.
-        images: The same examples as images, if they are.
-        features: A frozen network or a function of inputs, in place of what the settings name.
-        cache: Folder in which features of images are kept for other runs.
-        progress: Called with the number of examples that are done, and of all.
+        config: Settings of the run.
+        train: Training examples.
+        held_out: Held-out examples.
+        images: The same examples as images; None for other data.
+        features: A frozen network or a function of inputs that overrides the settings.
+        cache: Folder in which features of images are cached.
+        progress: Callback with the number of processed examples and their total number.
+
+    Returns:
+        Both sets with features as inputs, and a function that makes the head if the settings name a
+            built-in head.
     """
     if features is None and config.feature_map == SCATTERING:
         if images is not None:  # pixels as they are: no statistic of the training examples
@@ -66,7 +72,8 @@ def on_features(
 
 
 def input_shape(model: str, shape: Shape) -> Shape:
-    """Return the shape of one input of a network, which are features of an image if it takes scattering features.
+    """Return the input shape of a network: the image's shape, or the shape of its scattering
+    features.
 
     >>> input_shape("scatter-linear", (1, 28, 28)), input_shape("mnist-mlp", (1, 28, 28))
     ((81, 7, 7), (1, 28, 28))
@@ -78,7 +85,7 @@ def input_shape(model: str, shape: Shape) -> Shape:
 
 
 def _pixels(dataset: Dataset) -> tuple[Examples, Examples]:
-    """Return the examples of a dataset with pixels from 0 to 1."""
+    """Return the examples of a dataset with pixels in [0, 1]."""
     pairs = (dataset.x_train, dataset.y_train), (dataset.x_test, dataset.y_test)
     train, test = (TensorExamples(x * dataset.std + dataset.mean, y) for x, y in pairs)
     return train, test
@@ -96,7 +103,7 @@ def _image_shape(examples: Examples) -> tuple[int, int, int]:
 
 
 def _head(name: str, train: Examples, images: Dataset | None) -> Maker:
-    """Return a maker of a built-in head on these features."""
+    """Return a function that makes a built-in head for the given features."""
     batch = train.first(len(train))
     if not isinstance(batch.inputs, Tensor) or batch.inputs.ndim != 4 or not isinstance(batch.targets, Tensor):
         raise ConfigError(f"{name} is for scattering features and classes; give `model=module:factory` of your own")

@@ -1,4 +1,4 @@
-"""Metrics of a run's rounds, and their file."""
+"""Metrics of a run's rounds, and the file metrics.jsonl."""
 
 import json
 import math
@@ -12,11 +12,13 @@ from dbcl.settings import fits
 
 @dataclass(frozen=True)
 class RoundMetrics:
-    """Metrics of one round: a line of metrics.jsonl, with the score under the name of its metric.
+    """Metrics of one round, stored as a line of metrics.jsonl with the score under its metric's
+    name.
 
-    Score and loss are those of W on held-out examples, measured by the server; of the moving average of W where the
-    configuration sets `ema_decay`. With a guarantee it is the released mean of noisy models, and what clients measure
-    is not here: `train_loss` is NaN, which the file has as null, and `clipped` None.
+    The server measures score and loss of W on held-out examples; of the exponential moving average
+    of W if `ema_decay` is set; with a guarantee, of the released mean of noisy models. With a
+    guarantee, client measurements are not reported: `train_loss` is NaN (null in the file) and
+    `clipped` is None.
     """
 
     round: int
@@ -32,7 +34,7 @@ class RoundMetrics:
     metric: str = "accuracy"
 
     def line(self) -> dict[str, Any]:
-        """Return the metrics as metrics.jsonl has them.
+        """Return the metrics as a dictionary for metrics.jsonl.
 
         >>> list(RoundMetrics(1, 0.5, 1.0, 1.2, 10, 10, 3, [], 0, 0.1).line())[:3]
         ['round', 'accuracy', 'loss']
@@ -44,7 +46,7 @@ class RoundMetrics:
 
     @classmethod
     def of_line(cls, line: Mapping[str, Any]) -> "RoundMetrics":
-        """Read a line that `line` wrote.
+        """Parse a dictionary returned by `line`.
 
         >>> metrics = RoundMetrics(1, 0.5, 0.5, 1.2, 10, 10, 3, [], 0, 0.1, metric="loss")
         >>> RoundMetrics.of_line(metrics.line()) == metrics
@@ -59,9 +61,9 @@ class RoundMetrics:
         return cls(**values, metric=metric)
 
     def numbers(self) -> dict[str, float]:
-        """Return the values that can be drawn as curves: all but the round; of the rejected updates, their number.
+        """Return the metrics that can be plotted, including the number of rejected updates.
 
-        What clients measured is left out where it is not shown.
+        Client measurements are omitted if they are not reported.
 
         >>> RoundMetrics(1, 0.5, 1.0, 1.2, 10, 10, 3, ["update 0: is late"], 0, 0.1).numbers()["refused"]
         1
@@ -72,7 +74,7 @@ class RoundMetrics:
 
 
 def as_text(history: Iterable[RoundMetrics]) -> str:
-    """Return the text of metrics.jsonl.
+    """Return the contents of metrics.jsonl.
 
     >>> as_text([])
     ''
@@ -81,7 +83,7 @@ def as_text(history: Iterable[RoundMetrics]) -> str:
 
 
 def read_metrics(folder: Path) -> list[RoundMetrics]:
-    """Read metrics.jsonl up to the first damaged line, such as the last one after a crash."""
+    """Read metrics.jsonl up to the first damaged line. A crash can leave an incomplete last line."""
     history = []
     for line in (folder / "metrics.jsonl").read_text("utf-8", errors="replace").splitlines():
         try:

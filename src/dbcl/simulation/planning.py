@@ -1,4 +1,4 @@
-"""Settings of a guarantee that follow from the run: rounds, separation and learning rate that are left at 0."""
+"""Automatic settings of a guarantee: rounds, separation and learning rate if they are 0."""
 
 import math
 from dataclasses import replace
@@ -16,15 +16,22 @@ CHOICES = (
     "The choices: fewer parameters on public features (`features`), more examples, a larger `epsilon`, or, by name, a "
     "preset without a guarantee, such as blind"
 )
-"""Remedies if the noise of a guarantee is too large for a model."""
+"""Remedies in messages about too much noise for a model."""
 
 
 LOSS_WITH_HIDDEN_LAYERS = "0 to 25 points of accuracy, a regression R2 0.43"
-"""Loss of small networks to federated averaging without a guarantee, at epsilon 2 (`results/ordinary-tasks`)."""
+"""Accuracy loss of small networks relative to federated averaging without a guarantee, at epsilon 2
+(`results/ordinary-tasks`).
+"""
 
 
 def noise_warning(plan: PrivacyPlan | None, values: int) -> str:
-    """Return a warning that the noise of a plan costs much accuracy, with the remedies; empty if it does not.
+    """Return a warning with remedies if the noise of a plan costs much accuracy, else an empty
+    string.
+
+    Args:
+        plan: Plan of the guarantee, or None.
+        values: Number of trained parameters.
 
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
     >>> noise_warning(plan, values=200_000)
@@ -42,7 +49,7 @@ def noise_warning(plan: PrivacyPlan | None, values: int) -> str:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Return the number of trained parameters, which is the number of values in an update.
+    """Return the number of trained parameters, which equals the number of values in an update.
 
     >>> parameter_count(nn.Linear(4, 2))
     10
@@ -51,9 +58,15 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def steps_warning(plan: PrivacyPlan | None, model: nn.Module) -> str:
-    """Return a warning that a plan has few steps for a network with hidden layers; empty for a linear model.
+    """Return a warning about the small number of steps for a network with hidden layers; empty for
+    a linear model.
 
-    `noise_to_signal` says too little of such a network: its steps do not add up to one direction.
+    `noise_to_signal` is not sufficient for such a network, because its steps have different
+    directions.
+
+    Args:
+        plan: Plan of the guarantee, or None.
+        model: The network.
 
     >>> plan = PrivacyPlan(
     ...     epsilon=2, delta=1e-5, clip=0.1, unit="example", separation=1, rounds=130, clients=10, cohort=10,
@@ -74,7 +87,7 @@ def steps_warning(plan: PrivacyPlan | None, model: nn.Module) -> str:
 
 
 def rms(model: nn.Module) -> float:
-    """Return the RMS of all trained parameters of a model.
+    """Return the root mean square of a model's trained parameters.
 
     >>> rms(nn.Linear(4, 2).requires_grad_(False))
     0.0
@@ -85,9 +98,14 @@ def rms(model: nn.Module) -> float:
 
 
 def weight_scale(model: nn.Module, privacy: PrivacyPlan) -> float:
-    """Return the RMS of the initial weights, with which the noise of a guarantee is compared.
+    """Return the RMS of the initial weights as the reference scale for noise.
 
-    If all weights are initially 0, as those of a linear model may be, it is what the updates can make of them.
+    If all weights are initially 0, as in some linear models, return the RMS that the updates can
+    reach.
+
+    Args:
+        model: The network with its initial weights.
+        privacy: Plan of the guarantee.
 
     >>> import torch
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
@@ -100,12 +118,15 @@ def weight_scale(model: nn.Module, privacy: PrivacyPlan) -> float:
 
 
 def planned(config: RunConfig, *, examples: int, values: int) -> RunConfig:
-    """Return the settings with what is left at 0 filled in, if one example is the privacy unit.
+    """Fill in the settings that are 0, if one example is the privacy unit.
 
     Args:
         config: The settings.
         examples: Number of training examples of all clients.
         values: Number of trained parameters.
+
+    Returns:
+        The complete settings.
 
     >>> config = RunConfig.from_options(
     ...     epsilon=2, clip=0.1, privacy_unit="example", algorithm="sgd", fraction=1.0, clients=10, rounds=0, lr=0
@@ -143,18 +164,18 @@ def planned(config: RunConfig, *, examples: int, values: int) -> RunConfig:
 
 
 def planned_for(config: RunConfig, task: Task) -> RunConfig:
-    """Return the settings with what is left at 0 filled in for a task."""
+    """Fill in the settings that are 0 for a task."""
     if config.privacy is None or config.privacy.unit != "example":
         return config
     return planned(config, examples=len(task.train), values=parameter_count(task.make_model(0)))
 
 
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Targets that a forecast compares."""
+"""Values of epsilon that a forecast compares."""
 
 
 class Forecast(NamedTuple):
-    """Settings that suit a target, and the accuracy that they are expected to cost.
+    """Suggested settings for a target, and the expected loss of accuracy.
 
     >>> Forecast(2.0, "clients", 60, 1, 2.1, 0.11, 1.9).rounds
     60
@@ -170,7 +191,8 @@ class Forecast(NamedTuple):
 
 
 def forecasts(config: RunConfig, *, examples: int, values: int) -> list[Forecast]:
-    """Return the settings and the expected cost for several targets, with nobody and with the server trusted.
+    """Return suggested settings and expected losses for several targets, with an untrusted and a
+    trusted server.
 
     Args:
         config: Settings whose privacy unit is one example.

@@ -1,4 +1,4 @@
-"""Figures of a run."""
+"""Figures of training curves and privacy costs."""
 
 import io
 import math
@@ -12,9 +12,14 @@ SERVER, CLIENTS, THIRD = "#0b6e99", "#d08a2c", "#7d4f9e"
 
 
 def curves(history: Sequence[Mapping[str, Any]], title: str, objective: Objective = CLASSIFICATION) -> bytes:
-    """Draw the metric and the loss of W by round, beside the clients' loss through sketch and veil, as a PNG.
+    """Plot the metric and the loss of W, and the clients' training loss, by round, as a PNG.
 
-    Where the clients' loss is in no round, as with a guarantee, the picture says that it is not shown.
+    If no round reports the clients' loss, as with a guarantee, the figure states this.
+
+    Args:
+        history: Lines of metrics.jsonl.
+        title: Title of the figure.
+        objective: Loss and metric.
 
     >>> line = {"round": 1, "accuracy": 0.5, "loss": 1.0, "train_loss": 1.2, "bytes_up": 10, "bytes_down": 10}
     >>> curves([line], "a run")[:4]
@@ -51,7 +56,12 @@ def curves(history: Sequence[Mapping[str, Any]], title: str, objective: Objectiv
 
 
 def loss_by_epsilon(losses: Mapping[str, Mapping[float, float]], chosen: float, title: str) -> bytes:
-    """Draw the expected loss of accuracy against epsilon, a curve for each kind of trust, as a PNG.
+    """Plot the expected loss of accuracy against epsilon as a PNG, with one curve per trust model.
+
+    Args:
+        losses: Loss of accuracy by epsilon, for each trust model.
+        chosen: Epsilon to highlight.
+        title: Title of the figure.
 
     >>> loss_by_epsilon({"nobody is trusted": {1.0: 3.4, 2.0: 1.9}}, 2.0, "a plan")[:4]
     b'\\x89PNG'
@@ -80,9 +90,13 @@ def loss_by_epsilon(losses: Mapping[str, Mapping[float, float]], chosen: float, 
 def noise_by_epsilon(
     epsilons: Sequence[float], relative: Mapping[str, Sequence[float]], chosen: tuple[float, float], title: str
 ) -> bytes:
-    """Draw epsilon against the noise relative to the weights, a curve for each kind of noise, as a PNG.
+    """Plot the relative noise against epsilon as a PNG, with one curve per noise correlation.
 
-    `chosen` is the point of the plan in question, epsilon and noise.
+    Args:
+        epsilons: Values of epsilon.
+        relative: Noise relative to the weights at each epsilon, for each correlation.
+        chosen: Epsilon and relative noise of the plan, to highlight.
+        title: Title of the figure.
 
     >>> noise_by_epsilon([1, 8], {"banded": [9.8, 1.6]}, (8, 1.6), "a plan")[:4]
     b'\\x89PNG'

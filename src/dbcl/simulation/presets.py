@@ -1,4 +1,4 @@
-"""Settings of a run in TOML files, and the presets that ship with dbcl."""
+"""Run settings in TOML files, and the presets included in dbcl."""
 
 import json
 import tomllib
@@ -25,13 +25,13 @@ MEANINGS = {
     "plain": "nothing is hidden",
 }
 PRESETS = tuple(MEANINGS)
-"""Names of the presets."""
+"""Names of the included presets."""
 DEFAULT = "guaranteed"
-"""The preset of `dbcl train` and `dbcl.simulate` if none is named."""
+"""Default preset of `dbcl train` and `dbcl.simulate`."""
 
 
 def to_toml(config: RunConfig) -> str:
-    """Write settings as a TOML file.
+    """Format settings as TOML.
 
     >>> from_toml(to_toml(RunConfig.from_options(ratio=(2.0, 4.0)))).sketch.ratio
     (2.0, 4.0)
@@ -41,9 +41,13 @@ def to_toml(config: RunConfig) -> str:
 
 
 def from_toml(text: str, **overrides: Any) -> RunConfig:
-    """Read settings from TOML; `overrides` replace those of the text, and the others have their defaults.
+    """Parse settings from TOML. Missing settings have their default values.
 
-    `coverage`, `ratio` and `transcripts` may also be given as text, as on the command line.
+    `coverage`, `ratio` and `transcripts` may also have the text form of the command line.
+
+    Args:
+        text: The TOML text.
+        overrides: Settings by option name that replace those in the text.
 
     >>> from_toml('lr = 0.1', rounds=7, ratio="2-4").sketch.ratio
     (2.0, 4.0)
@@ -52,7 +56,11 @@ def from_toml(text: str, **overrides: Any) -> RunConfig:
 
 
 def read_toml(path: Path, **overrides: Any) -> RunConfig:
-    """Read settings from a file, whose name is part of every error message.
+    """Read settings from a TOML file. Error messages contain the file name.
+
+    Args:
+        path: The file.
+        overrides: Settings by option name that replace those in the file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as name:
@@ -73,7 +81,7 @@ def read_toml(path: Path, **overrides: Any) -> RunConfig:
 
 @contextmanager
 def hint_of_default(name: object | None) -> Iterator[None]:
-    """Say in an error message that there are other presets, if no preset was named.
+    """Add a hint to an error if the default preset was used because no preset was named.
 
     >>> with hint_of_default(None):
     ...     preset("guaranteed", fraction=0.1)
@@ -93,7 +101,11 @@ def hint_of_default(name: object | None) -> Iterator[None]:
 
 
 def preset(name: str, **overrides: Any) -> RunConfig:
-    """Return the settings of a preset, or of a TOML file by its path.
+    """Return the settings of an included preset or of a TOML file.
+
+    Args:
+        name: Name of the preset, or path of the file.
+        overrides: Settings by option name that replace those of the preset.
 
     >>> preset("paper").sketch.veil, preset("plain").sketch.sketch
     (0.0, 'identity-v1')
@@ -109,7 +121,7 @@ def preset(name: str, **overrides: Any) -> RunConfig:
 
 
 def explain(name: str) -> str:
-    """Describe a setting: its meaning, its choices, its default, and the presets that set something else.
+    """Describe a setting: description, allowed values, default, and presets with other values.
 
     >>> explain("ema_decay")
     'Decay of the running mean ... Default 0.8; presets guaranteed, private, ...: 0.95; presets paper, plain: 0.'
@@ -134,7 +146,9 @@ def _preset_text(name: str) -> str:
 
 
 def _known(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the types of their fields, or raise `ConfigError` for an unknown name or another type."""
+    """Convert settings to the types of their fields. Raise `ConfigError` for an unknown name or a
+    wrong type.
+    """
     unknown = sorted(set(given) - set(OPTIONS))
     if unknown:
         near = [each for name in unknown for each in get_close_matches(name, OPTIONS, 1)]

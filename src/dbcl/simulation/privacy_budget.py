@@ -1,4 +1,4 @@
-"""Cost of a guarantee before a run, beside other choices, and the part of its budget that a run has spent."""
+"""Privacy cost of planned settings compared to alternatives, and the spent budget of a run."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ COMPARED = ("banded", "independent")
 
 
 class Choice(NamedTuple):
-    """Another choice of settings, and its noise relative to the weights.
+    """Alternative settings and their noise relative to the weights.
 
     >>> Choice("epsilon 4", 2.9).relative
     2.9
@@ -34,7 +34,7 @@ class Choice(NamedTuple):
 
 
 def units_in(config: RunConfig, data_dir: str | None = None) -> int:
-    """Return the number of training examples if one of them is the privacy unit, else 0.
+    """Return the number of training examples if one example is the privacy unit, else 0.
 
     >>> config = RunConfig.from_options(
     ...     epsilon=8, clip=1, privacy_unit="example", separation=10, algorithm="sgd", fraction=1.0
@@ -56,7 +56,13 @@ def units_in(config: RunConfig, data_dir: str | None = None) -> int:
 
 
 def plan_of(config: RunConfig, examples: int = 0, values: int = 0) -> PrivacyPlan:
-    """Return the plan of the guarantee that the settings ask for, or raise `ConfigError` if they ask for none.
+    """Return the privacy plan of the settings. Raise `ConfigError` for settings without a
+    guarantee.
+
+    Args:
+        config: Settings of the run.
+        examples: Number of training examples.
+        values: Number of values in an update.
 
     >>> plan_of(RunConfig())
     Traceback (most recent call last):
@@ -70,7 +76,11 @@ def plan_of(config: RunConfig, examples: int = 0, values: int = 0) -> PrivacyPla
 
 
 def choices(plan: PrivacyPlan, rms: float) -> list[Choice]:
-    """Return other choices with their noise, relative to weights of this RMS.
+    """Return alternative settings with their noise relative to the weights.
+
+    Args:
+        plan: Plan of the guarantee.
+        rms: Root mean square of the weights.
 
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
     >>> [(name, round(relative, 2)) for name, relative in choices(plan, rms=0.026)][:4]
@@ -98,7 +108,12 @@ def choices(plan: PrivacyPlan, rms: float) -> list[Choice]:
 
 
 def noise_by_epsilon(plan: PrivacyPlan, rms: float, epsilons: Sequence[float]) -> dict[str, list[float]]:
-    """Return the relative noise at each epsilon, for the plan's own correlation and for the compared ones.
+    """Return the relative noise at each epsilon, for the plan's correlation and for the baselines.
+
+    Args:
+        plan: Plan of the guarantee.
+        rms: Root mean square of the weights.
+        epsilons: Values of epsilon.
 
     >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
     >>> found = noise_by_epsilon(plan, 0.026, [4.0, 8.0])
@@ -113,14 +128,14 @@ def noise_by_epsilon(plan: PrivacyPlan, rms: float, epsilons: Sequence[float]) -
 
 @dataclass(frozen=True)
 class Account:
-    """The guarantee of a run and what is spent of it.
+    """Guarantee of a run and its spent budget.
 
     Args:
-        plan: The plan of the guarantee.
+        plan: Plan of the guarantee.
         rounds: Number of closed rounds.
-        turns: Largest number of participations of one unit.
-        insecure: The noise follows from a seed, so nothing is guaranteed.
-        attendance: Clients of each revealed sum, if the guarantee depends on it.
+        turns: Maximum number of participations of one privacy unit.
+        insecure: Whether the noise is derived from a known seed, so that there is no guarantee.
+        attendance: Clients of each revealed sum, if the guarantee depends on attendance.
     """
 
     plan: PrivacyPlan
@@ -131,14 +146,18 @@ class Account:
 
     @property
     def spent(self) -> Spent:
-        """The budget that is spent if the run ends here; by the attendance, if the guarantee depends on it."""
+        """Budget spent if the run ends now. Computed from the attendance if the guarantee depends
+        on it.
+        """
         if self.attendance is not None:
             return self.plan.spent_by(self.attendance)
         return self.plan.spent(rounds=self.rounds, participations=self.turns)
 
     @property
     def caveat(self) -> str:
-        """Condition under which `spent` holds instead of the whole budget; empty if all rounds were played."""
+        """Condition under which `spent` holds instead of the complete budget; empty after the last
+        round.
+        """
         if self.rounds >= self.plan.rounds:
             return ""
         return (
@@ -147,7 +166,7 @@ class Account:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return the account as plain values.
+        """Return the account as JSON values.
 
         >>> plan = PrivacyPlan(epsilon=8, delta=1e-5, clip=0.2, rounds=400, clients=1000, cohort=100)
         >>> facts = Account(plan, 100, 10, insecure=False).facts()
@@ -173,7 +192,9 @@ class Account:
         }
 
     def _attended(self) -> dict[str, Any]:
-        """Return how many sums were revealed, and the fewest clients in one; only if the guarantee depends on it."""
+        """Return the number of revealed sums and the minimum number of clients in a sum, if the
+        guarantee depends on attendance.
+        """
         if self.attendance is None:
             return {}
         sizes = [len(names) for _, names in self.attendance]
@@ -181,7 +202,7 @@ class Account:
 
 
 def account_of(run: Run) -> Account | None:
-    """Return the account of a run, or None if it has no guarantee."""
+    """Return the privacy account of a run; None without a guarantee."""
     keeper = run.server.keeper
     if keeper.plan is None or keeper.tracker is None:
         return None
@@ -192,7 +213,7 @@ def account_of(run: Run) -> Account | None:
 
 
 def account_in(folder: Path) -> Account | None:
-    """Return the account of the run in a folder, from its checkpoint, or None if it has no guarantee."""
+    """Return the privacy account from the checkpoint in a run's folder; None without a guarantee."""
     config = read_config(folder)
     if config.privacy is None:
         return None
@@ -212,5 +233,7 @@ def account_in(folder: Path) -> Account | None:
 
 
 def _turns(plan: PrivacyPlan, rounds: int, tracker: ParticipationTracker) -> int:
-    """Return the largest number of participations of one unit; examples come back in a fixed cycle."""
+    """Return the maximum number of participations of one privacy unit. Examples follow a fixed
+    cycle.
+    """
     return tracker.most_uses if plan.unit == "client" else math.ceil(rounds / plan.separation)

@@ -1,4 +1,4 @@
-"""Training run: a folder with its configuration, its metrics, its checkpoints and its figure."""
+"""Training run: a folder with configuration, metrics, checkpoints and a figure."""
 
 import copy
 import logging
@@ -37,11 +37,12 @@ log = logging.getLogger(__name__)
 
 
 RESUMABLE = ("rounds", "target", "patience", "track")
-"""Settings that may change when a run goes on."""
+"""Settings that may change when a run is resumed."""
 
 
 class Run:
-    """Run in a folder. `start` makes a new one, `resume` goes on with one; `play` plays its rounds.
+    """Training run in a folder. Use `start` for a new run, `resume` for an existing run, and `play`
+    to train.
 
     >>> import tempfile
     >>> from dbcl.files import LOCK
@@ -70,7 +71,9 @@ class Run:
 
     @classmethod
     def start(cls, config: RunConfig, folder: Path, data_dir: str | None = None, *, task: Task | None = None) -> "Run":
-        """Make a new run of a given task, or of the one that the settings name; the folder must not hold a run."""
+        """Create a run in a folder that holds no run; `task` overrides the task named by the
+        settings.
+        """
         refuse_old(folder)
         run = cls(config, folder, data_dir, seed=new_seed(config), task=task)
         if config.transcripts:
@@ -94,9 +97,10 @@ class Run:
         allow_code: bool = False,
         **changes: Any,
     ) -> "Run":
-        """Go on with a run from its last whole checkpoint; `changes` may set what `RESUMABLE` names.
+        """Resume a run from its last valid checkpoint; `changes` may contain the settings in
+        `RESUMABLE`.
 
-        A run whose settings name user code, as module:name, goes on only with `allow_code`.
+        A run whose settings name user code as module:name requires `allow_code`.
         """
         config = read_config(folder)
         with locked(folder):
@@ -147,12 +151,12 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """Trained network: W, or its moving average if the settings ask for one."""
+        """Trained network: W, or its exponential moving average if the settings enable averaging."""
         return self.server.released
 
     @property
     def contributions(self) -> Contributions:
-        """Counts of each client's updates that were rejected or counted for less."""
+        """Number of each client's updates that were rejected or down-weighted."""
         return self.server.contributions
 
     @property
@@ -161,7 +165,7 @@ class Run:
 
     @property
     def stopped_by(self) -> str:
-        """Setting that ended the run: target, patience or rounds; empty while there are rounds to play."""
+        """Setting that ended the run: target, patience or rounds; empty if rounds remain."""
         target, patience = self.config.target, self.config.patience
         if target is not None and self.history and not self.task.objective.better(target, self.history[-1].score):
             return "target"
@@ -171,21 +175,24 @@ class Run:
 
     @property
     def best(self) -> RoundMetrics:
-        """Metrics of the round with the best score, the first of several."""
+        """Metrics of the first round with the best score."""
         sign = -1 if self.task.objective.lower_is_better else 1
         return max(self.history, key=lambda metrics: -math.inf if math.isnan(metrics.score) else sign * metrics.score)
 
     def play(self, *trackers: Tracker) -> Iterator[RoundMetrics]:
-        """Play the remaining rounds, each written to the folder before it is yielded; then write the results.
+        """Run the remaining rounds. Save each round before yielding its metrics, and write the
+        results at the end.
 
-        The `trackers`, and those that the settings name, are told of every round.
+        Every round is reported to `trackers` and to the trackers named by the settings.
         """
         with locked(self.folder):
             self._check_place()
             yield from self._play([*self.trackers, *trackers])
 
     def _check_place(self) -> None:
-        """Raise `ConfigError` if another process has played this run since it was made or resumed."""
+        """Raise `ConfigError` if another process has continued this run since it was created or
+        resumed.
+        """
         there = checkpoint.newest(self.folder / "checkpoints")
         if there != self.server.round:
             raise ConfigError(
@@ -269,7 +276,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """Describe the model and the data in a line."""
+        """Return a one-line description of model and data."""
         model, data = (text.removesuffix(IN_PYTHON) for text in (self.config.model, self.config.data))
         return f"{model} on {data}, {self.config.clients} clients"
 
@@ -279,16 +286,16 @@ class Run:
         return f"<Run of {self.title}: {self.server.round} of {self.config.rounds} rounds{reached}>"
 
     def _repr_png_(self) -> bytes | None:
-        """Return the run's curves for a notebook."""
+        """Return the training curves for display in a notebook."""
         return self.picture() if self.history else None
 
     def picture(self) -> bytes:
-        """Return the run's curves as a PNG."""
+        """Return the training curves as a PNG."""
         return curves([metrics.line() for metrics in self.history], self.title, self.task.objective)
 
 
 def message_bytes(model: nn.Module, plan: SketchPlan, wire: str | None = None) -> int:
-    """Return the bytes of an encoded broadcast of a plan. An update is as long, up to its header.
+    """Return the bytes of an encoded broadcast. An update has the same size except for its header.
 
     >>> from dbcl.model import networks
     >>> model = networks.build("mnist-mlp")
@@ -304,10 +311,11 @@ def message_bytes(model: nn.Module, plan: SketchPlan, wire: str | None = None) -
 
 
 def transcript_bytes(run: Run) -> int:
-    """Estimate the bytes of the transcripts of a run's remaining rounds; 0 if nothing is recorded.
+    """Estimate the bytes of the transcripts of a run's remaining rounds; 0 without transcripts.
 
-    A client's take a message each way in the rounds of its own, the server's a broadcast of each lane, all updates (or
-    their sum in each lane) and the weights, and the truth the weights of every round.
+    A client's transcript contains one message in each direction per participation. The server's
+    contains one broadcast per lane, all updates (or their sum per lane) and the weights. The ground
+    truth contains the weights of every round.
 
     >>> import tempfile
     >>> run = Run.start(RunConfig(rounds=3, transcripts=("server",)), Path(tempfile.mkdtemp()) / "run")

@@ -1,4 +1,4 @@
-"""Folder of a run: its settings, the digest of its data, and its creation as a whole or not at all."""
+"""Folder of a run: its settings, the digest of its data, and its atomic creation."""
 
 import contextlib
 import hashlib
@@ -15,13 +15,18 @@ from dbcl.simulation.config import RunConfig
 from dbcl.simulation.presets import read_toml
 
 SAMPLE = 32
-"""Number of examples that are read to recognise a dataset when a run goes on; of tensors in memory all are."""
+"""Number of examples read to recognise a dataset when a run is resumed. Tensors in memory are read
+completely.
+"""
 
 
 def data_digest(sets: Sequence[Examples], *, exact: bool) -> str | None:
-    """Return a digest of sets of examples; None if reading them twice gives different values.
+    """Return a digest of sets of examples; None if repeated reading gives different values.
 
-    Datasets may augment at random, and reading one may take long: unless `exact`, only some of its examples are read.
+    Args:
+        sets: Sets of examples.
+        exact: Read all examples. Otherwise only a sample of each dataset is read, because reading
+            may be slow; datasets may also apply random augmentation.
 
     >>> import torch
     >>> from dbcl.data import examples_of
@@ -43,7 +48,7 @@ def data_digest(sets: Sequence[Examples], *, exact: bool) -> str | None:
 
 
 def own_values(held: Any) -> tuple[bytes, Any]:
-    """Return a run's seed and the digest of its data, as a checkpoint holds them."""
+    """Return a run's seed and data digest from the values of a checkpoint."""
     try:
         seed, digest = bytes.fromhex(held["seed"]), held["data"]
     except (TypeError, ValueError, KeyError) as error:
@@ -54,7 +59,7 @@ def own_values(held: Any) -> tuple[bytes, Any]:
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Return the settings of a run by its folder.
+    """Read the settings of a run from its folder.
 
     >>> read_config(Path("nowhere"))
     Traceback (most recent call last):
@@ -72,7 +77,8 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def refuse_old(folder: Path) -> None:
-    """Raise `ConfigError` for a folder that holds anything: a new run must not take old files for its own.
+    """Raise `ConfigError` for a non-empty folder, so that a new run cannot mix its files with old
+    ones.
 
     >>> refuse_old(Path("nowhere"))
     """
@@ -84,7 +90,9 @@ def refuse_old(folder: Path) -> None:
 
 @contextlib.contextmanager
 def beginning(folder: Path) -> Iterator[None]:
-    """Lock a new folder while a run begins in it; if it does not begin, remove everything that was made."""
+    """Lock a new folder while a run is created in it. If the creation fails, remove all created
+    files.
+    """
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     ours = False
     try:

@@ -1,4 +1,4 @@
-"""One call from a model and data in Python to a finished run."""
+"""Single function from a model and data in Python to a finished run."""
 
 import copy
 import logging
@@ -52,39 +52,44 @@ def simulate(
     trackers: Iterable[Tracker] = (),
     **more: Any,
 ) -> Run:
-    """Train a model double-blind with simulated clients, and return the finished run.
+    """Train a model double-blind with simulated clients.
 
-    Clients whose updates were rejected or counted for less are named in the log at the end, and in `run.contributions`.
+    Clients with rejected or down-weighted updates are listed in the log and in `run.contributions`.
 
     Args:
-        model: The network, or a function without arguments that makes it.
-        clients: A list with the examples of each client, or one set that is divided among `clients=` of them. A set is
-            a pair (inputs, targets) of tensors, a dataset or a DataLoader. Inputs and targets may be tuples and
-            dictionaries of tensors: the model is called with a tuple by position and with a dictionary by keywords.
-        held_out: Examples on which the server measures.
+        model: The network, or a function without arguments that makes the network.
+        clients: A list with one set of examples per client, or a single set, which is partitioned
+            among the number of clients in the keyword argument `clients`. A set is a pair (inputs,
+            targets) of tensors, a dataset or a DataLoader. Inputs and targets may be tuples or
+            dictionaries of tensors, passed to the model as positional or keyword arguments.
+        held_out: Examples on which the server evaluates the model.
         loss: Function of a batch's outputs and targets; cross entropy by default.
-        metric: Function of all outputs and targets; by default accuracy with cross entropy, else the loss.
-        metric_mode: Better values of the metric, "higher" or "lower".
-        optimizer: Local optimiser: a class of torch.optim by name, or a function that makes one.
-        lr_schedule: Further factor of the learning rate: "constant", "cosine", or a function of the round.
-        features: Fixed public features on which the network is trained.
-        properties: Yes-or-no facts about the training examples, by name, that an audit looks for.
-        layers: Axes of the inputs of custom layers, as `SketchConfig.layers` has them.
-        settings: A preset or a TOML file; by default the preset guaranteed, whose noise needs some thousand examples or
-            few parameters. A warning says before the training if it would cost much accuracy.
+        metric: Function of all outputs and targets; by default accuracy with cross entropy, else
+            the loss.
+        metric_mode: "higher" or "lower", the direction in which the metric improves.
+        optimizer: Local optimiser: the name of a class of torch.optim, or a function that makes an
+            optimiser.
+        lr_schedule: Factor of the learning rate: "constant", "cosine", or a function of the round.
+        features: Fixed public feature extractor whose outputs are the network's inputs.
+        properties: Binary properties of the training examples by name, as targets of property
+            inference in an audit.
+        layers: Input axes of custom layers, as in `SketchConfig.layers`.
+        settings: A preset or a TOML file; by default the preset guaranteed, whose noise requires
+            thousands of examples or few parameters. A warning is logged before the training if the
+            expected loss of accuracy is large.
         folder: Folder of the run; a temporary one by default.
-        resume: Go on with the run in the folder, with the same objects.
+        resume: Resume the run in the folder. Requires the same model and data.
         progress: Draw a progress bar.
-        trackers: Objects that are told of every round (`dbcl.trackers.Tracker`).
-        more: Settings by their flat names, as `dbcl train` has options. All clients take part in every round unless
-            `fraction` says otherwise.
+        trackers: Objects that record every round (`dbcl.trackers.Tracker`).
+        more: Settings by the option names of `dbcl train`. By default all clients take part in
+            every round; see `fraction`.
 
     Returns:
-        The run: `run.model`, `run.history`, `run.contributions` and its folder.
+        The finished run, with `run.model`, `run.history`, `run.contributions` and `run.folder`.
 
     Raises:
-        ConfigError: Settings, model and data do not fit together.
-        GuaranteeError: They do not fit the guarantee of the settings.
+        ConfigError: Settings, model and data are incompatible.
+        GuaranteeError: Settings, model and data are incompatible with the guarantee.
 
     >>> import torch.nn.functional as F
     >>> x = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))

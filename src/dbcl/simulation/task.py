@@ -1,4 +1,4 @@
-"""Task of a run: a network, examples, a loss and a metric, made from settings or given in Python."""
+"""Task of a run: network, examples, loss and metric, from settings or from Python objects."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,18 +30,18 @@ from dbcl.user_code import imported, made, needed, out_of_memory, short
 
 Flags = NDArray[np.bool_]
 CODE = ("model", "data", "features", "loss", "metric", "optimizer", "lr_schedule")
-"""Settings that may name user code, as module:name."""
+"""Settings that may name user code as module:name."""
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Task of a run: the network, the examples and the objective.
+    """Task of a run: network, examples and objective. Use `dbcl.simulation.task_of` to make a task
+    from settings.
 
-    `make_model` makes the network from a seed of its initial weights. `train` holds all training examples, and
-    `division` the rows of each client if the data come divided. `pictures` are the same examples as attacks on images
-    take them; if there are none, `why_no_pictures` has the reason.
-
-    `dbcl.simulation.task_of` makes a task from settings.
+    `make_model` makes the network from a seed of its initial weights. `train` contains all training
+    examples, and `division` the row indices of each client if the data are already partitioned.
+    `pictures` contains the same examples as images for image attacks; if it is None,
+    `why_no_pictures` gives the reason.
     """
 
     make_model: Callable[[int], nn.Module]
@@ -52,20 +52,22 @@ class Task:
     pictures: Dataset | None = None
     why_no_pictures: str = ""
     holds: Flags | None = None
-    """Training examples that have the property that an audit looks for, or None."""
+    """Flags of the training examples that have the property targeted by an audit, or None."""
     property_name: str = ""
     optimizer: OptimizerFactory | None = None
     schedule: Schedule | None = None
     layers: Layers | None = None
-    """Axes of the weights of custom layers that are inputs, as `SketchPlan.from_model` takes them."""
+    """Input axes of the weights of custom layers, as in `SketchConfig.layers`."""
 
     def training(self, config: RunConfig) -> LocalTraining:
-        """Return the local training of a client."""
+        """Return the configuration of a client's local training."""
         training = local_training(config, self.optimizer, self.schedule)
         return replace(training, batch_size=min(training.batch_size, len(self.train)))  # engines make room for a batch
 
     def adapt(self, config: RunConfig) -> RunConfig:
-        """Return the settings with the number of clients that the data have, if they come divided."""
+        """Return the settings with the number of clients in the data, if the data are already
+        partitioned.
+        """
         if self.division is None:
             return config
         fraction = 1.0 if config.fraction is None else config.fraction
@@ -80,15 +82,16 @@ def task_of(
     cache: str | Path | None = None,
     progress: Progress = no_progress,
 ) -> Task:
-    """Return the task that the settings name; settings that name user code are an error without `allow_code`.
+    """Make the task named by the settings.
 
     Args:
         config: The settings.
-        data_dir: Folder that holds the datasets.
-        allow_code: Import code of the user's own.
-        cache: Folder in which public features of images are kept for other runs; for the datasets that dbcl reads from
-            files it is the folder `features` beside them.
-        progress: Called with the number of examples whose features are computed, and of all.
+        data_dir: Folder of the datasets.
+        allow_code: Permit the import of user code. Otherwise settings that name user code raise an
+            error.
+        cache: Folder in which features of images are cached; by default the folder `features` next
+            to a file dataset.
+        progress: Callback with the number of processed examples and their total number.
 
     >>> task = task_of(RunConfig())
     >>> len(task.train), len(task.held_out), task.objective.name
@@ -108,7 +111,7 @@ def with_features(
     cache: str | Path | None = None,
     progress: Progress = no_progress,
 ) -> Task:
-    """Return the task on the features that the settings name, or on those that are given; each is computed once.
+    """Return the task with features as inputs: the given features, or those named by the settings.
 
     >>> config = RunConfig()
     >>> task = task_of(config)
@@ -163,7 +166,7 @@ def _task_on_inputs(config: RunConfig, data_dir: str | None, allow_code: bool) -
 
 
 def code_of(config: RunConfig) -> dict[str, str]:
-    """Return the settings that name user code.
+    """Return the settings that name user code, by option name.
 
     >>> code_of(RunConfig(model="mypackage.nets:make"))
     {'model': 'mypackage.nets:make'}
@@ -189,7 +192,7 @@ def _schedule(name: str) -> Schedule | None:
 
 
 def _one_number(function: Callable[..., Any], what: str, name: str | None) -> Callable[..., float]:
-    """Wrap a user's function that must return one number."""
+    """Wrap a user's function so that it must return a single number."""
 
     @wraps(function)
     def called(*arguments: Any) -> float:
@@ -205,7 +208,7 @@ def _one_number(function: Callable[..., Any], what: str, name: str | None) -> Ca
 
 
 def of_pictures(config: RunConfig, dataset: Dataset, objective: Objective = CLASSIFICATION) -> Task:
-    """Return the task of a configuration's network on a dataset of images.
+    """Return the task of the settings' network on a dataset of images.
 
     >>> of_pictures(RunConfig(model="mnist-cnn"), data.load("digits")).pictures.shape
     (1, 28, 28)
@@ -238,9 +241,11 @@ def given(
     optimizer: OptimizerFactory | None = None,
     schedule: Schedule | None = None,
 ) -> Task:
-    """Return a task of given examples: `train` is a list with an item for each client, or one set to divide.
+    """Make a task from examples: `train` is a list with one set per client, or a single set to
+    partition.
 
-    The first of the `properties` is what an audit looks for: its name, and for each training example whether it has it.
+    The first entry of `properties` is the target of property inference: its name, and a flag for
+    each training example.
 
     >>> import torch
     >>> x, y = torch.randn(20, 8), torch.arange(20) % 2
@@ -267,7 +272,7 @@ def given(
 
 
 def pooled(sets: Sequence[Examples]) -> Examples:
-    """Return the examples of several sets as one, in their order.
+    """Concatenate several sets of examples.
 
     >>> import torch
     >>> first, second = (examples_of((torch.zeros(n, 4), torch.zeros(n))) for n in (3, 2))
@@ -320,7 +325,7 @@ def _flags(name: str, values: Any, examples: int) -> Flags:
 
 
 def _pictures(train: Examples, held_out: Examples, objective: Objective) -> tuple[Dataset | None, str]:
-    """Return the examples as attacks on images take them, or the reason why they are no images."""
+    """Return the examples as images for image attacks, or the reason why they are not images."""
     if not objective.classifies:
         return None, "the loss is not the cross entropy of classes"
     if not (isinstance(train, TensorExamples) and isinstance(held_out, TensorExamples)):

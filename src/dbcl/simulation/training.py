@@ -1,4 +1,4 @@
-"""Local training as the settings of a run describe it."""
+"""Local training configured by a run's settings."""
 
 import math
 from functools import partial
@@ -13,7 +13,11 @@ from dbcl.simulation.config import RunConfig, names_code
 
 
 def cosine(round: int, *, rounds: int) -> float:
-    """Return the factor of a learning rate that falls along half a cosine: 1 in the first round, 0 after the last.
+    """Return the cosine learning rate factor: 1 in the first round, 0 after the last round.
+
+    Args:
+        round: Number of the round, starting at 0.
+        rounds: Total number of rounds.
 
     >>> [round(cosine(number, rounds=4), 2) for number in range(5)]
     [1.0, 0.85, 0.5, 0.15, 0.0]
@@ -24,7 +28,13 @@ def cosine(round: int, *, rounds: int) -> float:
 def local_training(
     config: RunConfig, optimizer: OptimizerFactory | None = None, schedule: Schedule | None = None
 ) -> LocalTraining:
-    """Return a client's training; `optimizer` and `schedule` replace those that the settings name as user code."""
+    """Return the configuration of local training.
+
+    Args:
+        config: Settings of the run.
+        optimizer: Optimiser that overrides the user code named by the settings.
+        schedule: Schedule that overrides the user code named by the settings.
+    """
     privacy = config.privacy
     of_examples = privacy is not None and privacy.unit == "example"
     return LocalTraining(
@@ -66,7 +76,7 @@ def _schedule(config: RunConfig) -> Schedule | None:
 
 
 def update_noise(config: RunConfig) -> UpdateNoise | None:
-    """Return the clipping and the noise that clients apply to their updates."""
+    """Return the clipping and noise applied by each client to its update, or None."""
     if config.privacy is not None:
         return UpdateNoise(config.privacy.clip) if config.privacy.unit == "client" else None
     if config.update_clip is None:

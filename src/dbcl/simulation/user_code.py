@@ -1,4 +1,4 @@
-"""Errors of user code: one sentence with the function and the line, in place of a traceback through dbcl."""
+"""Errors of user code, reported as one sentence with function and line instead of a traceback."""
 
 import contextlib
 import traceback
@@ -12,9 +12,15 @@ from dbcl.user_code import out_of_memory, short
 
 @contextlib.contextmanager
 def user_code(config: RunConfig, then: str = "") -> Iterator[None]:
-    """Report an error of the code that the settings name in one sentence, with its function and line, and `then`.
+    """Report an error of the user code named by the settings in one sentence, with function and
+    line.
 
-    Errors of dbcl and of the system pass, and so does everything where the settings name no code.
+    Errors of dbcl and of the operating system are unchanged, and so are all errors if the settings
+    name no user code.
+
+    Args:
+        config: Settings of the run.
+        then: Text appended to the error message.
 
     >>> import torch
     >>> with user_code(RunConfig(loss="torch.nn.functional:mse_loss"), then="; mend it"):
@@ -48,7 +54,7 @@ def _blame(error: BaseException, code: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def enough_memory() -> Iterator[None]:
-    """Raise `OutOfMemoryError`, with the remedy, if there is no more memory.
+    """Convert an out-of-memory error to `OutOfMemoryError` with remedies.
 
     >>> with enough_memory():
     ...     raise MemoryError
@@ -65,6 +71,6 @@ def enough_memory() -> Iterator[None]:
 
 
 def memory_remedy(error: BaseException) -> str:
-    """Return a message that there is no more memory, with remedies and the message of the error."""
+    """Return an out-of-memory message with remedies and the original error message."""
     remedy = '`engine="local"` trains one client at a time, and a smaller model or `batch_size` takes less'
     return f"out of memory; {remedy}" + (f" ({said})" if (said := short(error)) else "")

@@ -82,8 +82,7 @@ def build_stages(model: nn.Module, plan: RoundPlan, ndim: int) -> list[Stage]:
 
 
 def where_hooked(model: nn.Module) -> str | None:
-    """Return the first module with a forward or backward hook, or None. Stages do not call hooks.
-    """
+    """Return the first module with a forward or backward hook, or None. Stages do not call hooks."""
     if has_global_hooks():
         return "every module"
     return next((path or "the model" for path, module in model.named_modules() if has_hooks(module)), None)

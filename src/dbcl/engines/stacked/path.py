@@ -29,8 +29,7 @@ class Stack:
         raise NotImplementedError
 
     def shares(self, broadcast: Broadcast) -> object:
-        """Return a key of a broadcast. Clients whose broadcasts have equal keys can share a chunk.
-        """
+        """Return a key of a broadcast. Clients whose broadcasts have equal keys can share a chunk."""
         raise NotImplementedError
 
     def load(self, sent: Sequence[Broadcast]) -> None:
