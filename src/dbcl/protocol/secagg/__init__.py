@@ -1,4 +1,4 @@
-"""Secure aggregation: the server learns the sum of the clients' updates and no single one (Bonawitz et al. 2017)."""
+"""Secure aggregation (Bonawitz et al. 2017): the server learns only the sum of the updates."""
 
 from dbcl.config import SecAggConfig
 from dbcl.protocol.secagg.client import ClientRound

@@ -1,7 +1,8 @@
-"""Client side of one round of secure aggregation: five steps, each of which can be taken once.
+"""Client side of a secure aggregation round: five steps, each permitted only once.
 
-Everything that a server could do with a second answer is refused: keys, shares, the masked update, the signature and
-the shares that take masks off are given out once in a round, and only for the roster that the client has agreed to.
+A second answer could reveal the update to the server. Per round, the client therefore sends its
+keys, its shares, its masked update, its signature and the revealed shares only once. It sends them
+only for the roster that it has accepted.
 """
 
 from dataclasses import dataclass, field, replace
@@ -40,11 +41,12 @@ STEPS = ("advertise", "share", "mask", "agree", "reveal", "nothing more")
 
 @dataclass
 class ClientRound:
-    """Client in one round, made anew for every round and for every repeated round.
+    """A client in one round. Create a new object for every round and every repeated round.
 
-    `broadcast` and `plan` are the digests of the messages that the client received: the masks of clients with other
-    messages do not cancel. `config` holds the conditions that the client requires. `registry` holds the others'
-    identities; without it a server can invent any number of clients, and there is no protection.
+    `broadcast` and `plan` are digests of the received messages. The masks cancel only between
+    clients with the same messages. `config` holds the settings that the client requires. `registry`
+    holds the other clients' public keys; without a registry, a malicious server can add fake
+    clients, and there is no protection.
 
     >>> own = ClientRound("ann", SigningKey(bytes(32)), 3, bytes(32), bytes(32), SecAggConfig(clip=4.0))
     >>> own.advertise().name, own.next_step
@@ -63,9 +65,9 @@ class ClientRound:
     config: SecAggConfig
     registry: Registry | None = None
     encoding: Encoding | None = None
-    """Encoding of the update as integers; `WeightedMean` if None."""
+    """Encoding of the update as integers; None selects `WeightedMean`."""
     rounding: np.random.Generator | None = None
-    """Generator of the rounding, fixed for experiments that are to be repeated."""
+    """Random generator for rounding, fixed in reproducible experiments."""
     _step: int = 0
     _share_keys: KeyPair = field(default_factory=KeyPair, repr=False)
     _mask_keys: KeyPair = field(default_factory=KeyPair, repr=False)
@@ -87,18 +89,18 @@ class ClientRound:
 
     @property
     def roster_names(self) -> tuple[str, ...]:
-        """Clients of the roster that the client has agreed to; none before."""
+        """Clients in the accepted roster; empty before a roster is accepted."""
         return () if self._roster is None else self._roster.names
 
     def advertise(self) -> Advert:
-        """Sign two new keys: the first step."""
+        """First step: generate and sign two new keys."""
         self._take("advertise")
         keys = self._share_keys.public, self._mask_keys.public
         signature = self.identity.sign(*advertised(self.round, self.broadcast, self.name, *keys))
         return Advert(self.round, self.broadcast, self.name, self.identity.public, *keys, signature)
 
     def share(self, roster: Roster) -> Shares:
-        """Check the roster, and share the two secrets among its members: the second step."""
+        """Second step: check the roster, and secret-share two secrets among its members."""
         self._expect("share", roster.round)
         problems = self._problems(roster)
         if problems:
@@ -121,9 +123,10 @@ class ClientRound:
         return Shares(self.round, roster.binding, commitment, signature, sealed, digests)
 
     def mask(self, delivery: Delivery, values: Vector, examples: int) -> Masked:
-        """Mask the rounded update with all who sent shares, and with a mask of its own: the third step.
+        """Third step: mask the quantized update.
 
-        A share that cannot be decrypted, or does not fit its owner's digest, counts as missing.
+        The masks are one pairwise mask for each client that sent shares, and a self-mask. A share
+        counts as missing if it cannot be decrypted or does not match its owner's digest.
         """
         roster = self._bound("mask", delivery)
         unknown = set(delivery.sealed) - (set(roster.names) - {self.name})
@@ -160,7 +163,7 @@ class ClientRound:
         return Masked(self.round, roster.binding, packed(words & np.uint32((1 << bits) - 1), bits))
 
     def _check_joined(self, roster: Roster, delivery: Delivery) -> None:
-        """Raise `ProtocolError` if one of the sharers has not signed the roster of this attempt."""
+        """Raise `ProtocolError` if a client sent shares without signing this attempt's roster."""
         for member in roster.members:
             signature = delivery.signatures.get(member.name)
             if signature is not None and not SigningKey.signed_by(member.identity, signature, *joined(roster.binding)):
@@ -170,7 +173,7 @@ class ClientRound:
                 )
 
     def agree(self, survivors: Survivors) -> Agreement:
-        """Sign the list of those whose updates arrived: the fourth step."""
+        """Fourth step: sign the list of clients whose updates arrived."""
         roster = self._bound("agree", survivors)
         listed = survivors.survivors
         inside = set(listed) <= set(self._sharers) and len(set(listed)) == len(listed)
@@ -186,7 +189,7 @@ class ClientRound:
         return Agreement(self.round, roster.binding, self.identity.sign(*survivors.statement))
 
     def reveal(self, agreed: Agreed) -> Reveal:
-        """Reveal a share of one secret of each client, once enough have signed the same list. The last step."""
+        """Last step: reveal one share per client once enough clients signed the same list."""
         roster = self._bound("reveal", agreed)
         assert self._survivors is not None
         identities = {member.name: member.identity for member in roster.members}
@@ -226,7 +229,7 @@ class ClientRound:
         return self._roster
 
     def _channel(self, other: str, sender: str, receiver: str) -> bytes:
-        """Return the key for the shares that one of two clients makes for the other."""
+        """Return the encryption key for shares from one client to another."""
         assert self._roster is not None
         return derive(self._secrets[other][0], b"shares", self._roster.binding, sender.encode(), receiver.encode())
 
@@ -269,10 +272,10 @@ class ClientRound:
         return problems
 
     def state(self) -> State:
-        """Return the state that another process needs for the next step, secrets included; not the generator of
-        rounding.
+        """Return the state that another process needs for the next step, including secrets.
 
-        A state that is written after a step records the step, so its reader takes the next one.
+        A state written after a step records the step, so the reader continues with the next step.
+        The generator for rounding is not included.
 
         >>> own = ClientRound("ann", SigningKey(bytes(32)), 3, bytes(32), bytes(32), SecAggConfig(clip=4.0))
         >>> advert = own.advertise()
@@ -306,7 +309,7 @@ class ClientRound:
         registry: Registry | None = None,
         encoding: Encoding | None = None,
     ) -> "ClientRound":
-        """Return the round of a `state`."""
+        """Restore a round from its `state`."""
         values, tensors = state
         try:
             share_seed, mask_seed, own_mask = (bytes.fromhex(seed) for seed in values["seeds"])

@@ -1,8 +1,8 @@
-"""Encoding of an update as a vector of integers that can be masked, and decoding of a sum of them.
+"""Encoding of updates as integer vectors for masking, and decoding of their sums.
 
-Both sides of an encoding are in one class, since client and server must agree on every bit of it. `WeightedMean` is for
-updates that count by their examples, without a guarantee for the sum. `NoisySum` adds each client's share of the noise
-of a guarantee, so that the sum may be public.
+Each encoding defines the client side and the server side in one class, because both must agree bit
+by bit. `WeightedMean` weights updates by examples and gives no guarantee for the sum. `NoisySum`
+adds each client's noise share, so that a guarantee covers the sum.
 """
 
 import json
@@ -30,16 +30,16 @@ from dbcl.state import State, join
 
 Vector = NDArray[Any]
 MAX_BITS = 32
-"""Bits of the words that are masked."""
+"""Maximum number of bits in a masked word."""
 OWN = "itself"
-"""Name of the one client that a client's own tracker counts."""
+"""Client name in a client's own participation record."""
 NOISE_TAIL = 8.0
-"""Standard deviations of the noise that a word has room for."""
+"""Range reserved for the noise in a word, in standard deviations."""
 
 
 @dataclass(frozen=True)
 class Total:
-    """Result of a group: the weighted sum, the sum of the weights, and the clients whose updates are in it.
+    """Result of a group: the weighted sum, the sum of the weights, and the contributing clients.
 
     >>> total = Total(np.array([1.0, -2.0]), weight=2.0, members=("ann", "bob", "cleo"))
     >>> total.values / total.weight  # the mean of their updates
@@ -52,12 +52,12 @@ class Total:
 
 
 class Encoding(ABC):
-    """Encoding of updates as integers that can be added."""
+    """Encoding of updates as integers for summation."""
 
     noisy = False
-    """True if the sum carries the noise of a guarantee."""
+    """True if the sum includes the noise of a guarantee."""
     more_words = 0
-    """Words of a vector beside those of the values."""
+    """Number of additional words in a vector besides its values."""
 
     @property
     def largest_group(self) -> int:
@@ -65,52 +65,58 @@ class Encoding(ABC):
         return MAX_GROUP
 
     parties: int | None = None
-    """Number of clients whose keys may be known, if all of them count for what a client believes of past rounds."""
+    """Maximum number of registered clients, or None.
+
+    A guarantee needs this limit if a client uses other clients' statements about past rounds.
+    """
 
     @abstractmethod
     def vector(self, update: Update | bytes, broadcast: Broadcast) -> tuple[Vector, int]:
         """Return the vector of a client's update for this round, and its number of examples.
 
         Raises:
-            ProtocolError: The update does not answer the broadcast, or the round may not be answered.
+            ProtocolError: The update does not answer the broadcast, or the client must not answer.
         """
 
     @abstractmethod
     def words(self, vector: Vector, examples: int, clients: int, rng: np.random.Generator | None = None) -> Words:
-        """Return the words of a vector in a group of this many clients, before they are masked."""
+        """Return the unmasked words of a vector, for a group with the given number of clients."""
 
     @abstractmethod
     def bits(self, clients: int) -> int:
-        """Return the bits of a word in a group of this many clients."""
+        """Return the number of bits per word for a group with the given number of clients."""
 
     @abstractmethod
     def total(self, words: Words, clients: int, members: tuple[str, ...]) -> Total:
-        """Decode the sum over the members of a group of this many clients.
+        """Decode the sum over the members of a group with the given number of clients.
 
-        Sums of honest clients are decoded exactly. Any other sum, of clients that send words which are no update, is
-        projected onto the ball of honest sums. It is never rejected: whether it is would depend on honest clients'
-        data, which no noise covers.
+        Sums from honest clients are decoded exactly. Sums with invalid words from malicious clients
+        are projected onto the ball of honest sums. They are never rejected, because the decision
+        would depend on honest clients' data without noise.
         """
 
     def rule(self) -> GroupRule:
-        """Return the rule by which a client takes part in groups, for one client."""
+        """Return a client's rule for participation in groups."""
         return StandingGroup()
 
     def binding(self, plan: bytes) -> bytes:
-        """Return the digest of everything that clients must agree on, given that of their round plan."""
+        """Return a digest of all settings that clients must agree on.
+
+        `plan` is the digest of the round plan.
+        """
         return plan
 
     def state(self) -> State:
-        """Return the state that a client must keep between rounds."""
+        """Return the state that a client must store between rounds."""
         return State({}, {})
 
     def load_state(self, state: State) -> None:  # noqa: B027  most keep nothing
-        """Restore what `state` returned."""
+        """Restore the state returned by `state`."""
 
 
 @dataclass(frozen=True)
 class WeightedMean(Encoding):
-    """The update times its weight, rounded at random, and the weight itself as one more word.
+    """The weighted update with stochastic rounding, followed by one word for the weight.
 
     >>> encoding = WeightedMean(SecAggConfig(clip=1.0, weight_cap=10))
     >>> encoding.words(np.zeros(3), examples=5, clients=2)
@@ -149,15 +155,16 @@ class WeightedMean(Encoding):
 
 
 class NoisySum(Encoding):
-    """The rounded update and a share of noise: the sum keeps the guarantee of a plan against everyone.
+    """The rounded update plus a noise share: a plan's guarantee covers the sum against every party.
 
-    If one example is the privacy unit, the update is a sum of clipped gradients in float64 and is rounded to the
-    nearest integers. Otherwise it is clipped, and rounded at random within `longest_rounded`. Data and noise are
-    rounded separately: only then is the sum of all a function of the Gaussian mechanism's output.
+    If the privacy unit is one example, the update is a sum of clipped gradients in float64, rounded
+    to the nearest integers. Otherwise, it is clipped and stochastically rounded within
+    `longest_rounded`. The update and the noise must be rounded separately: only then is the total
+    sum a function of the Gaussian mechanism's output.
 
     Args:
-        plan: The plan of the guarantee, whose `noise_by` is "clients".
-        stream: The client's own noise; None on the server.
+        plan: The plan of the guarantee, with `noise_by="clients"`.
+        stream: The client's noise generator; None on the server.
 
     >>> plan = PrivacyPlan(
     ...     epsilon=2, delta=1e-5, clip=0.1, unit="example", separation=2, rounds=8, clients=4, cohort=4, examples=800,
@@ -180,16 +187,19 @@ class NoisySum(Encoding):
             participations=plan.participations if plan.unit == "client" else plan.rounds,
             clients=1,
         )
-        """Client's own count of its turns, independent of the server."""
+        """The client's own participation record, independent of the server."""
 
     @classmethod
     def of_client(cls, plan: PrivacyPlan, key: bytes | None = None) -> "NoisySum":
-        """Return the encoding of one client, with noise from a secret key, by default a fresh one."""
+        """Return a client's encoding.
+
+        Its noise is derived from a secret key, by default a new key.
+        """
         return cls(plan, NoiseStream(plan.shares, key or seeds.fresh()))
 
     @property
     def largest_group(self) -> int:
-        """Planned number of clients in a round, for whose noise the words have room."""
+        """Planned number of clients in a round; words reserve range for their noise."""
         return min(self.plan.cohort, MAX_GROUP)
 
     @property
@@ -203,12 +213,15 @@ class NoisySum(Encoding):
 
     @property
     def grid(self) -> float:
-        """Value of the integer 1."""
+        """Value that one integer step represents."""
         return self.plan.clip / self.plan.shares.steps
 
     @cached_property
     def limit(self) -> int:
-        """Bound on each value of a client's vector, in steps. Clamping to it is 1-Lipschitz and costs no privacy."""
+        """Bound on each value of a client's vector, in steps.
+
+        Clamping to this bound is 1-Lipschitz and does not weaken the guarantee.
+        """
         room = min(self.plan.per_round * self.plan.shares.steps, (1 << (MAX_BITS - 2)) - self._tail)
         units = self.plan.cohort if self.plan.unit == "client" else 1
         if room < units * self.plan.shares.steps:
@@ -217,7 +230,7 @@ class NoisySum(Encoding):
 
     @property
     def _largest(self) -> int:
-        """Largest absolute value of a sum of honest clients' values, in steps."""
+        """Maximum absolute value of a sum over honest clients, in steps."""
         return self.plan.cohort * self.limit + self._tail
 
     @property
@@ -290,12 +303,12 @@ class NoisySum(Encoding):
 
 
 def encoding_of(config: SecAggConfig, plan: PrivacyPlan | None) -> Encoding:
-    """Return the server's encoding: `NoisySum` if clients add the noise of a guarantee."""
+    """Return the server's encoding: `NoisySum` if clients add the noise, else `WeightedMean`."""
     return NoisySum(plan) if plan is not None and plan.shared else WeightedMean(config)
 
 
 def noisy_config(plan: PrivacyPlan) -> SecAggConfig:
-    """Return the conditions of secure aggregation that a plan with shares of noise needs.
+    """Return the secure aggregation settings for a plan with distributed noise.
 
     >>> plan = PrivacyPlan(
     ...     epsilon=2, delta=1e-5, clip=0.1, unit="example", separation=2, rounds=8, clients=10, cohort=10,

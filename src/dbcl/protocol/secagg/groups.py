@@ -1,4 +1,4 @@
-"""Groups of clients that add up their updates together, on the server, and the size of their messages."""
+"""Server-side groups of clients with a common sum, and the size of their messages."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,13 +29,15 @@ from dbcl.round_plan import RoundPlan
 log = logging.getLogger(__name__)
 
 GROUP = 64
-"""Largest number of clients in a group: more are divided, and the groups' sums are added. With shares of noise there is
-one group.
+"""Maximum number of clients in a group.
+
+More clients are divided into several groups, whose sums are added. With distributed noise, there is
+only one group.
 """
 
 
 def groups(clients: Sequence[str], *, largest: int = GROUP) -> list[tuple[str, ...]]:
-    """Divide clients into as few groups as possible, whose sizes differ by one at most.
+    """Divide clients into as few groups as possible, with sizes that differ by at most one.
 
     >>> [len(group) for group in groups([str(number) for number in range(100)])]
     [50, 50]
@@ -46,9 +48,9 @@ def groups(clients: Sequence[str], *, largest: int = GROUP) -> list[tuple[str, .
 
 @dataclass(eq=False)
 class Group:
-    """Group in a round: its clients, the plan of its lane, and the server's side of the protocol.
+    """A group in a round: its clients, its lane's plan, and the server side of the protocol.
 
-    `whole` says that it adds up with all its clients or not at all.
+    If `whole` is true, the group computes a sum only with all its clients.
     """
 
     clients: tuple[str, ...]
@@ -76,7 +78,16 @@ class Group:
         return dict.fromkeys(survivors.survivors, encode_message(survivors))
 
     def settle(self, members: Sequence[str], record: Callable[[Sequence[str]], None]) -> None:
-        """Fix the clients of the sum, or raise `ProtocolError` if it may not be revealed, which `record` also may."""
+        """Fix the clients of the sum.
+
+        Args:
+            members: Clients whose masked updates arrived.
+            record: Records the sum as revealed, or raises `ProtocolError` if the sum must not be
+                revealed.
+
+        Raises:
+            ProtocolError: The sum must not be revealed.
+        """
         self._require_enough(members)
         record(members)
 
@@ -101,7 +112,9 @@ class Group:
 
 
 def traffic(names: Sequence[str], length: int, config: SecAggConfig, encoding: Encoding) -> tuple[int, int]:
-    """Return the bytes of a group's round down and up, without the broadcasts, counted on one client's messages.
+    """Return the bytes of a group's round, down and up, without the broadcasts.
+
+    The sizes are extrapolated from one client's messages.
 
     >>> from dbcl.protocol.secagg.encoding import encoding_of
     >>> config = SecAggConfig(clip=1.0, min_cohort=3)

@@ -1,10 +1,12 @@
-"""History of revealed sums: a further sum is over one of their groups again, or over clients that were in none.
+"""History of revealed sums. Groups of different sums must be equal or disjoint.
 
-A client's updates of two rounds are much alike near the end of training, so sums over different groups can be combined:
-the sum over a group less the sum over the same group without one client is that client's update (So et al. 2021). Four
-groups are enough even where no two of them differ by one client: (A1 + A2 + v) - (A1 + B1) - (A2 + B2) + (B1 + B2) = v.
-No client is in all four, so none could notice. If every two groups are equal or disjoint, combinations of their sums
-show nothing but these sums, and each client can check that by itself: all lists that it signs must be the same.
+Near the end of training, a client's updates in two rounds are similar, so an adversary can combine
+sums over different groups. The difference of the sums over a group with and without a client is
+that client's update (So et al. 2021). Four groups suffice even if no two of them differ by one
+client: (A1 + A2 + v) - (A1 + B1) - (A2 + B2) + (B1 + B2) = v. No client is in all four groups, so
+no client could detect the attack. If groups are equal or disjoint, combinations of their sums
+reveal only these sums. Each client can check this locally: all lists that it signs must be the
+same.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +21,7 @@ from dbcl.state import State
 
 
 class SumHistory:
-    """Remembers the groups whose sums were revealed, and rejects others that share a client with one of them.
+    """Stores the groups with revealed sums, and rejects groups that partly overlap with them.
 
     >>> history = SumHistory()
     >>> history.add(["ann", "bob", "cleo"])
@@ -36,11 +38,11 @@ class SumHistory:
         self._groups: dict[str, tuple[str, ...]] = {}
 
     def group_of(self, client: str) -> tuple[str, ...] | None:
-        """Return the clients with which a client was in a sum, itself included, in the order of their names."""
+        """Return the sorted names of a client's group, including the client, or None."""
         return self._groups.get(client)
 
     def check_isolation(self, names: Iterable[str]) -> None:
-        """Raise `ProtocolError` if the sum over these clients could be combined with earlier ones."""
+        """Raise `ProtocolError` if combining the sum with earlier sums could isolate a client."""
         group = tuple(sorted(names))
         for client in group:
             before = self._groups.get(client)
@@ -53,13 +55,13 @@ class SumHistory:
                 )
 
     def add(self, names: Iterable[str]) -> None:
-        """Record that the sum over these clients may be revealed from now on."""
+        """Record that the sum over the given clients may be revealed from now on."""
         group = tuple(sorted(names))
         self.check_isolation(group)
         self._groups |= dict.fromkeys(group, group)
 
     def state(self) -> State:
-        """Return what a checkpoint keeps.
+        """Return the state for a checkpoint.
 
         >>> history = SumHistory()
         >>> history.add(["bob", "ann"])
@@ -69,7 +71,7 @@ class SumHistory:
         return State({"groups": [list(group) for group in dict.fromkeys(self._groups.values())]}, {})
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned."""
+        """Restore the state returned by `state`."""
         groups = state.values.get("groups")
         if not isinstance(groups, list) or not all(isinstance(own, list) and all(map(is_name, own)) for own in groups):
             raise ProtocolError("the checkpoint does not say which clients were in a sum together")
@@ -79,18 +81,25 @@ class SumHistory:
 
 
 class GroupRule(ABC):
-    """Memory of a client's groups, and rejection of those that would isolate a client."""
+    """A client's record of its groups, and its rule for rejecting groups that isolate a client."""
 
     @abstractmethod
     def check_roster(self, round: int, names: tuple[str, ...]) -> None:
-        """Raise `ProtocolError` if the client must not be in this roster, whether it signs a list or not."""
+        """Raise `ProtocolError` if the client must not join this roster.
+
+        The check applies even if the client never signs a list of survivors.
+        """
 
     def learn(self, round: int, attendance: Rows) -> None:  # noqa: B027  most need none
-        """Take over the attendance of earlier rounds from a roster, or raise `ProtocolError` if it cannot be."""
+        """Store the attendance of earlier rounds, as stated in a roster.
+
+        Raises:
+            ProtocolError: The attendance contradicts the client's own record or violates the plan.
+        """
 
     @abstractmethod
     def mask(self, round: int, names: tuple[str, ...]) -> None:
-        """Record that a masked vector leaves for a roster."""
+        """Record that the client sends a masked vector for a roster."""
 
     @abstractmethod
     def check_list(self, round: int, survivors: tuple[str, ...]) -> None:
@@ -98,23 +107,23 @@ class GroupRule(ABC):
 
     @abstractmethod
     def sign(self, round: int, survivors: tuple[str, ...]) -> None:
-        """Record that a list of survivors is signed."""
+        """Record that the client has signed a list of survivors."""
 
     @abstractmethod
     def state(self) -> State:
-        """Return the state that must be on disk before anything leaves."""
+        """Return the state that must be on disk before the client sends an answer."""
 
     @abstractmethod
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned."""
+        """Restore the state returned by `state`."""
 
 
 class StandingGroup(GroupRule):
-    """Rule for sums without noise, which must be equal or disjoint: the first group whose list a client signs stays its
-    own.
+    """Rule for sums without noise: a client stays in the first group whose list it signs.
 
-    Before that, it is in no roster with clients beside those of the last one for which it sent a masked vector, which
-    may be in a sum that others have signed.
+    Sums without noise must be over equal or disjoint groups. Before its first signature, a client
+    may have sent a masked vector for a roster. Other clients may have signed the list of this
+    roster, so the client afterwards accepts only rosters without additional clients.
     """
 
     def __init__(self) -> None:
@@ -152,15 +161,16 @@ class StandingGroup(GroupRule):
 
 
 class OneSumARound(GroupRule):
-    """Rule for sums with shares of noise: one sum in a round, over any group.
+    """Rule for sums with noise shares: one sum per round, over any group.
 
-    Two sums over different groups in one round would show the difference of these groups with the noise of a few
-    clients. So a client masks its vector of a round for one roster, and signs one list of survivors; two lists of one
-    roster cannot both have enough signatures (`SecAggConfig`).
+    Two sums over different groups in one round would reveal the difference of the groups with the
+    noise of only a few clients. A client therefore masks its vector of a round for one roster only
+    and signs one list of survivors. Two lists of one roster cannot both have enough signatures
+    (`SecAggConfig`).
 
     Args:
-        steady: The group of the first round is that of all rounds. Noise that is correlated over rounds needs it: the
-            accountant counts on the same noise streams in every sum.
+        steady: The group of the first round is used in all rounds. Noise with correlation between
+            rounds requires this: the accountant assumes the same noise streams in every sum.
 
     >>> rule = OneSumARound()
     >>> rule.mask(3, ("ann", "bob", "cleo"))
@@ -215,10 +225,11 @@ class OneSumARound(GroupRule):
 
 
 class AccountedAttendance(OneSumARound):
-    """Rule for sums with shares of correlated noise from which parties may be missing.
+    """Rule for sums with correlated noise shares and possible dropouts.
 
-    Before it signs a list of survivors, a client computes mu from the attendance of all revealed sums, that of this
-    list included, and signs only if the plan allows it. It keeps the attendance by itself (`AttendanceLog`).
+    Before signing a list of survivors, a client computes mu from the attendance in all revealed
+    sums, including this list. It signs only if the plan permits this mu. The client keeps its own
+    attendance record (`AttendanceLog`).
 
     >>> from dbcl.privacy import PrivacyPlan
     >>> plan = PrivacyPlan(

@@ -1,8 +1,8 @@
-"""Keys of clients: signatures, key agreement between two clients, and encryption bound to a purpose.
+"""Keys of clients: signatures, pairwise key agreement, and authenticated encryption.
 
-Every primitive is that of `cryptography`: Ed25519 (RFC 8032), X25519 (RFC 7748), HKDF with SHA-256 (RFC 5869) and
-ChaCha20-Poly1305 (RFC 8439). What is said with a key begins with what it is said for, so that nothing that was signed
-or derived for one thing can be used for another.
+All primitives come from `cryptography`: Ed25519 (RFC 8032), X25519 (RFC 7748), HKDF with SHA-256
+(RFC 5869) and ChaCha20-Poly1305 (RFC 8439). Every signed statement and derived key includes a label
+for its purpose (domain separation), so that it is invalid for any other purpose.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ from dbcl.errors import ProtocolError, shown
 
 SCHEME = b"dbcl secagg-v2"
 SEED, KEY, DIGEST, SIGNATURE = 16, 32, 32, 64
-"""Bytes of a shared secret, of a key, of a digest and of a signature."""
+"""Length in bytes of a shared secret, a key, a digest and a signature."""
 
 
 def digest(*parts: bytes) -> bytes:
-    """Return SHA-256 over parts, each with its length before it, so that no two lists of parts are alike.
+    """Return the SHA-256 digest of length-prefixed parts. Different lists have different digests.
 
     >>> digest(b"ab", b"c") == digest(b"a", b"bc")
     False
@@ -34,7 +34,7 @@ def digest(*parts: bytes) -> bytes:
 
 
 def derive(secret: bytes, *info: bytes) -> bytes:
-    """Derive a key of 32 bytes from a secret, for the purpose `info` only.
+    """Derive a 32-byte key from a secret, bound to the purpose `info`.
 
     >>> derive(bytes(32), b"mask") == derive(bytes(32), b"share")
     False
@@ -43,7 +43,7 @@ def derive(secret: bytes, *info: bytes) -> bytes:
 
 
 class SigningKey:
-    """Signing key of a client, for as long as others know the client by it.
+    """A client's long-term signing key (Ed25519), which identifies the client.
 
     >>> alice = SigningKey(bytes(32))
     >>> SigningKey.signed_by(alice.public, alice.sign(b"hello"), b"hello"), len(alice.public)
@@ -56,12 +56,12 @@ class SigningKey:
         self.public = self._key.public_key().public_bytes_raw()
 
     def sign(self, *parts: bytes) -> bytes:
-        """Sign the parts."""
+        """Sign a list of parts."""
         return self._key.sign(digest(*parts))
 
     @staticmethod
     def signed_by(public: bytes, signature: bytes, *parts: bytes) -> bool:
-        """Return whether the owner of a public key has signed exactly these parts."""
+        """Return True if the signature of these parts is valid for a public key."""
         try:
             Ed25519PublicKey.from_public_bytes(public).verify(signature, digest(*parts))
         except (InvalidSignature, ValueError):
@@ -71,7 +71,7 @@ class SigningKey:
 
 @dataclass(frozen=True)
 class Registry:
-    """Public keys of all clients, which each of them knows independently of the server.
+    """Public keys of all clients, obtained independently of the server.
 
     >>> alice = SigningKey(bytes(32))
     >>> Registry({"alice": alice.public}).problem("alice", SigningKey().public)
@@ -81,7 +81,7 @@ class Registry:
     known: Mapping[str, bytes] = field(default_factory=dict)
 
     def problem(self, name: str, public: bytes) -> str | None:
-        """Return the reason why a client's identity is not valid, or None."""
+        """Return the reason to reject a client's identity, or None if it is valid."""
         own = self.known.get(name)
         if own is None:
             return f"no client is known as {shown(name)}"
@@ -89,7 +89,7 @@ class Registry:
 
 
 class KeyPair:
-    """X25519 key made from 16 secret bytes, so that they can be shared and the key restored.
+    """X25519 key pair derived from a 16-byte seed. Secret sharing of the seed permits key recovery.
 
     >>> one, two = KeyPair(bytes(16)), KeyPair(bytes(range(16)))
     >>> one.agree(two.public) == two.agree(one.public)
@@ -102,7 +102,11 @@ class KeyPair:
         self.public = self._key.public_key().public_bytes_raw()
 
     def agree(self, other: bytes) -> bytes:
-        """Return the secret that only the two owners have."""
+        """Return the secret shared with the owner of another public key.
+
+        Raises:
+            ProtocolError: The public key is invalid.
+        """
         try:
             return self._key.exchange(X25519PublicKey.from_public_bytes(other))
         except ValueError as error:  # a point of small order, with which everybody would have the same secret
@@ -110,7 +114,7 @@ class KeyPair:
 
 
 def seal(key: bytes, plain: bytes, *about: bytes) -> bytes:
-    """Encrypt under a key that is used once; `about` is bound to it and not sent.
+    """Encrypt with a single-use key; `about` is authenticated but not sent.
 
     >>> opened(bytes(32), seal(bytes(32), b"share", b"round 3"), b"round 3")
     b'share'
@@ -119,7 +123,9 @@ def seal(key: bytes, plain: bytes, *about: bytes) -> bytes:
 
 
 def opened(key: bytes, sealed: bytes, *about: bytes) -> bytes | None:
-    """Decrypt a message; None if it was sealed with another key, for another purpose, or was changed.
+    """Decrypt a message.
+
+    Return None if the key or the purpose is wrong or the message was modified.
 
     >>> opened(bytes(32), seal(bytes(32), b"share", b"round 3"), b"round 4") is None
     True

@@ -1,6 +1,7 @@
-"""Masks: pseudo-random words from a key, added to a vector to hide it.
+"""Masks: pseudo-random words derived from a key and added to a vector to hide it.
 
-The stream is ChaCha20's (RFC 8439), one key for one mask, so the nonce is zero.
+The words are the ChaCha20 stream (RFC 8439). Each key generates only one mask, so the nonce is
+zero.
 """
 
 from collections.abc import Iterable
@@ -12,11 +13,16 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from dbcl.protocol.secagg.quantizer import Words
 
 PIECE = 1 << 15
-"""Number of words that are made and added at a time: they stay in the cache."""
+"""Number of words generated and added per step, small enough for the CPU cache."""
 
 
 def add_masks(words: Words, plus: Iterable[bytes] = (), minus: Iterable[bytes] = ()) -> None:
-    """Add the masks of some keys to words in place, and subtract those of others, modulo 2^32.
+    """Add and subtract masks in place, modulo 2^32.
+
+    Args:
+        words: The vector.
+        plus: Keys of the masks to add.
+        minus: Keys of the masks to subtract.
 
     >>> words = np.zeros(3, dtype=np.uint32)
     >>> add_masks(words, plus=[bytes(32)])

@@ -1,7 +1,8 @@
-"""Messages of secure aggregation, nine kinds, in the container of all messages of dbcl.
+"""The nine message types of secure aggregation, encoded in dbcl's message container.
 
-A round goes: `Advert` up, `Roster` down, `Shares` up, `Delivery` down, `Masked` up, `Survivors` down, `Agreement` up,
-`Agreed` down, `Reveal` up. `docs/secure-aggregation.md` tells what each is for.
+Order in a round: `Advert` up, `Roster` down, `Shares` up, `Delivery` down, `Masked` up, `Survivors`
+down, `Agreement` up, `Agreed` down, `Reveal` up. `docs/secure-aggregation.md` describes each
+message.
 """
 
 import json
@@ -21,13 +22,13 @@ from dbcl.protocol.inspection import is_count, is_name
 from dbcl.protocol.secagg.keys import DIGEST, KEY, SEED, SIGNATURE, digest
 
 MAX_GROUP = 128
-"""Largest number of clients that mask their updates with each other."""
+"""Maximum number of clients with pairwise masks in a group."""
 SEALED = 2 * SEED + 16
-"""Bytes of two encrypted shares, with the authentication tag."""
+"""Length in bytes of two encrypted shares with their authentication tag."""
 
 
 class Member(NamedTuple):
-    """Client in a roster: its name, its two keys of the round, and its signature of them."""
+    """Entry of a roster: a client's name, its two keys of the round, and their signature."""
 
     name: str
     identity: bytes
@@ -38,7 +39,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Advert:
-    """Client's keys of one round, signed for the broadcast that it received."""
+    """A client's keys of one round, signed together with the digest of the received broadcast."""
 
     round: int
     broadcast: bytes
@@ -50,18 +51,20 @@ class Advert:
 
     @property
     def member(self) -> Member:
-        """Return the entry of a roster."""
+        """Return the client's entry for a roster."""
         return Member(self.name, self.identity, self.share_key, self.mask_key, self.signature)
 
 
 @dataclass(frozen=True)
 class Roster:
-    """Members of a group and the conditions of the sum; all later messages are bound to every word of it.
+    """Members of a group and the settings of the sum. All later messages include its digest.
 
-    `broadcast` is the digest of the group's broadcast, `plan` that of its round plan, `threshold` the number of clients
-    that must help to remove the masks, and `colluders` the number that may collude with the server. Values and norms
-    are at most `bound`, a client counts for at most `most` examples, and a vector has `length` values. `attendance` has
-    the clients of each earlier sum, where a guarantee depends on it; it is not written if it is empty.
+    `broadcast` and `plan` are the digests of the group's broadcast and its round plan. `threshold`
+    is the number of clients required to remove the masks, and `colluders` the tolerated number of
+    clients that collude with the server. `bound` limits values and norms, `most` limits the number
+    of examples of a client, and `length` is the number of values in a vector. `attendance` lists
+    the clients of each earlier sum, if a guarantee depends on attendance; an empty list is not
+    encoded.
     """
 
     round: int
@@ -77,7 +80,7 @@ class Roster:
 
     @cached_property
     def binding(self) -> bytes:
-        """Digest of the roster from which every mask and every share is derived."""
+        """Digest of the roster, from which all masks and encryption keys of shares are derived."""
         return digest(b"binding", json.dumps(_fields_of(self), sort_keys=True).encode())
 
     @property
@@ -87,11 +90,12 @@ class Roster:
 
 @dataclass(frozen=True)
 class Shares:
-    """Client's shares of its two secrets, sealed for each other client, and its commitments.
+    """A client's encrypted shares of its two secrets for each other client, and its commitments.
 
-    `commitment` is to the secret of its own mask, `digests` to the two shares of every client, its own included: so a
-    wrong share shows, and who is to blame for it. `signature` is over the binding of the roster: it shows the others
-    that this client takes part in this attempt of the round, and that its keys are not replayed from another one.
+    `commitment` commits to the secret of the self-mask. `digests` commit to the two shares of every
+    client, including the owner, to detect wrong shares and identify their sender. `signature` signs
+    the roster's digest. It proves that the client takes part in this attempt and that its keys are
+    not replayed.
     """
 
     round: int
@@ -104,7 +108,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Sealed shares for one client by their makers, with the digests of the shares and the makers' signatures."""
+    """Encrypted shares for one client by sender, with share digests and the senders' signatures."""
 
     round: int
     binding: bytes
@@ -115,7 +119,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Masked:
-    """Client's rounded update and its weight, under all masks: packed words of the quantizer."""
+    """A client's quantized update and weight under all masks, as packed words."""
 
     round: int
     binding: bytes
@@ -124,7 +128,7 @@ class Masked:
 
 @dataclass(frozen=True)
 class Survivors:
-    """Clients whose masked updates have arrived, of those that had sent shares."""
+    """Clients that sent shares and whose masked updates have arrived."""
 
     round: int
     binding: bytes
@@ -139,7 +143,7 @@ class Survivors:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Client's signature under the list of survivors, of which it gives one in a round."""
+    """A client's signature of the list of survivors. A client signs one list per round."""
 
     round: int
     binding: bytes
@@ -148,7 +152,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Agreed:
-    """Signatures of clients that were shown the same list."""
+    """Signatures of the list of survivors."""
 
     round: int
     binding: bytes
@@ -157,7 +161,11 @@ class Agreed:
 
 @dataclass(frozen=True)
 class Reveal:
-    """Client's share of one secret of each other client: of a survivor's own mask, or of a dropped client's key."""
+    """A client's share of one secret per client.
+
+    For a survivor, this is the secret of the self-mask; for a dropped client, the secret of its
+    key.
+    """
 
     round: int
     binding: bytes
@@ -179,7 +187,7 @@ def names_digest(names: tuple[str, ...]) -> bytes:
 
 
 def encode_message(message: Message) -> bytes:
-    """Write a message of secure aggregation as bytes.
+    """Encode a secure aggregation message as bytes.
 
     >>> agreement = Agreement(3, bytes(32), bytes(64))
     >>> decode_message(Agreement, encode_message(agreement)) == agreement
@@ -192,7 +200,17 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(kind: type[M], data: bytes) -> M:
-    """Read a message of one kind, or raise `ProtocolError`.
+    """Decode a secure aggregation message of a given type.
+
+    Args:
+        kind: Type of the message.
+        data: The encoded message.
+
+    Returns:
+        The message.
+
+    Raises:
+        ProtocolError: The bytes are not a valid message of this type.
 
     >>> decode_message(Agreement, b"nothing")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Client under secure aggregation over all rounds: its answers, and its memory of those it must not repeat."""
+"""A client under secure aggregation over all rounds, and its record of past answers."""
 
 import numpy as np
 import torch
@@ -15,26 +15,29 @@ from dbcl.state import State, join
 
 
 class SecureClient:
-    """Client that answers a server's five messages: the broadcast with `begin`, all others with `answer`.
+    """A client that answers the server's five messages of a round.
 
-    It keeps the keys of one round, and for the whole run, independently of the server:
+    Answer the broadcast with `begin` and all other messages with `answer`. Independently of the
+    server, the client stores the keys of the current round and, for the complete run:
 
-    - the last round and its broadcast: it rejects earlier rounds, and a second broadcast of one round;
-    - its groups, from which the groups follow that it must reject (`GroupRule`), and with noise that is correlated over
-      rounds, if clients may be missing, the attendance of all revealed sums;
-    - with shares of noise, its vector of the round: two vectors of one round would reveal the difference of their
-      noise.
+    - the last round and its broadcast, to reject earlier rounds and a second broadcast of a round;
+    - its groups, to reject groups that isolate a client (`GroupRule`); with correlated noise and
+      possible dropouts, also the attendance in all revealed sums;
+    - with noise shares, its vector of the round: two vectors of one round would reveal the
+      difference of their noise.
 
-    So a new run needs a new client, which only its owner can make. A client that runs in another process for every
-    message writes its `state` before an answer leaves: two answers from one state could reveal the update.
+    A new run therefore needs a new client, which only its owner can create. If every message is
+    processed by another process, save `state` before sending an answer. Two answers from one state
+    could reveal the update.
 
     Args:
         name: Name of the client.
-        identity: Key that signs its messages.
-        config: Conditions that it requires.
-        registry: Keys of the others; without it a server can invent clients.
-        encoding: How updates become integers: `WeightedMean`, or `NoisySum.of_client` for a guarantee against everyone,
-            which needs a registry.
+        identity: Signing key of the client.
+        config: Secure aggregation settings that the client requires.
+        registry: Public keys of the other clients. Without a registry, a malicious server can add
+            fake clients.
+        encoding: Encoding of updates as integers: `WeightedMean` or, for a guarantee against every
+            party, `NoisySum.of_client`, which needs a registry.
 
     >>> client = SecureClient("ann", SigningKey(), SecAggConfig(clip=4.0))
     >>> client.answer(b"")
@@ -65,7 +68,7 @@ class SecureClient:
         self._examples = 0
 
     def check(self, broadcast: Broadcast) -> None:
-        """Raise `ProtocolError` if this client must not answer a broadcast; call it before the training."""
+        """Raise `ProtocolError` if the client must not answer a broadcast. Call before training."""
         if self._last is None:
             return
         round, digest = self._last
@@ -78,7 +81,19 @@ class SecureClient:
             raise ProtocolError(f"{self.name} has received another broadcast of round {round}, and answers one only")
 
     def begin(self, broadcast: Broadcast, update: Update | bytes, rounding: np.random.Generator | None = None) -> bytes:
-        """Take part in a round with an update, clipped to the public bound; return the client's keys."""
+        """Take part in a round with an update.
+
+        Args:
+            broadcast: The received broadcast.
+            update: The update, which is clipped to the public bound.
+            rounding: Random generator for rounding, for reproducible experiments.
+
+        Returns:
+            The encoded message with the client's keys.
+
+        Raises:
+            ProtocolError: The client must not answer the broadcast.
+        """
         self.check(broadcast)
         digest = broadcast_digest(broadcast)
         if not (self.encoding.noisy and self._last == (broadcast.round, digest)):
@@ -98,7 +113,17 @@ class SecureClient:
         return encode_message(self._round.advertise())
 
     def answer(self, data: bytes) -> bytes:
-        """Answer the next message of the round; any other message is a `ProtocolError`."""
+        """Answer the next message of the round.
+
+        Args:
+            data: The server's message.
+
+        Returns:
+            The encoded answer.
+
+        Raises:
+            ProtocolError: The message is invalid or not the expected next message.
+        """
         if self._round is None or self._vector is None:
             raise ProtocolError(f"{self.name} is in no round: it begins with a broadcast")
         match self._round.next_step:
@@ -135,7 +160,7 @@ class SecureClient:
         self.rule.learn(roster.round, roster.attendance)
 
     def state(self) -> State:
-        """Return the state that another process needs to answer the next message, secrets included.
+        """Return the state that another process needs for the next message, including secrets.
 
         >>> client = SecureClient("ann", SigningKey(), SecAggConfig(clip=4.0))
         >>> again = SecureClient("ann", SigningKey(), SecAggConfig(clip=4.0))
@@ -158,7 +183,7 @@ class SecureClient:
         return join(**parts)
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned: the identity, the groups, the noise and the round."""
+        """Restore the identity, the groups, the noise and the round from `state`."""
         try:
             own = state.part("client")
             name, identity, last = own.values["name"], SigningKey(bytes.fromhex(own.values["identity"])), None

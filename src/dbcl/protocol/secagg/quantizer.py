@@ -1,13 +1,14 @@
-"""Quantization for secure aggregation: values as integers modulo a power of two, so that masked vectors can be added.
+"""Quantization for secure aggregation: integers modulo a power of two, for adding masked vectors.
 
-A value in [-clip, clip] becomes an integer of at most L = 2^15 - 1 in absolute value, rounded up or down at random so
-that the rounding is unbiased. Sums of n honest clients lie in [-n L, n L]. The modulus is at least 4 n L, and sums
-outside that interval are folded back towards zero (`Quantizer.steps`). So decoding is continuous everywhere: whatever
-malicious clients add, an honest client moves the decoded sum by no more than the norm of its own vector.
+A value in [-clip, clip] is stochastically rounded, without bias, to an integer of absolute value at
+most L = 2^15 - 1. Sums of n honest clients lie in [-n L, n L]. The modulus is at least 4 n L. Sums
+outside the interval are folded back towards zero (`Quantizer.steps`), so decoding is continuous
+everywhere. Whatever malicious clients add, an honest client therefore changes the decoded sum by at
+most the norm of its own vector.
 
-Rounding can increase the norm of a vector. It is drawn again until the norm is at most `Quantizer.longest`, which
-happens with a probability of at least 1 - 1/sqrt(e) in each trial; the bias that this adds is too small to measure
-here.
+Stochastic rounding can increase the norm of a vector. It is repeated until the norm is at most
+`Quantizer.longest`; each trial succeeds with probability at least 1 - 1/sqrt(e). The resulting bias
+is too small to measure here.
 """
 
 import math
@@ -22,14 +23,14 @@ from dbcl.privacy.distributed import longest_rounded
 
 Words = NDArray[np.uint32]
 LEVELS = (1 << 15) - 1
-"""Integer that stands for the clip: values have 16 bits with their sign."""
+"""Integer value of the clip; values have 16 bits including the sign."""
 MAX_CLIENTS = 1 << 10
 _TRIES = 200
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Quantizer for sums of `clients` vectors whose values, and whose norm, are at most `clip`.
+    """Quantizer for sums of `clients` vectors with values and norms of at most `clip`.
 
     >>> quantizer = Quantizer(clip=4.0, clients=32)
     >>> quantizer.bits, quantizer.longest(1 << 20) / quantizer.clip < 1.0003
@@ -47,12 +48,12 @@ class Quantizer:
 
     @property
     def bits(self) -> int:
-        """Bits of a word: those of the smallest modulus that is four times the largest honest sum, for folding."""
+        """Bits per word, for the smallest modulus of at least four times the largest honest sum."""
         return word_bits(self.largest)
 
     @property
     def largest(self) -> int:
-        """Largest absolute value of a sum of honest clients, in steps."""
+        """Maximum absolute value of a sum over honest clients, in steps."""
         return self.clients * LEVELS
 
     @property
@@ -61,7 +62,7 @@ class Quantizer:
         return self.clip / LEVELS
 
     def longest(self, count: int) -> float:
-        """Return the largest norm of `count` rounded values whose norm was at most `clip`.
+        """Return the largest norm after rounding of `count` values with norm at most `clip`.
 
         >>> Quantizer(clip=1.0, clients=2).longest(100) > 1.0
         True
@@ -69,7 +70,10 @@ class Quantizer:
         return self.step * longest_rounded(LEVELS, count)
 
     def quantized(self, values: NDArray[np.float64], rng: np.random.Generator | None = None) -> Words:
-        """Round values at random to integers; a norm above `clip` is an error.
+        """Stochastically round values to integers.
+
+        Raises:
+            ProtocolError: The norm is above `clip`.
 
         >>> Quantizer(clip=1.0, clients=2).quantized(np.array([0.0, -0.5])).shape
         (2,)
@@ -86,13 +90,14 @@ class Quantizer:
 
     @property
     def mask(self) -> np.uint32:
-        """Word with the quantizer's bits set."""
+        """Bit mask of a word."""
         return np.uint32((1 << self.bits) - 1)
 
     def steps(self, total: Words) -> NDArray[np.int64]:
-        """Decode a sum as a number of steps: s where |s| <= n L, else sign(s) max(0, 2 n L - |s|).
+        """Decode a sum as a number of steps: s if |s| <= n L, else sign(s) max(0, 2 n L - |s|).
 
-        No sum of honest clients is folded. The fold is 1-Lipschitz, also where the modulus wraps around.
+        Sums of honest clients are never folded. The folding is 1-Lipschitz, including at the
+        wrap-around of the modulus.
 
         >>> sums = np.array([2 * LEVELS, 3 * LEVELS, 4 * LEVELS], dtype=np.uint32)
         >>> Quantizer(clip=1.0, clients=2).steps(sums) / LEVELS
@@ -101,7 +106,7 @@ class Quantizer:
         return folded(total, self.bits, self.largest)
 
     def values(self, total: Words) -> NDArray[np.float64]:
-        """Decode a sum as values.
+        """Decode a sum of quantized vectors as floating-point values.
 
         >>> quantizer = Quantizer(clip=1.0, clients=2)
         >>> quantizer.values(quantizer.quantized(np.array([1.0, 0.0])) + quantizer.quantized(np.array([0.0, -1.0])))
@@ -112,7 +117,9 @@ class Quantizer:
 
 
 def word_bits(largest: int) -> int:
-    """Return the bits of a word whose modulus is at least four times the largest honest sum, as `folded` needs it.
+    """Return the bits per word for a modulus of at least four times the largest honest sum.
+
+    `folded` requires this modulus.
 
     >>> word_bits(255), word_bits(256)
     (10, 10)
@@ -121,7 +128,9 @@ def word_bits(largest: int) -> int:
 
 
 def folded(total: Words, bits: int, largest: int) -> NDArray[np.int64]:
-    """Decode words: s where |s| <= largest, else sign(s) max(0, 2 largest - |s|). This is 1-Lipschitz everywhere.
+    """Decode words: s if |s| <= largest, else sign(s) max(0, 2 largest - |s|).
+
+    The decoding is 1-Lipschitz everywhere.
 
     >>> folded(np.array([10, 15, 20, 54], dtype=np.uint32), bits=6, largest=10)
     array([ 10,   5,   0, -10])
@@ -137,7 +146,7 @@ def folded(total: Words, bits: int, largest: int) -> NDArray[np.int64]:
 def rounded_at_random(
     values: NDArray[np.float64], longest: float, rng: np.random.Generator | None = None
 ) -> NDArray[np.float64]:
-    """Round each value up or down at random, without bias, until the norm is at most `longest`.
+    """Stochastically round values, without bias, until the norm is at most `longest`.
 
     >>> bool((rounded_at_random(np.array([1.0, 0.0]), longest=1.0) == [1.0, 0.0]).all())
     True
@@ -153,7 +162,7 @@ def rounded_at_random(
 
 
 def packed(words: Words, bits: int) -> bytes:
-    """Pack words of `bits` bits without gaps, the lowest bit first.
+    """Pack words of `bits` bits without gaps, least significant bit first.
 
     >>> len(packed(np.arange(8, dtype=np.uint32), 21))
     21
@@ -170,7 +179,10 @@ def packed(words: Words, bits: int) -> bytes:
 
 
 def unpacked(data: bytes, bits: int, count: int) -> Words:
-    """Return the words that `packed` wrote; bytes of another length are an error.
+    """Unpack the words written by `packed`.
+
+    Raises:
+        ProtocolError: The data has the wrong length.
 
     >>> unpacked(packed(np.arange(5, dtype=np.uint32), 21), 21, 5)
     array([0, 1, 2, 3, 4], dtype=uint32)

@@ -1,9 +1,9 @@
-"""Server side of secure aggregation over all rounds, on any transport.
+"""Server side of secure aggregation over all rounds, independent of the transport.
 
-The server asks through a function that carries bytes to clients and brings back their answers: `SecureRounds.play`.
-Clients answer with `SecureClient`. Lanes are groups, since updates of different lanes cannot be added before they are
-lifted; a lane of more than 64 clients is several groups. Clients whose sum was revealed once stay together: from then
-on the group adds up with all of them or not at all (`SumHistory`).
+A function transports bytes to clients and returns their answers (`SecureRounds.play`). Clients
+answer with `SecureClient`. Each lane is a group, because updates of different lanes cannot be added
+before lifting. A lane of more than 64 clients is divided into several groups. After its first
+revealed sum, a group stays together and computes sums only with all its clients (`SumHistory`).
 """
 
 import logging
@@ -36,22 +36,23 @@ from dbcl.state import State, join
 log = logging.getLogger(__name__)
 
 Ask = Callable[[Mapping[str, bytes]], Mapping[str, bytes]]
-"""Transport: carries a message to each client, and returns the answers that arrive."""
+"""Transport: delivers a message to each client and returns the answers received."""
 
 
 class SecureRounds:
-    """Plays the rounds of a server under secure aggregation, which learns the sum and the members of each group.
+    """Runs rounds under secure aggregation. The server learns only each group's sum and members.
 
-    A group that loses a client before its sum is agreed on is left out of the round and named in the report. It takes
-    part again when it is complete. A round without any group is a `ProtocolError`, and nothing has changed. Only a
-    group that has never added up may go on without its lost clients, which are then no longer part of it.
+    If a group loses a client before the clients agree on its sum, it is excluded from the round and
+    listed in the report. It takes part again once all its clients are present. A round without any
+    group raises `ProtocolError` and changes nothing. Only a group without a revealed sum may
+    continue without its lost clients, which then leave the group.
 
     Args:
-        server: The server, made with `steady_lanes=True`.
-        config: Conditions of secure aggregation.
-        registry: Keys of the clients: those that honest clients would reject are left out.
-        persist: Function that saves `state`. It is called when a group is new, before the group is asked for masked
-            updates, and when a list of survivors is final, before any client is asked to sign it.
+        server: The server, created with `steady_lanes=True`.
+        config: Secure aggregation settings.
+        registry: Public keys of the clients. Clients that honest clients would reject are excluded.
+        persist: Function that saves `state`. It is called for a new group before requesting masked
+            updates, and for a final list of survivors before requesting signatures.
     """
 
     def __init__(
@@ -87,20 +88,31 @@ class SecureRounds:
         self.server, self.config, self.registry, self.persist = server, config, registry, persist
         self.history = SumHistory()
         self.attendance: AttendanceLog | None = None
-        """Clients of each revealed sum, if a guarantee depends on it."""
+        """Clients of each revealed sum, if a guarantee depends on attendance, else None."""
         if server.privacy is not None and server.privacy.counts_attendance:
             self.attendance = AttendanceLog(server.privacy.shares)
         self._formed: dict[str, tuple[str, ...]] = {}
-        """Group of each client that was asked for a masked update before its group has added up."""
+        """Group of each client with a requested masked update, before the group's first sum."""
         self.sent_up = self.sent_down = 0
         """Bytes of the last round, without the broadcasts."""
         self.totals: list[tuple[RoundPlan, Total]] = []
-        """Results of the last round: the sum of each group, and the plan of its lane."""
+        """Results of the last round: the sum of each group, with its lane's plan."""
 
     def play(self, clients: Sequence[str], begin: Ask, ask: Ask, *, partial: bool = True) -> RoundReport:
-        """Play one round: `begin` carries the broadcasts, and clients that have trained answer with their keys.
+        """Run one round.
 
-        With `partial=False` a group that has not added up yet must be complete, too, like one that has.
+        Args:
+            clients: Names of the clients.
+            begin: Transports the broadcasts. Clients train, then answer with their keys.
+            ask: Transports all later messages.
+            partial: Permit dropouts in groups without a revealed sum. Other groups must be
+                complete.
+
+        Returns:
+            The report of the round.
+
+        Raises:
+            ProtocolError: No group computed a sum. Nothing has changed.
         """
         self.sent_up, self.sent_down = 0, 0
         sent = {client: self.server.open_round(client) for client in clients}
@@ -141,7 +153,7 @@ class SecureRounds:
         return self.close(totals, refused)
 
     def ready(self, clients: Iterable[str]) -> list[str]:
-        """Return the present clients that can add up: complete groups, and enough new clients of a lane.
+        """Return clients that can form a sum: complete groups, and enough new clients per lane.
 
         >>> import torch, dbcl
         >>> server = dbcl.Server(torch.nn.Linear(4, 2), dbcl.SketchConfig(coverage="all", lanes=1))
@@ -159,7 +171,11 @@ class SecureRounds:
         return [client for client in sent if client in chosen]
 
     def grouped(self, sent: Mapping[str, Broadcast], *, partial: bool = True) -> "tuple[list[Group], dict[str, str]]":
-        """Divide the clients of each lane into groups; return also the clients in none, each with the reason."""
+        """Divide the clients of each lane into groups.
+
+        Returns:
+            The groups, and the clients without a group with the reason for each.
+        """
         lanes: dict[str, list[str]] = {}
         for client, broadcast in sent.items():
             lanes.setdefault(broadcast.plan.digest, []).append(client)
@@ -197,7 +213,7 @@ class SecureRounds:
         return made, refused
 
     def _noisy_group(self, broadcast: Broadcast, clients: tuple[str, ...], refused: dict[str, str]) -> list["Group"]:
-        """Return the one group of a round with shares of noise: each sum needs all of the noise."""
+        """Return the only group of a round with noise shares. A sum needs the complete noise."""
         privacy, count = self.server.privacy, len(clients)
         assert privacy is not None
         if privacy.least <= count <= privacy.cohort:
@@ -207,16 +223,20 @@ class SecureRounds:
         return []
 
     def record(self, members: Sequence[str]) -> None:
-        """Count the sum of a group as revealed, or raise `ProtocolError` if clients would not sign their list."""
+        """Record a group's sum as revealed.
+
+        Raises:
+            ProtocolError: Clients would not sign the list of survivors.
+        """
         if not self.encoding.noisy:
             self.history.add(members)
         elif self.attendance is not None:
             self.attendance.add(self.server.round, members)
 
     def _form(self, groups: Iterable["Group"]) -> bool:
-        """Remember the groups that are asked for masked updates: from then on clients take no others into theirs.
+        """Store groups before requesting their masked updates, which fixes their members.
 
-        Return whether there is anything new to remember.
+        Return True if any group is new.
         """
         if self.encoding.noisy:
             return False
@@ -237,7 +257,15 @@ class SecureRounds:
         return Group(clients, plan, side, whole)
 
     def close(self, totals: Sequence[tuple[RoundPlan, Total]], refused: Mapping[str, str]) -> RoundReport:
-        """Step on the sums of the groups, each with the plan of its lane."""
+        """Take an optimizer step with the groups' sums.
+
+        Args:
+            totals: The sum of each group, with its lane's plan.
+            refused: Excluded clients, with reasons.
+
+        Returns:
+            The report of the round.
+        """
         if not totals:
             self._fail(refused)
         self.totals = list(totals)
@@ -266,7 +294,7 @@ class SecureRounds:
         raise ProtocolError(listed(head, _reasons(refused)))
 
     def state(self) -> State:
-        """Return what a checkpoint keeps beside the server's state: the groups of the sums, and the attendance."""
+        """Return the groups and the attendance, for a checkpoint beside the server's state."""
         formed = [list(group) for group in dict.fromkeys(self._formed.values())]
         parts = {"history": self.history.state(), "formed": State({"groups": formed}, {})}
         if self.attendance is not None:
@@ -274,7 +302,7 @@ class SecureRounds:
         return join(**parts)
 
     def load_state(self, state: State) -> None:
-        """Restore what `state` returned."""
+        """Restore the state returned by `state`."""
         try:
             groups = [tuple(map(str, group)) for group in state.part("formed").values["groups"]]
             history = state.part("history")
@@ -292,7 +320,9 @@ def _reasons(refused: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def unbounded(statistics: Iterable[str]) -> str | None:
-    """Return the reason why running statistics of these names cannot be added securely, or None.
+    """Return the reason why running statistics are incompatible with secure aggregation, or None.
+
+    `statistics` holds their names.
 
     >>> unbounded([]) is None
     True

@@ -1,7 +1,8 @@
-"""Server side of one group in one round: relays the messages and computes the sum.
+"""Server side of one group in one round: relays messages and computes the sum.
 
-An answer that cannot be used counts as none: the client is left out from then on, with a reason. With too few clients
-the round fails with a `ProtocolError`, and can be repeated with new keys.
+An invalid answer is treated as missing: the client is excluded for the rest of the round, with a
+reason. With too few clients, the round fails with a `ProtocolError`. It can be repeated with new
+keys.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,15 +40,17 @@ M = TypeVar("M", bound=Message)
 
 @dataclass
 class GroupRound:
-    """Server of one group: `roster`, `deliver`, `survivors`, `agreed` and `total` are called in this order, once.
+    """Server side of one group in one round.
 
-    `broadcast` and `plan` are the digests of the group's messages, `length` the number of values in an update. With a
-    `registry` it leaves out clients that honest clients would reject, since these reject a whole roster for one member.
+    Call `roster`, `deliver`, `survivors`, `agreed` and `total` once each, in this order.
+    `broadcast` and `plan` are digests of the group's messages; `length` is the number of values in
+    an update. Honest clients reject a complete roster because of one invalid member. With a
+    `registry`, the server therefore excludes clients that honest clients would reject.
 
-    Any single client can make a round of its group fail. `refused` names it for bad keys, bad shares, wrong shares of
-    others, and silence. A missing share may be the fault of its maker or its holder, so the error names both. A client
-    that sends words which are no update cannot be identified: the sum is then wrong, within the bound of
-    `Encoding.total`.
+    Any single client can make its group's round fail. `refused` lists clients with invalid keys,
+    invalid shares, modified shares or missing answers. If a share is missing, either its sender or
+    its recipient may be responsible, so the error names both. A client that sends invalid words
+    cannot be identified; the sum is then wrong, within the bound of `Encoding.total`.
 
     >>> group = GroupRound(3, bytes(32), bytes(32), 5, SecAggConfig(clip=4.0, min_cohort=3))
     >>> group.roster({"ann": b"DBCL", "bob": b"noise"})
@@ -64,12 +67,12 @@ class GroupRound:
     length: int
     config: SecAggConfig
     refused: dict[str, str] = field(default_factory=dict)
-    """Clients that are left out, each with the reason; of a failed group, those to leave out when it begins again."""
+    """Excluded clients with reasons. After a failure, exclude them from the next attempt."""
     registry: Registry | None = None
     encoding: Encoding | None = None
-    """Encoding of updates as integers; `WeightedMean` if None."""
+    """Encoding of updates as integers; None selects `WeightedMean`."""
     attendance: Rows = ()
-    """Clients of each earlier sum, where a guarantee depends on it."""
+    """Clients of each earlier sum, if a guarantee depends on attendance."""
     _adverts: dict[str, Advert] = field(default_factory=dict)
     _roster: Roster | None = None
     _shares: dict[str, Shares] = field(default_factory=dict)
@@ -82,7 +85,7 @@ class GroupRound:
 
     @property
     def last(self) -> Survivors | None:
-        """Clients in the sum, once they are known."""
+        """Clients in the sum, or None before they are known."""
         return self._survivors
 
     @property
@@ -91,7 +94,7 @@ class GroupRound:
         return self._given().names
 
     def roster(self, answers: Mapping[str, Advert | bytes]) -> Roster:
-        """Return the roster: the members of the group and the conditions."""
+        """Return the roster: the group's members and settings."""
 
         def check(name: str, advert: Advert) -> None:
             signed = advertised(self.round, self.broadcast, advert.name, advert.share_key, advert.mask_key)
@@ -125,7 +128,7 @@ class GroupRound:
         return self._roster
 
     def deliver(self, answers: Mapping[str, Shares | bytes]) -> dict[str, Delivery]:
-        """Return for each client that sent its shares those that others made for it."""
+        """Return each sender's encrypted shares from the other clients."""
         roster = self._given()
 
         def check(name: str, shares: Shares) -> None:
@@ -151,7 +154,7 @@ class GroupRound:
         return deliveries
 
     def survivors(self, answers: Mapping[str, Masked | bytes]) -> Survivors:
-        """Add the masked updates; return the list of their clients."""
+        """Add the masked updates and return the list of their senders."""
         roster = self._given()
         bits, length = self._encoding.bits(len(roster.members)), roster.length + self._encoding.more_words
         total = np.zeros(length, dtype=np.uint32)
@@ -166,7 +169,7 @@ class GroupRound:
         return self._survivors
 
     def agreed(self, answers: Mapping[str, Agreement | bytes]) -> Agreed:
-        """Return the signatures under the list of survivors."""
+        """Return the signatures of the list of survivors."""
         roster, survivors = self._given(), self._survivors
         assert survivors is not None
         identities = {member.name: member.identity for member in roster.members}
@@ -180,7 +183,7 @@ class GroupRound:
         return Agreed(self.round, roster.binding, {name: each.signature for name, each in signed.items()})
 
     def total(self, answers: Mapping[str, Reveal | bytes]) -> Total:
-        """Reconstruct the secrets and take the masks off the sum."""
+        """Reconstruct the secrets, remove the masks and decode the sum."""
         roster, survivors = self._given(), self._survivors
         assert survivors is not None
         assert self._sum is not None
@@ -205,7 +208,7 @@ class GroupRound:
         return self._encoding.total(words, len(roster.members), survivors.survivors)
 
     def _secrets(self, roster: Roster, survivors: Survivors, reveals: Mapping[str, Reveal]) -> dict[str, bytes]:
-        """Return the secret of each client that takes its masks off the sum; clients whose secret is lost are named."""
+        """Return the secrets for removing the masks, by client; name clients with lost secrets."""
         number = {name: place for place, name in enumerate(roster.names, start=1)}
         shares = {
             owner: {number[who]: each.shares[owner] for who, each in reveals.items() if owner in each.shares}
@@ -233,7 +236,7 @@ class GroupRound:
         return secrets
 
     def _check_shares(self, name: str, reveal: Reveal) -> None:
-        """Leave out a client that returns a share other than the one it was given."""
+        """Exclude a client that reveals a share other than the share it received."""
         assert self._survivors is not None
         for owner in self._survivors.sharers:
             if owner in reveal.shares:
@@ -243,7 +246,10 @@ class GroupRound:
                     raise ProtocolError(f"gave another share of {owner} than it was given")
 
     def _without_doubles(self, adverts: dict[str, Advert]) -> dict[str, Advert]:
-        """Leave out all clients that have a key in common: one has copied it, and clients reject a roster with both."""
+        """Exclude all clients with a common key.
+
+        At least one of them has copied the key, and clients reject a roster with a duplicate key.
+        """
         owners: dict[bytes, list[str]] = {}
         for name, advert in adverts.items():
             for key in (advert.identity, advert.share_key, advert.mask_key):
@@ -271,7 +277,7 @@ class GroupRound:
     def _of(
         self, names: Mapping[str, object] | tuple[str, ...], answers: Mapping[str, M | bytes]
     ) -> dict[str, M | bytes]:
-        """Return the answers of the clients that were asked; a client that does not answer is left out from then on."""
+        """Return the answers of the given clients. Clients without an answer are excluded."""
         for name in names:
             if name not in answers and name not in self.refused:
                 self.refused[name] = "did not answer"

@@ -1,8 +1,9 @@
-"""Secret sharing of 16 bytes among clients, with a threshold.
+"""Threshold secret sharing of 16-byte secrets among clients.
 
-Shamir's scheme is PyCryptodome's, which returns a wrong secret, without an error, if a share is wrong or too few are
-given. So a secret is used only if it fits its owner's commitment. Many secrets are reconstructed at once with
-PyCryptodome's field arithmetic; a test compares the result with `Shamir.combine`.
+PyCryptodome's implementation of Shamir's scheme returns a wrong secret without an error if a share
+is wrong or too few shares are given. A secret is therefore used only if it matches its owner's
+commitment. PyCryptodome's field arithmetic reconstructs many secrets at once; a test compares the
+result with `Shamir.combine`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from dbcl.protocol.secagg.keys import SEED
 
 
 def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """Return shares for the clients 1 to `count`, in order, of which any `threshold` give the secret.
+    """Split a secret into shares for clients 1 to `count`; any `threshold` shares recover it.
 
     >>> shares = split(bytes(16), threshold=2, count=3)
     >>> combined([{1: shares[0], 3: shares[2]}], 2) == [bytes(16)]
@@ -28,10 +29,11 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
 
 
 def combined(many: Sequence[Mapping[int, bytes]], threshold: int) -> list[bytes]:
-    """Return the secrets of several owners, each from enough shares by their client's number.
+    """Return the secrets of several owners, each recovered from its shares by client number.
 
-    It is `Shamir.combine` for many: all secrets that the same clients hold have the same Lagrange coefficients, which
-    are computed once. A wrong share gives a wrong secret: compare each with its owner's commitment.
+    This is a batched `Shamir.combine`: Lagrange coefficients are computed once for all secrets with
+    the same holders. A wrong share gives a wrong secret, so compare each secret with its owner's
+    commitment.
 
     >>> one, two = (dict(enumerate(split(bytes([own]) * 16, 2, 3), start=1)) for own in (1, 2))
     >>> combined([one, two], 2) == [bytes([1]) * 16, bytes([2]) * 16]
@@ -60,7 +62,7 @@ def combined(many: Sequence[Mapping[int, bytes]], threshold: int) -> list[bytes]
 
 @lru_cache(maxsize=64)
 def _factors(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the Lagrange coefficients of these clients' shares, whose weighted sum is the secret."""
+    """Return the Lagrange coefficients of the given clients' shares."""
     factors = []
     for own in numbers:
         above, below = _Element(1), _Element(1)

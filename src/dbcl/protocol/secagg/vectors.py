@@ -1,4 +1,4 @@
-"""Conversion of updates to vectors, validated and clipped to the public bound, and of sums to tensors."""
+"""Conversion of updates to validated vectors, and of summed vectors to tensors."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,11 +17,17 @@ from dbcl.round_plan import RoundPlan
 
 
 def update_vector(update: Update | bytes, broadcast: Broadcast, bound: float) -> tuple[NDArray[np.float64], int]:
-    """Return an update's values in the order of the plan, clipped to the norm `bound`, and its number of examples.
+    """Convert an update to a vector in the order of the plan, clipped to the norm `bound`.
 
-    Raises `ProtocolError` where its form is wrong: another round or plan, other names, shapes or dtypes. Values that
-    are not finite, or no examples, make it a zero update of one example, without a word in a log: a client that leaves
-    the round would cost its whole group the sum, and with a guarantee nothing may tell of its data.
+    Non-finite values or zero examples lead to a zero update with one example, without a log
+    message. A client that left the round would cost its group the sum. Under a guarantee, a log
+    message could reveal information about the client's data.
+
+    Returns:
+        The vector and the number of examples.
+
+    Raises:
+        ProtocolError: The update has another round, plan, tensor name, shape or dtype.
 
     >>> import dbcl
     >>> server = dbcl.Server(torch.nn.Linear(2, 1), dbcl.SketchConfig(sketch="identity-v1"))
@@ -40,10 +46,13 @@ def update_vector(update: Update | bytes, broadcast: Broadcast, bound: float) ->
 
 
 def sum_vector(update: Update | bytes, broadcast: Broadcast) -> NDArray[np.float64]:
-    """Return a sum of clipped gradients in the order of the plan, neither clipped nor weighted.
+    """Convert a sum of clipped gradients to a vector in the order of the plan.
 
-    Raises `RejectedError` if its form is wrong, or if it is not in float64: float32 rounds a sum of many gradients by
-    more than one of them may contribute. Values that are not finite make it a zero sum.
+    The sum is neither clipped nor weighted. Non-finite values lead to a zero sum.
+
+    Raises:
+        RejectedError: The structure is wrong, or the dtype is not float64. Rounding a sum of many
+            gradients to float32 can exceed the contribution of one gradient.
 
     >>> import dbcl
     >>> broadcast = dbcl.Server(torch.nn.Linear(2, 1), dbcl.config.UNSKETCHED).open_round()
@@ -72,12 +81,12 @@ _FORM = UpdateValidator(max_influence=None, outlier_factor=None, reject_by_value
 
 
 def vector_length(plan: RoundPlan) -> int:
-    """Return the number of values in an update of a plan."""
+    """Return the number of values in an update, given its round plan."""
     return sum(int(np.prod(tensor.sent_shape, dtype=np.int64)) for tensor in plan.tensors)
 
 
 def flat(tensors: Mapping[str, Tensor]) -> NDArray[np.float64]:
-    """Return the values of tensors in their order as one float64 vector.
+    """Concatenate the values of tensors to one float64 vector.
 
     >>> flat({"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
     array([1., 1., 0.])
@@ -89,7 +98,7 @@ def flat(tensors: Mapping[str, Tensor]) -> NDArray[np.float64]:
 
 
 def shaped(plan: RoundPlan, values: NDArray[np.float64]) -> dict[str, Tensor]:
-    """Return the tensors of a plan from the vector that `flat` makes of them."""
+    """Split a vector from `flat` into the tensors of a plan."""
     tensors, start = {}, 0
     for part in plan.tensors:
         count = int(np.prod(part.sent_shape, dtype=np.int64))
@@ -99,7 +108,9 @@ def shaped(plan: RoundPlan, values: NDArray[np.float64]) -> dict[str, Tensor]:
 
 
 def broadcast_digest(broadcast: Broadcast) -> bytes:
-    """Return the digest to which masks are bound: masks of clients that received different bytes do not cancel.
+    """Return the digest of a broadcast for deriving masks.
+
+    Masks cancel only between clients that received the same bytes.
 
     >>> import dbcl
     >>> len(broadcast_digest(dbcl.Server(torch.nn.Linear(6, 2), dbcl.SketchConfig(coverage="all")).open_round()))
