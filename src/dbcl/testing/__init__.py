@@ -1,6 +1,7 @@
-"""Contract suites for custom sketches, noise mechanisms and engines; they need pytest.
+"""Contract tests for custom sketches, noise mechanisms and engines; they need pytest.
 
-A test class inherits a suite, supplies the one method that makes the new thing, and gets every test:
+A test class inherits a contract and implements the method that creates the tested object. It then
+runs all tests of the contract:
 
     class TestMySketch(SketchContract):
         def draw(self, dim, width, seed=SEED, round=0, name="w"):

@@ -1,7 +1,7 @@
-"""Contract of per-example clipping, which engines inherit through `EngineContract`.
+"""Contract tests of per-example clipping. Engines inherit them through `EngineContract`.
 
-A guarantee for one example is a statement about the code that trains a client. So every engine is held to it with
-models of all kinds, on whichever of its paths it takes for them.
+A guarantee with one example as the privacy unit depends on the training code of the client. The
+tests therefore cover all model types and all execution paths of an engine.
 """
 
 import copy
@@ -31,7 +31,7 @@ SEED = bytes(range(32))
 
 
 def per_example_sum(model: nn.Module, inputs: Any, y: Tensor, clip: float) -> dict[str, Tensor]:
-    """Add up the clipped gradients of examples one after another, with plain autograd."""
+    """Return the sum of clipped per-example gradients, computed one by one with autograd."""
     total = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     for row in range(len(y)):
         model.zero_grad()
@@ -47,11 +47,11 @@ def per_example_sum(model: nn.Module, inputs: Any, y: Tensor, clip: float) -> di
 
 
 class ExampleClipContract(ABC):
-    """Contract of clients if one example is the unit of a guarantee."""
+    """Contract tests of engines if one example is the privacy unit."""
 
     @abstractmethod
     def engine(self, *arguments: Any, **more: Any) -> Any:
-        """Make the engine; the arguments are those of `LocalEngine`."""
+        """Create the engine with the arguments of `LocalEngine`."""
 
     @staticmethod
     def _data(kind: str, scale: float = 1.0) -> tuple[nn.Module, Any, Tensor]:
@@ -97,7 +97,7 @@ class ExampleClipContract(ABC):
 
     @pytest.mark.parametrize("kind", ["centred batch", "running mean", "counter", "memory"])
     def test_an_example_acts_through_its_own_gradient_alone(self, kind: str) -> None:
-        """The update of a client is the sum of those that clients with one of its examples would send."""
+        """A client's update is the sum of the updates of single-example clients."""
         model, inputs, y = self._data(kind)
         training = LocalTraining(lr=1.0, steps=1, example_clip=0.01, separation=1)
         server = self._server(kind, model)
@@ -119,7 +119,11 @@ class ExampleClipContract(ABC):
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_mu_of_paired_runs_with_an_extreme_example_is_the_stated_one(self, kind: str) -> None:
-        """Two clients differ by an example: C times the difference of their updates, over the noise, has norm mu."""
+        """Compare mu of two neighbouring runs with the stated mu.
+
+        The runs differ by one example. The norm of C times the difference of their updates, divided
+        by the noise standard deviation, is mu.
+        """
         separation, rounds, clip = 2, 5, 0.01
         model, inputs, y = self._data(kind, scale=30.0)
         plan = PrivacyPlan(
@@ -153,11 +157,15 @@ class ExampleClipContract(ABC):
 
 
 class SharedNoiseContract(ExampleClipContract):
-    """Contract of clients that add the noise of the guarantee themselves."""
+    """Contract tests of engines whose clients add the noise of the guarantee."""
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_mu_of_paired_runs_with_shares_of_noise_is_the_stated_one(self, kind: str) -> None:
-        """The same for clients that add the noise: C times the difference of their integers, over the honest noise."""
+        """Compare mu of two neighbouring runs with the stated mu, for clients that add the noise.
+
+        The norm of C times the difference of their integer vectors, divided by the standard
+        deviation of the honest clients' noise, is mu.
+        """
         separation, rounds, clip, silos = 2, 5, 0.01, 3
         model, inputs, y = self._data(kind, scale=30.0)
         model, inputs = model.float(), map_tensors(_in_float32, inputs)

@@ -1,4 +1,4 @@
-"""Contract of every engine."""
+"""Contract tests of engines."""
 
 import copy
 import math
@@ -28,7 +28,7 @@ FREE = dbcl.protocol.UpdateValidator(max_influence=None, outlier_factor=None)
 
 
 def examples() -> Examples:
-    """Two noisy clouds for each of three classes, in float64."""
+    """Return two noisy clusters for each of three classes, in float64."""
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(90) % 3
     x = torch.randn(3, 10, dtype=torch.float64, generator=generator)[y]
@@ -60,7 +60,7 @@ LANES: dict[str, dict[str, Any]] = {
 class EngineContract(ExampleClipContract):
     @abstractmethod
     def engine(self, *arguments: Any, **more: Any) -> Any:
-        """Make the engine; the arguments are those of `LocalEngine`."""
+        """Create the engine with the arguments of `LocalEngine`."""
 
     def start(
         self, training: LocalTraining, fraction: float = 1.0, noise: UpdateNoise | None = None, **settings: Any
@@ -89,7 +89,7 @@ class EngineContract(ExampleClipContract):
     )
     @pytest.mark.parametrize("veil", [0.0, 0.2])
     def test_three_rounds_are_the_sum_of_their_clients(self, training: LocalTraining, veil: float) -> None:
-        """Compare the engine with a loop over clients, written out with the five verbs."""
+        """Compare three rounds with an explicit loop over clients."""
         reports = self.assert_as_written_out(training, rounds=3, veil=veil)
         assert [report.accepted for report in reports] == [4, 4, 4]
 
@@ -113,7 +113,11 @@ class EngineContract(ExampleClipContract):
     def assert_as_written_out(
         self, training: LocalTraining, *, rounds: int, fraction: float = 1.0, **settings: Any
     ) -> list[dbcl.RoundReport]:
-        """Compare the engine's weights and reports with those of a loop over clients; return the reports."""
+        """Compare the engine's weights and reports with an explicit loop over clients.
+
+        Returns:
+            The reports of the engine.
+        """
         engine = self.start(training, fraction, **settings)
         torch.manual_seed(1)
         server = dbcl.Server(net(), insecure_seed=0, **nested({"coverage": "hidden", **settings}))
@@ -142,7 +146,7 @@ class EngineContract(ExampleClipContract):
         return reports
 
     def test_clients_clip_and_noise_their_updates_before_they_are_encoded(self) -> None:
-        """Each client adds noise of its own before its update reaches the server."""
+        """Each client clips its update and adds noise before encoding it."""
         noise = UpdateNoise(clip=0.01, multiplier=0.5, insecure_seed=3)
         seen: list[list[dbcl.Update]] = []
         for each in (None, noise, noise):
@@ -196,7 +200,7 @@ class EngineContract(ExampleClipContract):
         assert all(torch.equal(tensor, before[name]) for name, tensor in engine.server.model.state_dict().items())
 
     def test_targets_that_are_not_classes_are_refused(self) -> None:
-        """Floating-point targets would be taken for soft labels, and a regression trained as something else."""
+        """Reject floating-point targets; cross-entropy would treat them as class probabilities."""
         x = torch.zeros(90, 10, dtype=torch.float64)
         with pytest.raises(ConfigError, match=r"the targets are torch.float64 and no classes: give the loss"):
             self.engine(
@@ -208,7 +212,7 @@ class EngineContract(ExampleClipContract):
             )
 
     def test_any_inputs_any_loss_and_any_optimiser(self) -> None:
-        """Compare a regression on dictionaries, with Adam, with a loop that is written out."""
+        """Compare a regression with dictionary inputs and Adam with an explicit training loop."""
         generator = torch.Generator().manual_seed(3)
         x = torch.randn(40, 6, generator=generator, dtype=torch.float64)
         sets = [({"left": part, "right": part.flip(1)}, part[:, :CLASSES]) for part in (x[:10], x[10:20])]
@@ -241,9 +245,9 @@ class EngineContract(ExampleClipContract):
 
     @pytest.mark.parametrize("kind", [*KINDS, *MIXING])
     def test_models_of_all_kinds_train_as_in_plain_pytorch(self, kind: str) -> None:
-        """Without a sketch and a veil a round is federated averaging; a loop over plain modules says what that is.
+        """Compare rounds without sketch and veil with federated averaging over plain modules.
 
-        Clients have batches of different sizes, and different numbers of them.
+        Clients have different numbers of batches, with different batch sizes.
         """
         torch.manual_seed(2)
         make, inputs = {**KINDS, **MIXING}[kind]

@@ -1,4 +1,4 @@
-"""Models of all kinds that an engine must train exactly, and inputs for each."""
+"""Types of models that an engine must train exactly, and inputs for each."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ class Residual(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A layer that `torch.func` cannot batch."""
+    """Model with a recurrent layer, which `torch.func` cannot vectorise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Recurrent(nn.Module):
 
 
 class TwoInputs(nn.Module):
-    """Model that takes its inputs by name."""
+    """Model that takes two inputs by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class TwoInputs(nn.Module):
 
 
 class Listed(nn.Module):
-    """Model that calls its layers in another order than it names them, and leaves one out."""
+    """Model with an unused layer and a call order that differs from the definition order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Listed(nn.Module):
 
 
 class Centred(nn.Module):
-    """A layer through which the examples of a batch act on one another."""
+    """Model with a layer that mixes the examples of a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Centred(nn.Module):
 
 
 class Averaging(nn.Module):
-    """Model with a running mean in a buffer that it replaces in every pass."""
+    """Model with a running mean in a buffer, replaced in every forward pass."""
 
     mean: Tensor
 
@@ -88,7 +88,7 @@ class Averaging(nn.Module):
 
 
 class Counting(Averaging):
-    """Model that counts its passes in training, in an attribute."""
+    """Model that counts its forward passes in training mode, in an attribute."""
 
     passes = 0
 
@@ -99,7 +99,7 @@ class Counting(Averaging):
 
 
 class Remembering(Averaging):
-    """Model that keeps a value of its last inputs in an attribute."""
+    """Model that stores a value of its last inputs in an attribute."""
 
     level = 0.0
 
@@ -111,7 +111,7 @@ class Remembering(Averaging):
 
 
 class KeptInList(Averaging):
-    """Model that reads a weight from a list, where `torch.func` does not replace it."""
+    """Model that reads a weight from a Python list, which `torch.func` cannot replace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def normalised() -> nn.Sequential:
 
 
 class Scaled(nn.Module):
-    """Model with a parameter without axes."""
+    """Model with a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,10 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Any]]] = {
     "single number": (Scaled, rows),
     "dictionary": (TwoInputs, lambda x: {"left": x, "right": x.flip(1)}),
 }
-"""Models by name: a function that makes the model, and one that makes its inputs of (examples, FEATURES) values."""
+"""Model factories by name, each with a function that builds the model's inputs.
+
+The function takes a tensor of shape (examples, FEATURES).
+"""
 
 
 MIXING: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Any]]] = {
@@ -217,7 +220,7 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Any]]] = {
         words,
     ),
 }
-"""Models, in the same form, whose examples act on one another, or whose forward pass changes them."""
+"""Further models in the same format. They mix the examples of a batch or change when called."""
 
 PLAIN = ("embedding", "reused module", "tied weights", "weight norm")
-"""Kinds with no hidden layer that can be sketched."""
+"""Model types without a hidden layer that can be sketched."""

@@ -10,7 +10,7 @@ FIELDS = {field.name for field in dataclasses.fields(SketchConfig)}
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Gather the fields of `SketchConfig` among keyword arguments into one argument `sketch`.
+    """Move the fields of `SketchConfig` from keyword arguments into one argument `sketch`.
 
     >>> nested({"sketch": "identity-v1", "wire": "float32"})["sketch"].sketch
     'identity-v1'

@@ -1,4 +1,4 @@
-"""Contract of every noise mechanism."""
+"""Contract tests of noise mechanisms."""
 
 from abc import ABC, abstractmethod
 
@@ -12,7 +12,7 @@ KEYS = [bytes([number]) * 32 for number in range(4)]
 
 
 def layer() -> nn.Linear:
-    """Return the model that is veiled; always the same weights."""
+    """Return the model for the tests, always with the same weights."""
     made = nn.Linear(30, 20)
     with torch.no_grad():
         made.weight.copy_(torch.linspace(-1, 1, 600).reshape(20, 30))
@@ -23,10 +23,13 @@ def layer() -> nn.Linear:
 class NoiseMechanismContract(ABC):
     @abstractmethod
     def veil(self) -> NoiseMechanism:
-        """Make a noise mechanism, before its first round, for a model with a `weight` of 20 x 30 and a `bias` of 20."""
+        """Create a noise mechanism for a model with a 20 x 30 `weight` and a `bias` of length 20.
+
+        The mechanism has not run any round.
+        """
 
     def play(self, veil: NoiseMechanism, first: int, last: int) -> list[Tensor]:
-        """Return the noise on the weight in every round from `first` to before `last`."""
+        """Return the noise on the weight in rounds `first` to `last - 1`."""
         noises = []
         for round in range(first, last):
             veil.begin(round, KEYS[round], layer())

@@ -1,4 +1,4 @@
-"""Search of everything that a client can reach for values that it must never hold."""
+"""Search of all objects that a client can reach for secret values."""
 
 import gc
 import types
@@ -14,7 +14,7 @@ SKIPPED = (types.ModuleType, type, types.BuiltinFunctionType, types.FrameType)
 
 
 def reachable(root: object) -> Iterable[object]:
-    """Return every object that can be reached from one, by any kind of reference."""
+    """Return all objects reachable from `root` through any kind of reference."""
     seen: dict[int, object] = {}
     stack = [root]
     while stack:
@@ -39,11 +39,12 @@ def reachable(root: object) -> Iterable[object]:
 
 
 def leaks(root: object, secrets: dict[str, Tensor]) -> list[str]:
-    """Return the places where a secret matrix shows: some of its rows as bytes, in any dtype, or all of it in disguise.
+    """Return the places that contain a secret matrix, as raw bytes or as a similar tensor.
 
-    A tensor is looked at with the whole storage behind it, so that a view of a larger one hides nothing. A disguise is
-    any tensor with as many numbers whose direction is nearly that of the secret (cosine above 0.9; the effective weight
-    of a sketch at ratio 2 has 0.71).
+    Raw bytes match if they contain any of four rows of the secret, in any dtype. The complete
+    storage of each tensor is searched, so that a view cannot hide a larger tensor. A tensor is
+    similar if it has the same number of values and its cosine with the secret is above 0.9. For
+    comparison, the effective weight of a sketch with ratio 2 has a cosine of 0.71.
     """
     found, storages = [], set[int]()
     needles = {
@@ -71,7 +72,7 @@ def leaks(root: object, secrets: dict[str, Tensor]) -> list[str]:
 
 
 def rows(secret: Tensor) -> Tensor:
-    """Return four rows of a secret, spread over it; a place that holds the whole secret holds them."""
+    """Return four evenly spaced rows of a secret matrix, as search patterns."""
     matrix = secret.detach().reshape(len(secret), -1)
     return matrix[torch.linspace(0, len(matrix) - 1, min(4, len(matrix))).long()]
 

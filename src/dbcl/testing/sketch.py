@@ -1,4 +1,4 @@
-"""Contract of every sketch."""
+"""Contract tests of sketches."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -91,7 +91,7 @@ class SketchContract(ABC):
 
     @staticmethod
     def outer(sketch: Sketch) -> Tensor:
-        """Return S S^T."""
+        """Return the matrix S S^T of a sketch S."""
         R = sketch.dense()
         return (R * sketch.gain(R)) @ R.T
 
