@@ -24,7 +24,7 @@ from dbcl.plan import SketchPlan
 from dbcl.privacy import PrivacyPlan
 from dbcl.protocol import Server, UpdateValidator
 from dbcl.simulation.config import RunConfig
-from dbcl.simulation.planning import noise_warning, parameter_count, rms, steps_warning, weight_scale
+from dbcl.simulation.planning import noise_warning, parameter_count, raw_inputs_warning, rms, weight_scale
 from dbcl.simulation.task import Task
 from dbcl.simulation.training import local_training, update_noise
 from dbcl.transcripts import Setting
@@ -247,8 +247,8 @@ def build_run_server(config: RunConfig, task: Task, *, seed: bytes) -> Server:
     privacy = privacy_plan(config, examples, values)
     if privacy is not None:
         privacy.require_useful(rms(model), parameter_count(model))
-        few_steps = "" if config.feature_map else steps_warning(privacy, model)
-        if warning := noise_warning(privacy, parameter_count(model)) or few_steps:
+        raw = "" if config.feature_map else raw_inputs_warning(privacy, model)
+        if warning := noise_warning(privacy, parameter_count(model)) or raw:
             log.warning("%s", warning)
     settings: dict[str, Any] = {
         "privacy": privacy,
