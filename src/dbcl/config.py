@@ -301,7 +301,7 @@ class SecAggConfig:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """Return the fields of a configuration that are settings, by their option names.
+    """Return the values of all fields declared with `described`, by option name.
 
     >>> settings_of(SecAggConfig())
     {'secagg_clip': 4.0, 'min_cohort': 8}

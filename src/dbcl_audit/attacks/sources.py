@@ -42,7 +42,8 @@ class Source:
 
 
 def sources(simulated: SimulatedRun, found: Mapping[str, Changes], tested: Sequence[int]) -> list[Source]:
-    """Return the sources of the server, of each estimator, and of the unsketched tensors alone.
+    """Return the summed gradients that each adversary has: the server, each estimator, and a client
+    that reads the unsketched tensors alone.
 
     The server is omitted if clients collude. Buffers, such as running means, have no gradient and
     are omitted.
