@@ -14,6 +14,7 @@ import logging
 import re
 import statistics
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +34,11 @@ from experiments.experiment import Context, Experiment, ExperimentJob, Results
 from experiments.small_tasks import TASKS, Example, OrdinaryTask
 from experiments.tables import NOT_RUN, markdown, page
 
-SEEDS = (0,)
+SEEDS = (0, 1, 2)
+REPEATED = ("tabular regression", "linear model")
+"""Tasks with all seeds, since some way is near the limit; the others have the first."""
+REPEATED_DEFAULT = (*REPEATED, "LSTM", "U-Net with dictionaries")
+"""The same for the default, whose noise moves the score of these by more than the limit."""
 CLIENTS = 10
 PAGE = Path(__file__).parents[1] / "docs" / "ordinary-tasks.md"
 LOGGERS = ("dbcl", "flwr.dbcl")
@@ -241,10 +246,16 @@ def jobs(quick: bool, folder: Path) -> list[ExperimentJob]:
     """Return a job for each task and way; the reduced setting has three tasks and three rounds."""
     tasks = [task for task in TASKS if task.name in QUICK_TASKS] if quick else TASKS
     more = {"rounds": QUICK_ROUNDS} if quick else {}
-    seeds = [0] if quick else SEEDS
-    ways = ["plain", *HEADS]
-    found = [{"task": task.name, "way": way, "seed": seed, **more} for seed in seeds for task in tasks for way in ways]
-    return found + [{"task": CLOSEST, "way": way, "seed": seed, **more} for seed in seeds for way in PARTS]
+    found = [
+        {"task": task.name, "way": way, "seed": seed, **more}
+        for seed in SEEDS[: 1 if quick else None]
+        for task in tasks
+        for way in ("plain", *HEADS)
+        if seed == SEEDS[0] or task.name in (REPEATED_DEFAULT if way == "default" else REPEATED)
+    ]
+    return found + [
+        {"task": CLOSEST, "way": way, "seed": seed, **more} for seed in SEEDS[: 1 if quick else None] for way in PARTS
+    ]
 
 
 QUICK_TASKS = ("tabular regression", "U-Net with dictionaries", "linear model")
@@ -283,11 +294,10 @@ def table(found: Results) -> str:
         reference = mean_score(found.of(task=name, way="plain"))
         cells = [cell(found.of(task=name, way=way), reference) for way in HEADS]
         lines.append([name, NAMES[name].measure, NOT_RUN if reference is None else f"{reference:.3f}", *cells])
-    seeds = len({row["job"]["seed"] for row in found.rows})
     rounds = f"{QUICK_ROUNDS} rounds" if found.quick else "as many rounds as the plain loop needs to converge"
     text = (
         f"{CLIENTS} clients with equal shares, all of them in every round; {rounds}; "
-        f"{'one seed' if seeds == 1 else f'means of up to {seeds} seeds'}. All ways start from the same weights. Plain "
+        f"{_seeds(found)}. All ways start from the same weights. Plain "
         "FedAvg, *blind*, the five verbs and Flower have the same local optimiser, learning rate and rounds, which "
         "were chosen for plain FedAvg.\n\n"
         "- *default*: `dbcl.simulate(model, clients, held_out, loss=loss)`, which is the preset `guaranteed` with the "
@@ -303,14 +313,29 @@ def table(found: Results) -> str:
     return "\n\n".join([text, markdown(heads, lines), *(notes if said else []), _parts(found)])
 
 
+def _seeds(found: Results) -> str:
+    counts = {
+        way: Counter(row["job"]["task"] for row in found.rows if row["job"]["way"] == way)
+        for way in ("plain", "default")
+    }
+    several = [task for task, count in counts["plain"].items() if count > 1]
+    more = [task for task, count in counts["default"].items() if count > 1 and task not in several]
+    if not several:
+        return "one seed"
+    also = f", and of the default for {' and '.join(more)}" if more else ""
+    return f"means of {len(SEEDS)} seeds for {' and '.join(several)}{also}; one seed for the others"
+
+
 def _parts(found: Results) -> str:
     """Return a table of what the parts of the preset cost the task that loses most."""
     ways = {"plain": "plain FedAvg", "blind": "`blind`"} | {way: f"`blind`, {way}" for way in PARTS}
     values = {label: mean_score(found.of(task=CLOSEST, way=way)) for way, label in ways.items()}
     text = (
-        f"The {CLOSEST} loses most to the preset `blind`. Neither the sketch nor the veil alone costs as much as both "
-        "together, and more rounds win back a part. The preset `veil` has no sketch. Secrets are "
-        "fresh in every run, and move a score by about 0.01."
+        f"The {CLOSEST} loses about as much as the limit, 0.03, to the preset `blind`: to the sketch and the veil "
+        'together, since each alone costs less. The remedy is twice the rounds, or `settings="veil"`, which has no '
+        "sketch. dbcl does not warn of it: the other networks of the table are within the limit with the same sketch. "
+        "Secrets are fresh in every run, "
+        "which moves a score by about 0.01 (with the default, an LSTM's by 0.3)."
     )
     return f"{text}\n\n" + markdown(
         [CLOSEST, NAMES[CLOSEST].measure],
@@ -332,7 +357,7 @@ def cell(runs: Sequence[Mapping[str, Any]], reference: float | None) -> str:
     """Return a cell of the table: a score, marked if it is below the limit or if dbcl warned of it.
 
     >>> cell([{"score": 0.91, "error": "", "warnings": []}], 0.95)
-    '**0.910**'
+    '**0.910, 0.040 less**'
     >>> cell([{"score": 0.91, "error": "", "warnings": ["a guarantee costs accuracy"]}], 0.95)
     '0.910, warned'
     >>> cell([{"score": None, "error": "the remedy: calibration=inputs", "with_calibration": 0.9}], 0.95)
@@ -349,8 +374,8 @@ def cell(runs: Sequence[Mapping[str, Any]], reference: float | None) -> str:
         return f"refused: about {points[1]} points expected" if points else "refused"
     if all(run["warnings"] for run in runs):
         return f"{value:.3f}, warned"
-    missed = reference is not None and value < reference - LIMIT
-    return f"**{value:.3f}**" if missed else f"{value:.3f}"
+    less = 0.0 if reference is None else reference - value
+    return f"**{value:.3f}, {less:.3f} less**" if less > LIMIT else f"{value:.3f}"
 
 
 def spoken(found: Results) -> dict[str, str]:
@@ -387,7 +412,7 @@ EXPERIMENT = Experiment(
     title="Ten ordinary tasks",
     what="Ten ordinary tasks trained with default settings through `dbcl.simulate`, the five verbs and Flower, beside "
     "plain federated averaging.",
-    minutes="about 30 on one core",
+    minutes="about 45 on one core",
     jobs=jobs,
     play=play,
     table=table,
